@@ -52,18 +52,18 @@ from workloads import nested
 
 from jaxckpt import Options
 from jaxckpt._format import manifest as manifests
-from jaxckpt._format.grid import Layout, Spec, spec_box, touched
+from jaxckpt._format.grid import Layout, Spec, spec_box, touched_cells
 from jaxckpt._format.layouts import LayoutTable, PlannedSharding
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.tree import flatten
-from jaxckpt._restore.plan import ReadStep, Want, plan_read
-from jaxckpt._save.agreement import Agreement, require_agreement
+from jaxckpt._restore.plan import ReadStep, WantedRows, plan_read
+from jaxckpt._save.agreement import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._save.prepare import SaveRequest
-from jaxckpt._save.publish import Published, Share, compose
-from jaxckpt._storage.fetching import wanted_whole
+from jaxckpt._save.publish import PublishResult, Share, build_manifest
+from jaxckpt._storage.fetching import objects_to_fetch
 
 SIZES = (64, 4_096, 16_384)
 
@@ -176,7 +176,7 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
     """(requests for objects, bytes) of one process that restores from an object store onto the mesh of the save."""
     specs = [(shape, spec) for _, shape, spec in leaves_of(job).values()]
     wants = [
-        Want(stack, (row, row + 1), own_boxes(job, process, *specs[leaf]), None, False)
+        WantedRows(stack, (row, row + 1), own_boxes(job, process, *specs[leaf]), None, False)
         for stack, rows in enumerate(plan.members)
         for row, leaf in enumerate(rows)
     ]
@@ -189,13 +189,13 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
         boxes = [read.boxes for step in steps for read in step.reads]
         whole = stored_bytes(stack), ""
         stored = collections.defaultdict(lambda whole=whole: whole)
-        fetched = wanted_whole(stack, stored, boxes, job.options.host_bytes // 4)
+        fetched = objects_to_fetch(stack, stored, boxes, job.options.host_bytes // 4)
         requests += len(fetched)
         n_bytes += sum(one.length for one in fetched.values())
         for box in itertools.chain.from_iterable(boxes):
             for index, part, _ in indexed_objects_of(stack, box):
                 if index not in fetched:  # one request for the index and one per chunk, as if none were merged
-                    chunks = math.prod(stop - start for start, stop in touched(part, stack.chunk))
+                    chunks = math.prod(stop - start for start, stop in touched_cells(part, stack.chunk))
                     requests += 1 + chunks
                     n_bytes += chunks * stack.chunk_stored_bytes
     return requests, n_bytes
@@ -223,11 +223,11 @@ def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
     leaves = leaves_of(job)
     specs = list(dict.fromkeys(spec for _, _, spec in leaves.values()))
     table = LayoutTable()
-    table.meshes.append(MeshRecord.numbered(job.mesh))
+    table.meshes.append(MeshRecord.of_axes(job.mesh))
     table.layouts.extend(LayoutRecord(0, [list(axes) for axes in spec]) for spec in specs)
     records = [LeafRecord(path, "jax", layout=specs.index(leaves[path][2])) for path in leaves]
     draft = Draft(flatten(nested(dict.fromkeys(leaves, 0)))[1], records, table=table)
-    return compose("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
+    return build_manifest("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
 
 
 # Simulation -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
 
 def agreement_of(_: int) -> str:
     digests = dict.fromkeys(("leaves", "ties", "shardings", "options", "metadata", "process_state"), "0" * 64)
-    return msgspec.json.encode(Agreement(digests, [123456789])).decode()
+    return msgspec.json.encode(Fingerprint(digests, [123456789])).decode()
 
 
 @dataclass(frozen=True)
@@ -284,17 +284,17 @@ def simulate(job: Job) -> dict[str, Any]:
     }
     shares = shares_of(job, plan)
     texts = [msgspec.json.encode(share).decode() for share in shares]
-    agreed = [msgspec.json.decode(agreement_of(0), type=Agreement)] * job.processes
+    agreed = [msgspec.json.decode(agreement_of(0), type=Fingerprint)] * job.processes
     _, result["agree_cpu"] = timed(lambda: require_agreement(agreed, []))
     manifest, result["compose_cpu"] = timed(lambda: manifest_of(job, plan, shares))
     content, result["encode_cpu"] = timed(lambda: encoded(manifest))
     result["manifest_bytes"] = len(content)
-    result["fits"] = len(content) <= manifests.LARGEST_BYTES
+    result["fits"] = len(content) <= manifests.MAX_MANIFEST_BYTES
     if result["fits"]:
         _, result["decode_cpu"] = timed(lambda: manifests.decode(content, "/ckpt"))
     else:
         result["decode_cpu"] = math.nan
-    published = msgspec.json.encode(Published(10**12, 0, "0" * 64)).decode()
+    published = msgspec.json.encode(PublishResult(10**12, 0, "0" * 64)).decode()
     result["meetings"] = {
         "agree": meet(job.processes, agreement_of, "0" * 32, first=True),
         "look": meet(job.processes, lambda _: "", ""),

@@ -25,8 +25,8 @@ import workloads
 from rich.table import Table
 
 from jaxckpt import Options
-from jaxckpt._format.grid import Box, mesh_layout, spec_of, whole
-from jaxckpt._restore.plan import Want, plan_read, read_cost
+from jaxckpt._format.grid import Box, mesh_layout, spec_of, whole_box
+from jaxckpt._restore.plan import WantedRows, plan_read, read_cost
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 
 FINER = (2, 4, 8)
@@ -66,7 +66,7 @@ def saved(leaf: Leaf, processes: int) -> SavePlan:
 def over_read(plan: SavePlan, boxes: Sequence[Box]) -> float:
     """Bytes read per byte wanted by a process that wants these boxes."""
     host_bytes = Options().host_bytes
-    steps = plan_read(plan.stacks, [Want(0, (0, 1), tuple(boxes))], host_bytes)
+    steps = plan_read(plan.stacks, [WantedRows(0, (0, 1), tuple(boxes))], host_bytes)
     cost = read_cost(plan.stacks, steps, host_bytes)
     return cost.read_bytes / cost.needed_bytes
 
@@ -84,7 +84,7 @@ def readers(leaf: Leaf) -> dict[str, list[list[Box]]]:
     dim = leaf.layers
     if dim is not None:
         for name, count in (("one layer", 1), ("half the layers", leaf.shape[dim] // 2)):
-            found[name] = [[(*whole(leaf.shape[:dim]), (0, count), *whole(leaf.shape[dim + 1 :]))]]
+            found[name] = [[(*whole_box(leaf.shape[:dim]), (0, count), *whole_box(leaf.shape[dim + 1 :]))]]
     for dim, parts in enumerate(leaf.grid):
         if dim != leaf.layers:
             for finer in FINER:
@@ -113,7 +113,7 @@ def by_four(workload: workloads.Workload) -> dict[str, float]:
         count = next(iter(shardings.values())).num_devices
         if count % 4:
             continue
-        wants: list[list[Want]] = [[] for _ in range(4)]
+        wants: list[list[WantedRows]] = [[] for _ in range(4)]
         for number, (path, sharding) in enumerate(shardings.items()):
             stack, row = places[number]
             shape = workload.leaves[path].shape
@@ -123,7 +123,7 @@ def by_four(workload: workloads.Workload) -> dict[str, float]:
             ]
             for process in range(4):
                 own = dict.fromkeys(boxes[process * count // 4 : (process + 1) * count // 4])
-                wants[process].append(Want(stack, (row, row + 1), tuple(own)))
+                wants[process].append(WantedRows(stack, (row, row + 1), tuple(own)))
         host_bytes = Options().host_bytes
         costs = [read_cost(plan.stacks, plan_read(plan.stacks, want, host_bytes), host_bytes) for want in wants]
         found[layout] = max(cost.read_bytes / cost.needed_bytes for cost in costs)

@@ -42,7 +42,7 @@ from rich.table import Table
 from jaxckpt import Options
 from jaxckpt._format.layouts import addressable_boxes, process_layout
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.plan import Want, plan_read
+from jaxckpt._restore.plan import WantedRows, plan_read
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 
 TARGETS = {"cpu_seconds": 2.0, "peak_bytes": 500 << 20}
@@ -148,13 +148,13 @@ def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
     """Plan like a restore onto accelerators, where buffers do not become the arrays."""
     place = {leaf: (stack, row) for stack, rows in enumerate(plan.members) for row, leaf in enumerate(rows)}
     boxes_of: dict[tuple[int, P], Any] = {}
-    wants: list[Want] = []
+    wants: list[WantedRows] = []
     for number, (_, shape, spec) in enumerate(leaves_of(point)):
         stack, row = place[number]
         if (stack, spec) not in boxes_of:
             found = addressable_boxes(NamedSharding(mesh, spec), shape)
             boxes_of[stack, spec] = tuple(dict.fromkeys(box for _, box in found))
-        wants.append(Want(stack, row, boxes_of[stack, spec], None, False))
+        wants.append(WantedRows(stack, row, boxes_of[stack, spec], None, False))
     return plan_read(plan.stacks, wants, Options().host_bytes)
 
 

@@ -38,10 +38,10 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.layouts import saved_sharding
 from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.paths import closest
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
-from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
+from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._restore.restore import restore
 from jaxckpt._restore.source import source_at
 from jaxckpt._restore.target import is_array_like
@@ -118,13 +118,13 @@ class Handler(ocp.AsyncCheckpointHandler):
         # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the
         # order of their names, and every process must make its collective calls in that order.
         CommitFutureAwaitingContractedSignals(_nothing()).result()
-        return [_Commit(save_async(directory, _cast(args), **self._how(args)))]
+        return [_Commit(save_async(directory, _cast(args), **self._save_arguments(args)))]
 
     def save(self, directory: Path, args: Any) -> None:
         """Save `args.item`."""
-        save(directory, _cast(args), **self._how(args))
+        save(directory, _cast(args), **self._save_arguments(args))
 
-    def _how(self, args: Any) -> dict[str, Any]:
+    def _save_arguments(self, args: Any) -> dict[str, Any]:
         return {"metadata": args.custom_metadata, "options": self._options}
 
     def restore(self, directory: Path, args: Any = None) -> Tree:
@@ -137,17 +137,17 @@ class Handler(ocp.AsyncCheckpointHandler):
         if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or not args.strict):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source, _ = source_at(directory, self._options)
-        target, left = _translated(args, source.manifest)
-        if left >= source.manifest.numbers.keys() | {leaf.path for leaf in _flat(target, source.manifest)}:
+        target, kept_paths = _translated(args, source.manifest)
+        if kept_paths >= source.manifest.numbers.keys() | {leaf.path for leaf in _flatten(target, source.manifest)}:
             return target  # there is nothing to read
-        return restore(directory, target, select=lambda path: path not in left, options=self._options)
+        return restore(directory, target, select=lambda path: path not in kept_paths, options=self._options)
 
     def metadata(self, directory: Path) -> Any:
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
         source, _ = source_at(directory, self._options)
         manifest = source.manifest
         leaves = [_described(manifest, record, directory) for record in manifest.leaves]
-        tree = jax.tree.map(_plain, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
+        tree = jax.tree.map(_describe_empty, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
         tree = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
         return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
 
@@ -181,25 +181,25 @@ class V1Handler:
         """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
         path = await directory.await_creation()
         pending = save_async(path, _v1_cast(checkpointable), options=self.options)
-        return _published(pending, path)
+        return _wait_and_mark(pending, path)
 
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
         """Load the pytree in the form that an abstract pytree requests."""
-        return self._restored(directory, abstract_checkpointable)
+        return self._restore(directory, abstract_checkpointable)
 
-    async def _restored(self, directory: Path, abstract: Tree) -> Tree:
+    async def _restore(self, directory: Path, abstract: Tree) -> Tree:
         from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
         if abstract is None:
             return restore(directory, options=self.options)
         manifest = source_at(directory, self.options)[0].manifest
-        leaves, left = _flat(abstract, manifest), _left_in(abstract, manifest)
-        if left >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
+        leaves, kept_paths = _flatten(abstract, manifest), _placeholder_paths(abstract, manifest)
+        if kept_paths >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
             return abstract  # there is nothing to read
         target = jax.tree.unflatten(jax.tree.structure(abstract), [_v1_leaf(leaf, manifest) for leaf in leaves])
         partial = get_context().pytree_options.loading.partial_load
         return restore(
-            directory, target, select=lambda path: path not in left, strict=not partial, options=self.options
+            directory, target, select=lambda path: path not in kept_paths, strict=not partial, options=self.options
         )
 
     async def metadata(self, directory: Path) -> Tree:
@@ -211,7 +211,7 @@ class V1Handler:
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether jaxckpt can save this pytree. Orbax calls this before it saves."""
         leaves = jax.tree.leaves(checkpointable)
-        return bool(leaves) and all(is_array_like(type(leaf)) or type(leaf) in PYTHON for leaf in leaves)
+        return bool(leaves) and all(is_array_like(type(leaf)) or type(leaf) in PYTHON_KINDS for leaf in leaves)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
         """Whether this is a pytree of arrays, shapes, types, None and `...` that describes what to load."""
@@ -232,7 +232,7 @@ def _v1_cast(tree: Tree) -> Tree:
     )
 
 
-async def _published(pending: PendingSave, path: Path) -> None:
+async def _wait_and_mark(pending: PendingSave, path: Path) -> None:
     await asyncio.to_thread(pending.wait)
     if jax.process_index() == 0:  # Orbax loads an item as a pytree only if it has this file
         await asyncio.to_thread(epath.Path(path, "_METADATA").write_text, "{}")
@@ -240,7 +240,7 @@ async def _published(pending: PendingSave, path: Path) -> None:
 
 def _is_v1_abstract(leaf: Any) -> bool:
     kind = leaf if isinstance(leaf, type) else type(leaf)
-    return leaf is None or leaf is ... or kind in PYTHON or is_array_like(kind) or hasattr(leaf, "shape")
+    return leaf is None or leaf is ... or kind in PYTHON_KINDS or is_array_like(kind) or hasattr(leaf, "shape")
 
 
 _V1_ARRAYS = {np.ndarray: np.ndarray, jax.Array: jax.Array, jax.ShapeDtypeStruct: jax.Array}
@@ -251,10 +251,10 @@ def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     """Translate a leaf of an abstract pytree of Orbax v1 into a leaf of a target."""
     wanted, number = leaf.value, manifest.numbers.get(leaf.path)
     if isinstance(wanted, type):
-        if wanted in PYTHON or number is None:
-            return wanted() if wanted in PYTHON else wanted
+        if wanted in PYTHON_KINDS or number is None:
+            return wanted() if wanted in PYTHON_KINDS else wanted
         saved = SavedLeaf(manifest, manifest.leaves[number])
-        return _target(ocp.RestoreArgs(restore_type=_V1_ARRAYS.get(wanted)), saved)
+        return _translate_restore_args(ocp.RestoreArgs(restore_type=_V1_ARRAYS.get(wanted)), saved)
     if is_array_like(type(wanted)) or not hasattr(wanted, "shape"):
         return wanted
     if hasattr(wanted, "sharding"):
@@ -267,7 +267,7 @@ def _v1_described(manifest: Manifest, record: LeafRecord) -> Any:
     if not saved.is_array or record.kind in ("str", "bytes"):
         return KINDS[record.kind].type
     if not saved.on_devices:
-        return _target(ocp.RestoreArgs(), saved)
+        return _translate_restore_args(ocp.RestoreArgs(), saved)
     sharding = None
     if record.layout is not None:
         with contextlib.suppress(LayoutError):
@@ -327,8 +327,8 @@ def _cast(args: Any) -> Tree:
     return jax.tree.map(_cast_leaf, args.item, args.save_args, is_leaf=ocp.utils.is_empty_or_leaf)
 
 
-def _cast_leaf(leaf: Any, asked: Any) -> Any:
-    dtype = getattr(asked, "dtype", None)
+def _cast_leaf(leaf: Any, save_args: Any) -> Any:
+    dtype = getattr(save_args, "dtype", None)
     if dtype is None or isinstance(leaf, (str, bytes)) or _is_key(leaf):
         return leaf
     if isinstance(leaf, (bool, int, float)):
@@ -348,35 +348,35 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     # transforms={} is the older form of partial_restore=True.
     partial = transforms is not None or getattr(args, "partial_restore", False)
     item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
-    leaves = _flat(item, manifest)
-    left = _left_in(item, manifest)
-    wanted = {leaf.path for leaf in leaves} - left
-    asked = _restore_args(args, wanted, manifest)
+    leaves = _flatten(item, manifest)
+    kept_paths = _placeholder_paths(item, manifest)
+    wanted = {leaf.path for leaf in leaves} - kept_paths
+    restore_args = _restore_args(args, wanted, manifest)
     if partial:
         _require_leaves(wanted, manifest)
-        left |= wanted ^ manifest.numbers.keys()
+        kept_paths |= wanted ^ manifest.numbers.keys()
     is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
 
     def target(leaf: Leaf) -> Any:
         number = manifest.numbers.get(leaf.path)
-        if number is None or leaf.path in left:
+        if number is None or leaf.path in kept_paths:
             return leaf.value
         saved = SavedLeaf(manifest, manifest.leaves[number])
         if is_standard:
             return _standard(leaf.value, saved)
-        return _target(asked.get(leaf.path, ocp.RestoreArgs()), saved, leaf.value)
+        return _translate_restore_args(restore_args.get(leaf.path, ocp.RestoreArgs()), saved, leaf.value)
 
-    return jax.tree.unflatten(jax.tree.structure(item), [target(leaf) for leaf in leaves]), left
+    return jax.tree.unflatten(jax.tree.structure(item), [target(leaf) for leaf in leaves]), kept_paths
 
 
-def _flat(tree: Tree, manifest: Manifest) -> list[Leaf]:
+def _flatten(tree: Tree, manifest: Manifest) -> list[Leaf]:
     """The leaves of a tree, each with its path in the checkpoint."""
     return [msgspec.structs.replace(leaf, path=leaf.path_in(manifest.numbers)) for leaf in flatten(tree)[0]]
 
 
-def _left_in(item: Tree, manifest: Manifest) -> set[str]:
+def _placeholder_paths(item: Tree, manifest: Manifest) -> set[str]:
     """The paths at which an item has a placeholder or None, and nothing is read."""
-    everywhere = _flat(jax.tree.map(_or_placeholder, item, is_leaf=_is_none), manifest)
+    everywhere = _flatten(jax.tree.map(_or_placeholder, item, is_leaf=_is_none), manifest)
     return {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
 
 
@@ -390,22 +390,24 @@ def _or_placeholder(node: Any) -> Any:
 
 def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, Any]:
     """The RestoreArgs of each leaf. Raises InputError if a leaf has none, or if some belong to no leaf."""
-    given = getattr(args, "restore_args", None)
-    if given is None:
+    tree = getattr(args, "restore_args", None)
+    if tree is None:
         return {}
-    leaves = _flat(jax.tree.map(lambda one: one or ocp.RestoreArgs(), given, is_leaf=_is_none), manifest)
-    asked = {leaf.path: leaf.value for leaf in leaves}
-    lacking = [path for path in wanted if path not in asked and path in manifest.numbers]
+    leaves = _flatten(jax.tree.map(lambda one: one or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
+    by_path = {leaf.path: leaf.value for leaf in leaves}
+    lacking = [path for path in wanted if path not in by_path and path in manifest.numbers]
     surplus = [
         path
-        for path, one in asked.items()
+        for path, one in by_path.items()
         if path not in wanted and path not in manifest.numbers and one != ocp.RestoreArgs()
     ]
     if lacking or surplus:
         problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
-        problems += [Problem(path, f"has RestoreArgs, but is not a leaf{closest(path, wanted)}") for path in surplus]
+        problems += [
+            Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, wanted)}") for path in surplus
+        ]
         raise InputError.of(f"restore_args= does not fit the item in {show_count(len(problems), 'place')}", problems)
-    return asked
+    return by_path
 
 
 def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
@@ -423,41 +425,41 @@ def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
 def _standard(wanted: Any, saved: SavedLeaf) -> Any:
     """Translate a leaf of a StandardRestore's item into a leaf of a target. Concrete leaves mean the same in both."""
     if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
-        return _target(ocp.RestoreArgs(), saved)
+        return _translate_restore_args(ocp.RestoreArgs(), saved)
     if not isinstance(wanted, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
         return wanted
     if wanted.sharding is None and not saved.on_devices:
-        return _target(ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted.dtype), saved, wanted)
-    return _target(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
+        return _translate_restore_args(ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted.dtype), saved, wanted)
+    return _translate_restore_args(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
 
 
-def _target(asked: Any, saved: SavedLeaf, item: Any = None) -> Any:
+def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = None) -> Any:
     """Translate a leaf's RestoreArgs into a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
-        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_sharding(asked))
-    kind: Any = KINDS[saved.kind].type if asked.restore_type is None else asked.restore_type
-    shape, dtype = getattr(asked, "global_shape", None), asked.dtype
-    if getattr(asked, "strict", False):  # the item supplies what ArrayRestoreArgs leave open
+        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_requested_sharding(restore_args))
+    kind: Any = KINDS[saved.kind].type if restore_args.restore_type is None else restore_args.restore_type
+    shape, dtype = getattr(restore_args, "global_shape", None), restore_args.dtype
+    if getattr(restore_args, "strict", False):  # the item supplies what ArrayRestoreArgs leave open
         shape = getattr(item, "shape", None) if shape is None else shape
         dtype = getattr(item, "dtype", None) if dtype is None else dtype
     if dtype is None:
         # A Python number becomes an array of JAX's default width. The restore checks that its value fits.
-        is_number = kind is jax.Array and saved.kind in NUMBERS
+        is_number = kind is jax.Array and saved.kind in NUMBER_KINDS
         dtype = jax.dtypes.canonicalize_dtype(saved.dtype) if is_number else saved.dtype
     shape, dtype = saved.shape if shape is None else shape, np.dtype(dtype)
     if kind is jax.Array:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(asked))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_requested_sharding(restore_args))
     if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
     return np.zeros((), dtype)[()] if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
 
 
-def _sharding(asked: Any) -> Sharding | None:
+def _requested_sharding(restore_args: Any) -> Sharding | None:
     """The sharding that RestoreArgs request; None for the saved sharding."""
-    found = getattr(asked, "sharding", None)
+    found = getattr(restore_args, "sharding", None)
     if found is None:
-        mesh = getattr(asked, "mesh", None)
-        return None if mesh is None else NamedSharding(mesh, asked.mesh_axes or PartitionSpec())
+        mesh = getattr(restore_args, "mesh", None)
+        return None if mesh is None else NamedSharding(mesh, restore_args.mesh_axes or PartitionSpec())
     if isinstance(found, _metadata.ShardingMetadata):
         found = found.to_jax_sharding()
     return found if isinstance(found, Sharding) else found.sharding  # from a jax.experimental.layout.Format
@@ -466,7 +468,7 @@ def _sharding(asked: Any) -> Sharding | None:
 # Orbax's descriptions ---------------------------------------------------------------------------------------
 
 
-def _plain(node: Any) -> Any:
+def _describe_empty(node: Any) -> Any:
     """Orbax's description of an empty container."""
     return None if hasattr(node, "_fields") else node
 
@@ -479,11 +481,11 @@ def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
     if record.kind not in ("jax", "key", "numpy"):
         return _metadata.ScalarMetadata(name, directory, dtype=SavedLeaf(manifest, record).dtype)
     shape = manifest.leaf_shape(record)
-    dtype = DTYPES[manifest.stacks[manifest.place(record)[0]].dtype]
-    return _metadata.ArrayMetadata(name, directory, shape, _saved_sharding(manifest, record), dtype)
+    dtype = DTYPES[manifest.stacks[manifest.stack_and_row(record)[0]].dtype]
+    return _metadata.ArrayMetadata(name, directory, shape, _describe_sharding(manifest, record), dtype)
 
 
-def _saved_sharding(manifest: Manifest, record: LeafRecord) -> Any:
+def _describe_sharding(manifest: Manifest, record: LeafRecord) -> Any:
     """Orbax's description of the sharding of a saved jax.Array; None if its devices do not exist here."""
     if record.kind == "numpy":
         return None

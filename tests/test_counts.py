@@ -267,7 +267,7 @@ def python_calls(act: Callable[[], Any]) -> int:
 
 
 def goals(manifest: Manifest, **request: Any) -> Callable[[], Any]:
-    return lambda: _goals.resolve(manifest, _target.Request(**request), jaxckpt.Options())
+    return lambda: _goals.resolve(manifest, _target.RestoreRequest(**request), jaxckpt.Options())
 
 
 LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], int]] = {

@@ -95,7 +95,7 @@ def test_however_little_memory_there_is_no_chunk_is_read_twice(
     sizes: tuple[int, ...], passing: bool, smaller: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
-        monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
+        monkeypatch.setattr(_placing, "can_keep_buffers", lambda goal: not goal.on_devices)
     options = jaxckpt.Options(host_bytes=8 << 20)
     mesh = mesh_of(*sizes)
     before = bytes_read()
@@ -126,7 +126,7 @@ def test_the_plan_predicts_the_memory_of_a_restore(saved: Path) -> None:
 def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
+    monkeypatch.setattr(_placing, "can_keep_buffers", lambda goal: not goal.on_devices)
     updates: list[int] = []
     update = _placing._update
     monkeypatch.setattr(_placing, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
@@ -167,7 +167,7 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
 def test_large_leaves_are_put_together_whatever_the_callers_mesh_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_placing, "kept", lambda goal: not goal.on_devices)
+    monkeypatch.setattr(_placing, "can_keep_buffers", lambda goal: not goal.on_devices)
     value = np.arange(4096, dtype=np.float32).reshape(64, 64)
     value[3, 5] = np.nan
     tree = {"f": jax.device_put(value, NamedSharding(mesh_of(4), P("x"))), "h": jnp.asarray(value, jnp.bfloat16)}
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
 ) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.arange(100)})
-    check = _source.Native.require_metadata
+    check = _source.NativeCheckpoint.require_metadata
 
     def meanwhile() -> None:
         if fate == "deleted":
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
         if moment == "after":
             meanwhile()
 
-    monkeypatch.setattr(_source.Native, "require_metadata", checked)
+    monkeypatch.setattr(_source.NativeCheckpoint, "require_metadata", checked)
     with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
         jaxckpt.load_numpy(path)
 
@@ -226,4 +226,4 @@ def test_missing_data_of_an_existing_checkpoint_is_corruption(tmp_path: Path) ->
 
 
 def test_a_read_is_a_quarter_of_what_may_be_held() -> None:
-    assert [_plan.read_bytes(n) for n in (1, 8, 256 << 20)] == [1, 2, 64 << 20]
+    assert [_plan.max_read_bytes(n) for n in (1, 8, 256 << 20)] == [1, 2, 64 << 20]

@@ -61,10 +61,10 @@ With "stacked", a jitted call stacks even a few leaves.
 
 @contextlib.contextmanager
 def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
-    pack = sizes.get("pack", _plan.PACK_BYTES)
+    pack = sizes.get("pack", _plan.PACK_BELOW_BYTES)
     with (
-        mock.patch.multiple(_plan, PACK_BYTES=pack, TINY_BYTES=sizes.get("tiny", _plan.TINY_BYTES)),
-        mock.patch.multiple(_save_plan, PACK_BYTES=pack, SHARED_BYTES=sizes.get("pack", _save_plan.SHARED_BYTES)),
+        mock.patch.multiple(_plan, PACK_BELOW_BYTES=pack, TINY_BYTES=sizes.get("tiny", _plan.TINY_BYTES)),
+        mock.patch.multiple(_save_plan, PACK_BELOW_BYTES=pack, SHARED_BYTES=sizes.get("pack", _save_plan.SHARED_BYTES)),
         mock.patch.multiple(
             _staging,
             STACK_PIECES=sizes.get("stacked", _staging.STACK_PIECES),
@@ -73,7 +73,7 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
         mock.patch.multiple(
             _placing,
             WHOLE_BYTES=sizes.get("whole", _placing.WHOLE_BYTES),
-            kept=(lambda goal: not goal.on_devices) if sizes.get("passing") else _placing.kept,
+            can_keep_buffers=(lambda goal: not goal.on_devices) if sizes.get("passing") else _placing.can_keep_buffers,
         ),
     ):
         yield
@@ -268,7 +268,7 @@ def test_large_host_arrays_come_back_whatever_their_strides(order: str, tmp_path
         "read-only": array.copy(),
     }[order]
     given.flags.writeable = order != "read-only"
-    assert given.nbytes >= _plan.PACK_BYTES or order == "reversed"
+    assert given.nbytes >= _plan.PACK_BELOW_BYTES or order == "reversed"
     jaxckpt.save(tmp_path / "c", {"x": given, "small": given[:3, :5]}, options=QUICK)
     restored = jaxckpt.restore(tmp_path / "c")
     np.testing.assert_array_equal(restored["x"], given)

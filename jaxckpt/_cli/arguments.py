@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import click
 from click.shell_completion import CompletionItem
 
-Rule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
+SpecRule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
 """(glob of its leaves, or None for all; the entries of their PartitionSpec)."""
 
 LAYOUTS = ("plain", "scan", "maxtext")
@@ -32,7 +32,7 @@ FORMATS_MODULE = "jaxckpt._foreign.registry"
 # Texts ----------------------------------------------------------------------------------------------------
 
 
-def axis_sizes(text: str) -> dict[str, int]:
+def parse_axis_sizes(text: str) -> dict[str, int]:
     """Axis sizes of a mesh: data=4,model=2."""
     axes: dict[str, int] = {}
     for entry in text.split(","):
@@ -43,7 +43,7 @@ def axis_sizes(text: str) -> dict[str, int]:
     return axes
 
 
-def rule(text: str) -> Rule:
+def parse_spec_rule(text: str) -> SpecRule:
     """A rule for specs: GLOB=P(…), or P(…) for all leaves."""
     match = re.fullmatch(r"(?:(.+?)=)?\s*((?:P|PartitionSpec)\(.*\))\s*", text, re.DOTALL)
     with contextlib.suppress(
@@ -63,7 +63,7 @@ def _is_entry(entry: object) -> bool:
     return entry is None or all(isinstance(axis, str) for axis in axes)
 
 
-def n_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """A number of bytes: 65536, 64KiB, 1MiB."""
     match = re.fullmatch(r"(\d+)\s*(|[KMG]iB)", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
@@ -71,7 +71,7 @@ def n_bytes(text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2][:1].lower()]
 
 
-def old_and_new(text: str) -> tuple[str, str]:
+def parse_rename(text: str) -> tuple[str, str]:
     """A pair of paths: OLD=NEW."""
     old, separator, new = text.partition("=")
     if not separator:
@@ -79,7 +79,7 @@ def old_and_new(text: str) -> tuple[str, str]:
     return old, new
 
 
-def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[Rule]) -> None:
+def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[SpecRule]) -> None:
     if rules and not mesh:
         raise click.UsageError("--specs needs --mesh, which defines the axes")
 
@@ -132,13 +132,13 @@ def _note_path(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-def closest_path(path: str) -> str:
+def similar_path_hint(path: str) -> str:
     """A hint for a local path that does not exist: the full name of the step, or a similar name."""
     folder, name = os.path.split(path.rstrip("/"))
     if "://" in path or os.path.exists(path):
         return ""
     if folder and not os.path.isdir(folder):
-        return closest_path(folder)
+        return similar_path_hint(folder)
     with contextlib.suppress(OSError):
         names = os.listdir(folder or ".")
         if name.isdecimal():
@@ -169,12 +169,12 @@ select_option = click.option(
 )
 
 mesh_option = functools.partial(
-    click.option, "--mesh", type=axis_sizes, metavar="AXIS=SIZE,…", help="Axis sizes of the mesh: data=4,model=2."
+    click.option, "--mesh", type=parse_axis_sizes, metavar="AXIS=SIZE,…", help="Axis sizes of the mesh: data=4,model=2."
 )
 
 specs_option = click.option(
     "--specs",
-    type=rule,
+    type=parse_spec_rule,
     multiple=True,
     metavar="[GLOB=]P(…)",
     help="PartitionSpec of the leaves that match GLOB, or of all leaves. May be repeated: the first match counts."

@@ -11,11 +11,11 @@ from typing import Any
 import click
 from jax.sharding import PartitionSpec
 
-from jaxckpt._cli.arguments import Rule
+from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._foreign.rulesets import huggingface_dtype, huggingface_rules
-from jaxckpt._format.paths import closest
-from jaxckpt._format.select import renamed, selector
-from jaxckpt._format.tree import Tree, nested
+from jaxckpt._format.paths import closest_hint
+from jaxckpt._format.select import parse_select, rename_paths
+from jaxckpt._format.tree import Tree, nested_dicts
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._restore.rules import Rules
@@ -24,7 +24,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._storage.store_path import local_path
 
 
-def with_progress() -> Options:
+def options_with_progress() -> Options:
     """Options that draw a progress bar if stderr is a terminal."""
     return Options(progress=sys.stderr.isatty())
 
@@ -45,11 +45,11 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
 def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
     """The leaves that any of the globs selects, or all leaves. Raises InputError if a glob selects none."""
     leaves = checkpoint.leaves
-    chosen = selector(select or None).choose(leaves)
+    chosen = parse_select(select or None).choose(leaves)
     return dict(itertools.compress(leaves.items(), chosen))
 
 
-def indexed(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
+def resolve_leaf(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
     """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
     match = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
     index = _index(match[2]) if match else None
@@ -75,20 +75,25 @@ def _index_entry(text: str) -> Any:
 
 
 def spec_tree(
-    checkpoint: Checkpoint, rules: Sequence[Rule], select: Sequence[str] = (), rename: Mapping[str, str] | None = None
+    checkpoint: Checkpoint,
+    rules: Sequence[SpecRule],
+    select: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
 ) -> Tree:
     """The specs for leaves, as nested dicts by their new paths; None without `--specs`."""
     if not rules:
         return None
     leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
-    new = zip(renamed(rename or None, leaves), leaves.items(), strict=True)
+    new = zip(rename_paths(rename or None, leaves), leaves.items(), strict=True)
     # Other kinds are never on a device, so they have no spec.
     paths = [path for path, (old, leaf) in new if old in chosen and leaf.kind in ("jax", "key")]
     specs: dict[str, Any] = {}
     for glob, entries in rules:
-        matched = list(filter(selector(glob), paths))
+        matched = list(filter(parse_select(glob), paths))
         if not matched:
-            raise InputError(f"--specs {glob or PartitionSpec(*entries)}: matches no array{closest(glob or '', paths)}")
+            raise InputError(
+                f"--specs {glob or PartitionSpec(*entries)}: matches no array{closest_hint(glob or '', paths)}"
+            )
         for path in matched:
             specs.setdefault(path, PartitionSpec(*entries))
-    return nested(specs)
+    return nested_dicts(specs)

@@ -9,17 +9,26 @@ from typing import Any
 
 import click
 
-from jaxckpt._cli.terminal import Column, natural, number, print_json, print_table, printable, show_age, show_metrics
+from jaxckpt._cli.terminal import (
+    Column,
+    natural_key,
+    number_column,
+    print_json,
+    print_table,
+    printable,
+    show_age,
+    show_metrics,
+)
 from jaxckpt._foreign.orbax.steps import has_steps
-from jaxckpt._format.names import is_data
+from jaxckpt._format.names import is_data_folder
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
-from jaxckpt._storage.store_path import local_path, store_at
 from jaxckpt._storage.steps import is_step, pins, step_name, steps_of
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import local_path, store_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +73,7 @@ def ls(path: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": path, "checkpoints": [asdict(entry) for entry in entries]})
         return
-    numbers = map(number, ("leaves", "size", "age"))
+    numbers = map(number_column, ("leaves", "size", "age"))
     rare = (Column(title, 10) for title in _RARE)
     columns = [Column("name", 16, middle=True), Column("format"), *numbers, Column("metrics", 10), *rare]
     rows = [_row(entry) for entry in entries]
@@ -92,28 +101,28 @@ def list_checkpoints(path: str) -> list[Entry]:
     """The checkpoint at a path, or the checkpoints in it. Raises NotACheckpointError without any."""
     store = store_at(path, Options())
     checkpoint: Checkpoint | None = None
-    nothing: NotACheckpointError | None = None
+    not_found: NotACheckpointError | None = None
     try:
         if steps_of(store) is None:  # otherwise it is a run's directory, which opens as its newest step
             checkpoint = open_checkpoint(path)
     except NotACheckpointError as error:
-        nothing = error
+        not_found = error
     except CorruptError:
         return _entries([path])  # the entry reports the problem
-    if checkpoint is not None and _stands_alone(path, checkpoint, store):
+    if checkpoint is not None and _is_single_checkpoint(path, checkpoint, store):
         return _entries([path])
     # On an object store, `folders` costs one request per checkpoint, and `names` one per thousand objects.
     names = list(store.folders()) or store.names()
-    entries = _entries(store.child(name).url for name in sorted(names, key=natural))
-    if not entries and nothing is not None:
-        raise nothing
+    entries = _entries(store.child(name).url for name in sorted(names, key=natural_key))
+    if not entries and not_found is not None:
+        raise not_found
     if not any(map(is_step, names)):
         return entries
     pinned = pins(store)
     return [replace(entry, pinned=[pin for pin in pinned if step_name(pinned[pin]) == entry.name]) for entry in entries]
 
 
-def _stands_alone(path: str, checkpoint: Checkpoint, store: Store) -> bool:
+def _is_single_checkpoint(path: str, checkpoint: Checkpoint, store: Store) -> bool:
     """Whether a path that opens as a checkpoint is itself the checkpoint, and not a folder of checkpoints.
 
     A folder of steps may open as its newest step, and a folder that holds one exported file as that file.
@@ -137,7 +146,7 @@ def _entry(path: str) -> Entry | None:
             return None
         checkpoint = open_checkpoint(path)
     except NotACheckpointError:
-        if not any(map(is_data, store_at(path, Options()).names())):
+        if not any(map(is_data_folder, store_at(path, Options()).names())):
             return None
         return replace(entry, status="unfinished", problem="a save is in progress or was interrupted")
     except (CorruptError, InputError, StorageError) as error:

@@ -20,24 +20,24 @@ from jaxckpt._cli.arguments import (
     FORMATS,
     FORMATS_MODULE,
     back_to_option,
-    closest_path,
     complete_leaf,
     debug_option,
     json_option,
     location,
     mesh_option,
-    n_bytes,
-    old_and_new,
     output_option,
     overwrite_option,
+    parse_bytes,
+    parse_rename,
     rules_option,
     select_option,
+    similar_path_hint,
     specs_option,
 )
 from jaxckpt._cli.terminal import printable
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
 
-NO, BAD_INPUT, DAMAGED, NOT_THERE, STORAGE, BUG = 1, 2, 3, 4, 5, 70
+NEGATIVE, BAD_INPUT, DAMAGED, NOT_FOUND, STORAGE, BUG = 1, 2, 3, 4, 5, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the codes that shells report for SIGINT and SIGPIPE
 
 _EXIT_CODES = """\b
@@ -74,13 +74,13 @@ class _Program(click.Group):
             # At a prompt, click turns KeyboardInterrupt into Abort.
             interrupted = isinstance(stop, KeyboardInterrupt) or isinstance(stop.__context__, KeyboardInterrupt)
             click.echo("" if interrupted else "jaxckpt: not confirmed, nothing was deleted", err=True)
-            raise click.exceptions.Exit(INTERRUPTED if interrupted else NO) from None
+            raise click.exceptions.Exit(INTERRUPTED if interrupted else NEGATIVE) from None
         except Exception as error:
             if ctx.meta.get("debug"):
                 traceback.print_exc()
             message, exit_code = _message(error)
-            if exit_code == NOT_THERE:
-                message += next(filter(None, map(closest_path, ctx.meta["paths"])), "")
+            if exit_code == NOT_FOUND:
+                message += next(filter(None, map(similar_path_hint, ctx.meta["paths"])), "")
             click.echo(printable(f"jaxckpt: {message}", keep="\n"), err=True)
             raise click.exceptions.Exit(exit_code) from error
         return result
@@ -95,7 +95,7 @@ def _message(error: Exception) -> tuple[str, int]:
         case CorruptError():
             return str(error), DAMAGED
         case NotACheckpointError():
-            return str(error), NOT_THERE
+            return str(error), NOT_FOUND
         case JaxckptError() | OSError():
             return str(error), STORAGE
         case _:
@@ -120,17 +120,17 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
     That module, and with it JAX, is imported when the command runs. If the function returns False, the exit code is NO.
     """
 
-    def command(described: Callable[[], None]) -> click.Command:
+    def command(stub: Callable[[], None]) -> click.Command:
         def run(**arguments: Any) -> None:
             importlib.import_module(FORMATS_MODULE)
-            work = getattr(importlib.import_module(f"jaxckpt._cli.{module}"), described.__name__)
-            if work(**arguments) is False:
-                raise click.exceptions.Exit(NO)
+            implementation = getattr(importlib.import_module(f"jaxckpt._cli.{module}"), stub.__name__)
+            if implementation(**arguments) is False:
+                raise click.exceptions.Exit(NEGATIVE)
 
-        run.__doc__ = described.__doc__
+        run.__doc__ = stub.__doc__
         for option in (debug_option, json_option, *reversed(options)):
             run = option(run)
-        return main.command(described.__name__)(run)
+        return main.command(stub.__name__)(run)
 
     return command
 
@@ -189,7 +189,7 @@ def cat() -> None:
     "results",
     location("path"),
     click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
-    click.option("--rate", type=n_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
+    click.option("--rate", type=parse_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
 )
 def verify() -> None:
     """Read and check every byte of a checkpoint or a run. For a run, all steps are checked.
@@ -250,12 +250,14 @@ def plan() -> None:
     back_to_option,
     click.option(
         "--rename",
-        type=old_and_new,
+        type=parse_rename,
         metavar="OLD=NEW",
         multiple=True,
         help="Rename a leaf or container. May be repeated.",
     ),
-    click.option("--chunk-bytes", type=n_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."),
+    click.option(
+        "--chunk-bytes", type=parse_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
+    ),
     overwrite_option,
 )
 def convert() -> None:

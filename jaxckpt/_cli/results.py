@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from jaxckpt._cli.arguments import Rule
-from jaxckpt._cli.inputs import rules_of, spec_tree, with_progress
-from jaxckpt._cli.terminal import Column, fields, number, print_json, print_table, printable, show_array
+from jaxckpt._cli.arguments import SpecRule
+from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
+from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
 from jaxckpt._inspect.diff import Delta, LeafDelta
 from jaxckpt._inspect.diff import diff as diff_checkpoints
 from jaxckpt._inspect.open import open as open_checkpoint
@@ -28,10 +28,12 @@ _SHOWN_ROWS = 40
 
 
 def verify(path: str, quick: bool, rate: int | None, as_json: bool) -> bool:
-    report = verify_checkpoint(path, quick=quick, options=replace(with_progress(), max_bytes_per_second=rate))
+    report = verify_checkpoint(path, quick=quick, options=replace(options_with_progress(), max_bytes_per_second=rate))
     if as_json:
-        problems = [fields(problem, "leaf box object reason") for problem in report.problems]
-        print_json({**fields(report, "path ok leaves objects checked_bytes"), "quick": quick, "problems": problems})
+        problems = [pick_attributes(problem, "leaf box object reason") for problem in report.problems]
+        print_json(
+            {**pick_attributes(report, "path ok leaves objects checked_bytes"), "quick": quick, "problems": problems}
+        )
     else:
         click.echo(printable(str(report), keep="\n"))
     return report.ok
@@ -42,7 +44,7 @@ def verify(path: str, quick: bool, rate: int | None, as_json: bool) -> bool:
 
 def diff(a: str, b: str, select: Sequence[str], rules: str | None, back_to: str | None, as_json: bool) -> bool:
     rename = rules_of(a, rules, back_to)
-    delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=with_progress())
+    delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=options_with_progress())
     if as_json:
         print_json(_delta_record(delta))
     else:
@@ -54,10 +56,10 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
     return {
         "a": delta.path_a,
         "b": delta.path_b,
-        **fields(delta, "identical same_structure"),
+        **pick_attributes(delta, "identical same_structure"),
         "leaves": len(delta.leaves),
         "differing": [
-            {**fields(leaf, "path size differing max_abs max_rel"), "a": leaf.a or None, "b": leaf.b or None}
+            {**pick_attributes(leaf, "path size differing max_abs max_rel"), "a": leaf.a or None, "b": leaf.b or None}
             for leaf in delta.differing
         ],
     }
@@ -69,7 +71,7 @@ def _print_delta(delta: Delta) -> None:
         return
     structure = "" if delta.same_structure else "; the containers differ too"
     click.echo(f"{len(delta.differing):,} of {show_count(len(delta.leaves), 'leaf')} differ{structure}")
-    numbers = map(number, ("elements", "max |a−b|", "relative"))
+    numbers = map(number_column, ("elements", "max |a−b|", "relative"))
     columns = [Column("leaf", 16, middle=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
 
@@ -90,7 +92,7 @@ def _delta_row(leaf: LeafDelta) -> list[str]:
 def plan(
     path: str,
     mesh: Mapping[str, int],
-    specs: Sequence[Rule],
+    specs: Sequence[SpecRule],
     select: Sequence[str],
     rules: str | None,
     back_to: str | None,
@@ -112,20 +114,20 @@ def plan(
 
 def _plan_record(plan: RestorePlan) -> dict[str, Any]:
     return {
-        **fields(plan, "needed_bytes read_bytes received_bytes over_read requests peak_host_bytes"),
+        **pick_attributes(plan, "needed_bytes read_bytes received_bytes over_read requests peak_host_bytes"),
         "processes": [
             {
                 "process": process.process,
-                **fields(process.cost, "needed_bytes read_bytes received_bytes requests peak_host_bytes"),
+                **pick_attributes(process.cost, "needed_bytes read_bytes received_bytes requests peak_host_bytes"),
                 "device_bytes": {str(device): size for device, size in process.device_bytes.items()},
             }
             for process in plan.processes
         ],
         "leaves": [
             {
-                **fields(leaf, "path dtype shape"),
-                "saved": fields(leaf.saved, "spec on"),
-                "wanted": fields(leaf.wanted, "spec on"),
+                **pick_attributes(leaf, "path dtype shape"),
+                "saved": pick_attributes(leaf.saved, "spec on"),
+                "wanted": pick_attributes(leaf.wanted, "spec on"),
             }
             for leaf in plan.leaves
         ],
@@ -146,7 +148,7 @@ def _print_plan(plan: RestorePlan) -> None:
     if len(plan.processes) > 1:
         sizes = [show_bytes(plan.needed_bytes), show_bytes(plan.read_bytes), f"{plan.over_read:.3f} ×"]
         rows.append(["all", *sizes, f"{plan.requests:,}", "", ""])
-    print_table(list(map(number, titles)), rows)
+    print_table(list(map(number_column, titles)), rows)
     click.echo()
     moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in plan.leaves)
     for (before, after), count in moves.most_common():
@@ -155,7 +157,7 @@ def _print_plan(plan: RestorePlan) -> None:
     for leaf in plan.leaves:
         before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))
         wanted = "same" if before == after else after
-        form = (_numberless(leaf.path), show_array(leaf.dtype, leaf.shape), before, wanted)
+        form = (_mask_numbers(leaf.path), show_array(leaf.dtype, leaf.shape), before, wanted)
         groups.setdefault(form, []).append(leaf.path)
     if not groups:
         return
@@ -170,7 +172,7 @@ def _print_plan(plan: RestorePlan) -> None:
         click.echo(f"… and {len(rows) - _SHOWN_ROWS:,} more; --json has all")
 
 
-def _numberless(path: str) -> str:
+def _mask_numbers(path: str) -> str:
     """A path with `*` for each number: the glob of all paths that differ only in numbers, such as those of layers."""
     return "/".join("*" if key.isdecimal() else key for key in path.split("/"))
 

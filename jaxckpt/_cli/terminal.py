@@ -28,7 +28,7 @@ class Column:
 
     title: str
 
-    least: int | None = None
+    min_width: int | None = None
     """The least width to which its texts may be shortened; None if they may not be shortened."""
 
     middle: bool = False
@@ -38,7 +38,7 @@ class Column:
     """Whether its texts are right-aligned."""
 
 
-def number(title: str) -> Column:
+def number_column(title: str) -> Column:
     return Column(title, right=True)
 
 
@@ -49,10 +49,10 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     titles = [printable(column.title) for column in columns]
-    widths = [max(map(_cells, column)) for column in zip(titles, *cells, strict=True)]
+    widths = [max(map(_display_width, column)) for column in zip(titles, *cells, strict=True)]
     most = terminal_width()
     while most is not None and sum(widths) + 2 * (len(widths) - 1) > most:
-        able = [n for n, column in enumerate(columns) if column.least is not None and widths[n] > column.least]
+        able = [n for n, column in enumerate(columns) if column.min_width is not None and widths[n] > column.min_width]
         if not able:
             break
         widths[max(able, key=lambda n: widths[n])] -= 1
@@ -61,7 +61,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         texts: list[str] = []
         for cell, column, width in zip(row, columns, widths, strict=True):
             text = elided_middle(cell, width) if column.middle else elided(cell, width)
-            padding = " " * (width - _cells(text))
+            padding = " " * (width - _display_width(text))
             texts.append(padding + text if column.right else text + padding)
         line = "  ".join(texts).rstrip()
         click.echo(line if number else click.style(line, bold=True), color=color)
@@ -75,7 +75,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _cells(text: str) -> int:
+def _display_width(text: str) -> int:
     """Width of a text on a terminal."""
     if text.isascii():
         return len(text)
@@ -83,24 +83,24 @@ def _cells(text: str) -> int:
 
 
 def elided(text: str, width: int | None) -> str:
-    if width is None or _cells(text) <= width:
+    if width is None or _display_width(text) <= width:
         return text
-    while text and _cells(text) > width - 1:
+    while text and _display_width(text) > width - 1:
         text = text[:-1]
     return f"{text}…"
 
 
 def elided_middle(text: str, width: int | None) -> str:
     """The two ends of a text, with more of the second, and its indentation."""
-    if width is None or _cells(text) <= width:
+    if width is None or _display_width(text) <= width:
         return text
     body = text.lstrip()
     room = width - (len(text) - len(body))
     if room < 4:
         return elided(text, width)
     head, tail = body[: len(body) // 2], body[len(body) // 2 :]
-    while _cells(head) + _cells(tail) > room - 1:
-        if 2 * _cells(head) > _cells(tail):
+    while _display_width(head) + _display_width(tail) > room - 1:
+        if 2 * _display_width(head) > _display_width(tail):
             head = head[:-1]
         else:
             tail = tail[1:]
@@ -114,7 +114,7 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """A key that sorts numbers in names by their value."""
     return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d+)", name)]
 
@@ -142,36 +142,36 @@ def show_array(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}{list(shape)}" if shape else dtype
 
 
-def fields(value: Any, names: str) -> dict[str, Any]:
+def pick_attributes(value: Any, names: str) -> dict[str, Any]:
     """Some attributes of an object, by name. `names` has them separated by spaces."""
     return {name: getattr(value, name) for name in names.split()}
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
+    click.echo(json.dumps(_to_jsonable(value), indent=2, allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def _to_jsonable(value: Any) -> Any:
     """A value for JSON: complex numbers as [real, imaginary], bytes as base64, non-finite numbers as texts that
     Python's float() accepts."""
     match value:
         case Mapping():
-            return {name: _plain(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            return {name: _to_jsonable(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
         case list() | tuple():
-            return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+            return [_to_jsonable(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
         case complex():
-            return [_plain(value.real), _plain(value.imag)]
+            return [_to_jsonable(value.real), _to_jsonable(value.imag)]
         case float():
             return value if math.isfinite(value) else str(value)
         case bytes():
             return base64.b64encode(value).decode()
         case _ if hasattr(value, "dtype"):  # a NumPy array or scalar
-            return _plain(value.astype(plain_dtype(value.dtype)).tolist())
+            return _to_jsonable(value.astype(npy_dtype(value.dtype)).tolist())
         case _:
             return value
 
 
-def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def npy_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype itself, or, if NumPy does not have it, a dtype that holds all its values."""
     if dtype.isbuiltin == 1:
         return dtype

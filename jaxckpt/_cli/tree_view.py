@@ -10,15 +10,15 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from jaxckpt._cli.inputs import indexed, rules_of, selected
+from jaxckpt._cli.inputs import resolve_leaf, rules_of, selected
 from jaxckpt._cli.terminal import (
     Column,
     elided,
     elided_middle,
-    fields,
-    natural,
-    number,
-    plain_dtype,
+    natural_key,
+    npy_dtype,
+    number_column,
+    pick_attributes,
     print_json,
     print_table,
     printable,
@@ -75,7 +75,7 @@ def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict
         "format": checkpoint.format,
         "save_id": checkpoint.save_id or None,
         "created": checkpoint.created or None,
-        **fields(checkpoint, "libraries metadata step metrics dropped"),
+        **pick_attributes(checkpoint, "libraries metadata step metrics dropped"),
         "bytes": checkpoint.nbytes,
         "leaves": [_leaf_record(path, leaf) for path, leaf in leaves.items()],
     }
@@ -97,9 +97,10 @@ def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
 
 
 def _print_tree(
-    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, every: bool
+    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, expand_all: bool
 ) -> None:
-    """Lines about a checkpoint, and the tree of some of its leaves. `every` shows identical containers one by one."""
+    """Lines about a checkpoint, and the tree of some of its leaves. `expand_all` shows identical containers one by
+    one."""
     width = terminal_width()
     click.echo(elided_middle(printable(path), width))
     for line in describe(checkpoint, leaves):
@@ -112,9 +113,14 @@ def _print_tree(
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = leaf
-    columns = [Column("leaf", 12, middle=True), Column("dtype[shape]", 12), Column("layout", 10), number("bytes")]
+    columns = [
+        Column("leaf", 12, middle=True),
+        Column("dtype[shape]", 12),
+        Column("layout", 10),
+        number_column("bytes"),
+    ]
     one_mesh = len(_meshes(leaves)) == 1
-    print_table(columns, list(_rows(tree, 0, depth, every, one_mesh=one_mesh, one=True)))
+    print_table(columns, list(_rows(tree, 0, depth, expand_all, one_mesh=one_mesh, is_single=True)))
 
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
@@ -145,25 +151,34 @@ _Node = dict[str, Any]
 """Children by path component: leaves, or nodes."""
 
 
-def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: bool, one: bool) -> Iterator[list[str]]:
+def _rows(
+    node: _Node, level: int, depth: int | None, expand_all: bool, *, one_mesh: bool, is_single: bool
+) -> Iterator[list[str]]:
     """The rows of a container's children, down to `depth` levels of containers.
 
-    Consecutive identical children share a row, and so does a chain of containers with a single child. `one` is false
-    for the children of several containers, whose values may differ.
+    Consecutive identical children share a row, and so does a chain of containers with a single child. `is_single` is
+    false for the children of several containers, whose values may differ.
     """
-    for names in [[name] for name in node] if every else _runs(node, one_mesh):
-        child, left, alone = node[names[0]], depth, one and len(names) == 1
+    for names in [[name] for name in node] if expand_all else _group_runs(node, one_mesh):
+        child, levels_left, alone = node[names[0]], depth, is_single and len(names) == 1
         label, head = "  " * level + _run_label(names), f"{len(names)} × " if len(names) > 1 else ""
-        while not every and isinstance(child, dict) and len(cast("_Node", child)) == 1 and left != 1:
+        while not expand_all and isinstance(child, dict) and len(cast("_Node", child)) == 1 and levels_left != 1:
             ((name, child),) = cast("_Node", child).items()
-            label, left = f"{label}/{name}", left and left - 1
+            label, levels_left = f"{label}/{name}", levels_left and levels_left - 1
         if isinstance(child, dict):
-            below: list[LazyLeaf] = [leaf for name in names for leaf in _below(node[name])]
+            below: list[LazyLeaf] = [leaf for name in names for leaf in _leaves_below(node[name])]
             count = len(below) // len(names)
             size = show_bytes(sum(leaf.nbytes for leaf in below))
             yield [f"{label}/", f"{head}{show_count(count, 'leaf')}", "", size]
-            if left != 1:
-                rows = _rows(cast("_Node", child), level + 1, left and left - 1, every, one_mesh=one_mesh, one=alone)
+            if levels_left != 1:
+                rows = _rows(
+                    cast("_Node", child),
+                    level + 1,
+                    levels_left and levels_left - 1,
+                    expand_all,
+                    one_mesh=one_mesh,
+                    is_single=alone,
+                )
                 yield from rows
         else:
             what, layout = _leaf_texts(child, one_mesh) if alone or not _is_value(child) else (child.kind, "")
@@ -171,15 +186,15 @@ def _rows(node: _Node, level: int, depth: int | None, every: bool, *, one_mesh: 
             yield [label or "(the tree itself)", f"{head}{what}", layout, size]
 
 
-def _below(node: Any) -> Iterator[LazyLeaf]:
+def _leaves_below(node: Any) -> Iterator[LazyLeaf]:
     if isinstance(node, dict):
         for child in node.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from _below(child)
+            yield from _leaves_below(child)
     else:
         yield node
 
 
-def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
+def _group_runs(node: _Node, one_mesh: bool) -> list[list[str]]:
     """The names of children in groups: three or more consecutive identical children form one group."""
 
     def form(child: Any) -> Any:
@@ -201,7 +216,7 @@ def _runs(node: _Node, one_mesh: bool) -> list[list[str]]:
 
 
 def _run_label(names: Sequence[str]) -> str:
-    ordered = sorted(names, key=natural)
+    ordered = sorted(names, key=natural_key)
     return names[0] if len(names) == 1 else f"{ordered[0]} … {ordered[-1]}"
 
 
@@ -217,17 +232,17 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 
 
 def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
-    held, index = indexed(open_checkpoint(path), leaf)
+    lazy_leaf, index = resolve_leaf(open_checkpoint(path), leaf)
     if save is not None:
-        _save_npy(held, index, save)
+        _save_npy(lazy_leaf, index, save)
         if as_json:
-            print_json({"path": path, "leaf": held.path, "saved": save})
+            print_json({"path": path, "leaf": lazy_leaf.path, "saved": save})
         return
-    value = _read_value(held, index, leaf)
+    value = _read_value(lazy_leaf, index, leaf)
     is_array = isinstance(value, np.ndarray)
     if as_json:
         dtype, shape = (value.dtype.name, value.shape) if is_array else (None, None)
-        named = {"path": path, "leaf": held.path, "kind": held.kind}
+        named = {"path": path, "leaf": lazy_leaf.path, "kind": lazy_leaf.kind}
         print_json({**named, "dtype": dtype, "shape": shape, "value": value})
     elif is_array and value.ndim:
         click.echo(np.array2string(value, max_line_width=terminal_width() or 80, separator=", "))
@@ -272,7 +287,7 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
         _n_bytes(leaf, index)
         slabs = [np.asarray(leaf[... if index is None else index])]
         shape = slabs[0].shape
-    dtype = plain_dtype(leaf.dtype)
+    dtype = npy_dtype(leaf.dtype)
     with replacing_file(path) as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
         np.lib.format.write_array_header_1_0(file, header)

@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from jaxckpt._cli.arguments import Rule, require_mesh
-from jaxckpt._cli.inputs import rules_of, spec_tree, with_progress
+from jaxckpt._cli.arguments import SpecRule, require_mesh
+from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
 from jaxckpt._cli.terminal import print_json, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._foreign.convert import convert as convert_checkpoint
 from jaxckpt._foreign.convert import integrate as integrate_ranks
-from jaxckpt._format.names import MANIFEST, is_data, names_data
+from jaxckpt._format.names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
@@ -23,8 +23,8 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
-from jaxckpt._storage.store_path import local_path, store_at
 from jaxckpt._storage.steps import steps_of
+from jaxckpt._storage.store_path import local_path, store_at
 
 
 def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
@@ -39,7 +39,7 @@ def convert(
     destination: str,
     format: str | None,
     mesh: Mapping[str, int] | None,
-    specs: Sequence[Rule],
+    specs: Sequence[SpecRule],
     select: Sequence[str],
     rename: Sequence[tuple[str, str]],
     rules: str | None,
@@ -51,29 +51,29 @@ def convert(
     require_mesh(mesh, specs)
     if rules and rename:
         raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
-    through = rules_of(source, rules, back_to)
+    rename_rules = rules_of(source, rules, back_to)
     convert_checkpoint(
         source,
         destination,
         format=format,
         mesh_shape=mesh,
-        specs=spec_tree(open_checkpoint(source, rename=through), specs, select, dict(rename)) if specs else None,
+        specs=spec_tree(open_checkpoint(source, rename=rename_rules), specs, select, dict(rename)) if specs else None,
         select=select or None,
-        rename=through or dict(rename) or None,
+        rename=rename_rules or dict(rename) or None,
         chunk_bytes=chunk_bytes,
         overwrite=overwrite,
-        options=with_progress(),
+        options=options_with_progress(),
     )
     _print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
 
 
 def report(
-    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[Rule], histograms: bool, as_json: bool
+    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[SpecRule], histograms: bool, as_json: bool
 ) -> None:
     require_mesh(mesh, specs)
     _require_outside(output, path)
     tree = spec_tree(open_checkpoint(path), specs) if specs else None
-    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=with_progress())
+    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=options_with_progress())
     with replacing_file(output) as file:
         file.write(page.encode())
     _print_done(output, {"path": path, "output": output}, as_json)
@@ -141,10 +141,10 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     store.unpublish(sync=options.sync)
     store.clear()
     # A directory may have marks of steps, and this step may have been published again in the meantime.
-    if (above := store.above()) and store.read(MANIFEST) is None:
+    if (above := store.parent_and_name()) and store.read(MANIFEST) is None:
         above[0].unmark(above[1])
     left = store.names()
-    if remains := [name for name in left if is_data(name) and names_data(manifest, name)]:
+    if remains := [name for name in left if is_data_folder(name) and is_data_referenced(manifest, name)]:
         raise StorageError(
             errno.ENOTEMPTY,
             f"{path} is no longer a checkpoint, but {remains[0]} in it could not be deleted completely: check who may"

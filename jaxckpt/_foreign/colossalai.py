@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import Index, from_json, inside, read_indexed, read_json
+from jaxckpt._foreign.local_files import Index, from_json, path_inside, read_indexed, read_json
 from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import FileData, joined, replicated
@@ -23,7 +23,7 @@ from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.records import Size
 from jaxckpt._format.tree import Tree
-from jaxckpt._restore.source import Foreign, ForeignArray, compose
+from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, InputError, show_path
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
@@ -32,10 +32,10 @@ _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.ind
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    return any(map(_META.fullmatch, names)) or any(map(_is_ours, names))
+    return any(map(_META.fullmatch, names)) or any(map(_is_colossalai_index, names))
 
 
-def _is_ours(name: str) -> bool:
+def _is_colossalai_index(name: str) -> bool:
     """Whether ColossalAI wrote this index. Many libraries write an index of whole tensors in safetensors files."""
     match = _INDEX.fullmatch(name)
     return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
@@ -48,17 +48,17 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
         if _META.fullmatch(name):
             shards = read_json(os.path.join(path, name), _Meta).metadata.values()
             own |= {name, *(shard.file for shard in shards)}
-        elif _is_ours(name):
+        elif _is_colossalai_index(name):
             index = read_json(os.path.join(path, name), Index)
             own |= {name, *index.weight_map.values(), str((index.metadata or {}).get("param_groups"))}
     return own
 
 
-def open_colossalai(path: str) -> Foreign:
+def open_colossalai(path: str) -> ForeignCheckpoint:
     """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
     names = sorted(os.listdir(path))
     metas = [name for name in names if _META.fullmatch(name)]
-    indices = [name for name in names if _is_ours(name)]
+    indices = [name for name in names if _is_colossalai_index(name)]
     optimizers = [name for name in indices if name.startswith("pytorch_optim")]
     models = [name for name in indices if name not in optimizers]
     if len(models) + bool(metas) > 1 or len(optimizers) > 1:
@@ -67,7 +67,7 @@ def open_colossalai(path: str) -> Foreign:
         )
     trees: dict[str, Tree] = {}
     if metas:
-        trees["model"] = _distributed(path, metas)
+        trees["model"] = _read_distributed(path, metas)
     for name in models:
         trees["model"] = read_indexed(path, os.path.join(path, name), _tensors)
     for name in optimizers:
@@ -94,7 +94,7 @@ class _Meta(msgspec.Struct, frozen=True):
     metadata: dict[str, _Shard]
 
 
-def _distributed(path: str, metas: Sequence[str]) -> Tree:
+def _read_distributed(path: str, metas: Sequence[str]) -> Tree:
     """The tree of a model whose shards the files of all ranks describe. Raises DataError."""
     numbers = sorted(int(cast("re.Match[str]", _META.fullmatch(name))[1]) for name in metas)
     if numbers != list(range(len(numbers))):
@@ -110,10 +110,10 @@ def _distributed(path: str, metas: Sequence[str]) -> Tree:
                     " dimensions"
                 )
             if shard.file not in files:
-                files[shard.file] = _tensors(inside(path, shard.file, where))
+                files[shard.file] = _tensors(path_inside(path, shard.file, where))
             shards.setdefault(tensor, []).append(shard)
     tree: dict[str, Tree] = {tensor: _parameter(tensor, held, files) for tensor, held in shards.items()}
-    return tree | _unlisted(files, shards)
+    return tree | _unlisted_tensors(files, shards)
 
 
 def _tensors(path: str) -> Mapping[str, Tree]:
@@ -153,7 +153,7 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
     return joined(name, shape, held)
 
 
-def _unlisted(files: Mapping[str, Mapping[str, Tree]], listed: Collection[str]) -> dict[str, Tree]:
+def _unlisted_tensors(files: Mapping[str, Mapping[str, Tree]], listed: Collection[str]) -> dict[str, Tree]:
     """Tensors that are not in the metadata: buffers, which every rank holds completely, and extra states."""
     copies: dict[str, dict[str, Tree]] = {}
     for file, tensors in files.items():
@@ -181,7 +181,7 @@ def _optimizer(path: str, where: str) -> Tree:
     if not isinstance(groups, str):
         raise DataError(f"{where} does not name a param_groups file")
     state = read_indexed(path, where, _states)
-    return {"param_groups": read_saved(inside(path, groups, where)), "state": state}
+    return {"param_groups": read_saved(path_inside(path, groups, where)), "state": state}
 
 
 def _states(path: str) -> Mapping[Any, Tree]:

@@ -19,22 +19,22 @@ from jaxckpt._foreign.mindspore import mindspore_ranks
 from jaxckpt._foreign.registry import BY_SUFFIX, WRITERS, WRITTEN
 from jaxckpt._format.grid import Layout, Spec, mesh_layout
 from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.paths import closest
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import LayoutRecord, MeshRecord
 from jaxckpt._format.select import Select
-from jaxckpt._format.specs import Alike, Specs, lay_out, mesh_axes, require_fit, resolve_specs
-from jaxckpt._restore.reading import Stored
-from jaxckpt._restore.renaming import Renaming, narrowed, renamed_source, split_rename
-from jaxckpt._restore.source import Foreign, Location, Source, source_at
+from jaxckpt._format.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._restore.reading import StoredArray
+from jaxckpt._restore.renaming import Renaming, renamed_source, select_and_rename, split_rename
+from jaxckpt._restore.source import ForeignCheckpoint, Location, Source, source_at
 from jaxckpt._runtime.errors import InputError, show_path
-from jaxckpt._runtime.options import Options, require_bool, options_or_default
+from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.progress import reporting
+from jaxckpt._runtime.progress import display_progress
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
-from jaxckpt._storage.errors import storage_errors
+from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.store_path import local_path
 
 
@@ -110,10 +110,10 @@ def convert(
         )
     rename, rules = split_rename(rename)
     original = renamed_source(source_at(source, options)[0], rules)
-    narrow = replace(original, manifest=narrowed(original.manifest, select, rename))
+    narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
     manifest = narrow.manifest
-    if isinstance(narrow, Foreign):
-        _check(narrow)
+    if isinstance(narrow, ForeignCheckpoint):
+        _verify_checksums(narrow)
     if name == "jaxckpt":
         draft = _drafted(narrow, mesh_shape, specs, options)
         with Group.for_call(options, Call.of("convert", destination)) as group:
@@ -128,7 +128,7 @@ def convert(
     if os.path.lexists(target):
         require_replaceable(target, source, overwrite)
     n_bytes = sum(map(manifest.leaf_bytes, manifest.leaves))
-    with replacing(target) as path, reporting("convert", n_bytes, options.progress) as report:
+    with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as report:
         WRITERS[name](narrow, path, options, report)
 
 
@@ -142,20 +142,22 @@ def integrate(
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
 
 
-def _check(source: Foreign) -> None:
+def _verify_checksums(source: ForeignCheckpoint) -> None:
     """Verify all data with the checksums of its format, because the written data gets new checksums."""
     for leaf in source.manifest.leaves:
         if leaf.stack is not None:
-            stack, row = source.manifest.place(leaf)
-            with storage_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
-                source.blocks[stack][row].check()
+            stack, row = source.manifest.stack_and_row(leaf)
+            with translate_tensorstore_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
+                source.row_data[stack][row].check()
 
 
 def _format_of(destination: str, format: str | None) -> str:
     """The format to write: the requested one, or the one of the destination's suffix."""
     if format is not None:
         if not isinstance(format, str) or format not in WRITTEN:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"format={format!r}{closest(str(format), WRITTEN)}; expected one of {', '.join(WRITTEN)}")
+            raise InputError(
+                f"format={format!r}{closest_hint(str(format), WRITTEN)}; expected one of {', '.join(WRITTEN)}"
+            )
         return format
     suffix = os.path.splitext(destination)[1]
     if suffix not in BY_SUFFIX and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix
@@ -184,11 +186,13 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
     if mesh_shape is not None:
         axes = mesh_axes(mesh_shape)
         given = resolve_specs(specs, [(leaves[number].path, leaves[number]) for number in on_devices])
-        alike = [Alike([leaf.path], leaf.shape, leaf.spec, given.get(leaf.path)) for leaf in leaves if leaf.on_devices]
-        fitted, problems = lay_out(axes, alike, options)
+        alike = [
+            LeafGroup([leaf.path], leaf.shape, leaf.spec, given.get(leaf.path)) for leaf in leaves if leaf.on_devices
+        ]
+        fitted, problems = assign_specs(axes, alike, options)
         require_fit(problems)
         chosen = dict(zip(on_devices, fitted, strict=True))
-        table.meshes = [MeshRecord.numbered(tuple(axes.items()))]
+        table.meshes = [MeshRecord.of_axes(tuple(axes.items()))]
         table.layouts = []
     for number, leaf in enumerate(leaves):
         layout = leaf.record.layout
@@ -209,6 +213,6 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
                 draft.ties[number] = manifest.ties[number]
             else:
                 draft.arrays.append(ArrayLeaf(number, leaf.stack.dtype, shape, cells))
-                draft.values[number] = Stored(source, number, options)
+                draft.values[number] = StoredArray(source, number, options)
         draft.records.append(msgspec.structs.replace(leaf.record, stack=None, row=None, layout=layout))
     return draft

@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import converted, from_json, inside, read_json, require_length
-from jaxckpt._foreign.pickle_machine import Global, Object
-from jaxckpt._foreign.pickles import required, sizes, unpickle, unreadable
+from jaxckpt._foreign.local_files import convert_checked, from_json, path_inside, read_json, require_length
+from jaxckpt._foreign.pickle_machine import Global, OpaqueObject
+from jaxckpt._foreign.pickles import require_instance, require_sizes, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import require_alike, tiled
 from jaxckpt._foreign.torch import SavedTensor, dtype_of, read_saved
@@ -26,7 +26,7 @@ from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.records import Size
 from jaxckpt._format.tree import MAX_DEPTH, Tree
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
+from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_path
 
 _METADATA = ".metadata"
@@ -45,7 +45,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
     return set(filter(_OWNED.fullmatch, names))
 
 
-def open_dcp(path: str) -> Foreign:
+def open_dcp(path: str) -> ForeignCheckpoint:
     """A folder that torch.distributed.checkpoint wrote. Raises DataError, StorageError."""
     names = os.listdir(path)
     if _METADATA in names:
@@ -64,22 +64,24 @@ def open_dcp(path: str) -> Foreign:
 def _tree_of(path: str) -> dict[str, Tree]:
     """The tree that `.metadata` describes, with tensors that are read later. Raises DataError."""
     where = os.path.join(path, _METADATA)
-    metadata = required(unpickle(where, calls={"torch.Size": sizes}), "Metadata", where).fields
-    items = _by_name(metadata.get("state_dict_metadata"))
+    metadata = require_instance(unpickle(where, calls={"torch.Size": require_sizes}), "Metadata", where).fields
+    items = _str_keyed_dict(metadata.get("state_dict_metadata"))
     if items is None:
         raise DataError(f"{where}: its state_dict_metadata is not a dict of names")
-    mapping = _by_name(metadata.get("planner_data")) or {}  # None if the planner flattened nothing
+    mapping = _str_keyed_dict(metadata.get("planner_data")) or {}  # None if the planner flattened nothing
     stored = _stored_items(path, where, metadata.get("storage_data"))
     leaves: dict[tuple[str | int, ...], Tree] = {}
     for name, item in items.items():
-        at: tuple[str | int, ...] = converted(f"{where}: the path of {show_path(name)}", mapping.get(name, (name,)), _Path)
+        at: tuple[str | int, ...] = convert_checked(
+            f"{where}: the path of {show_path(name)}", mapping.get(name, (name,)), _Path
+        )
         if at in leaves:
             raise DataError(f"{where}: two of its names have the path {show_path('/'.join(map(str, at)))}")
         leaves[at] = _leaf(where, name, item, stored)
     return _nested(where, leaves)
 
 
-def _by_name(value: Any) -> dict[str, Any] | None:
+def _str_keyed_dict(value: Any) -> dict[str, Any] | None:
     """A dict with str keys; None for other values."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in cast("dict[Any, Any]", value)):
         return cast("dict[str, Any]", value)
@@ -122,7 +124,7 @@ class TensorStorageMetadata(msgspec.Struct):
 
 def _record(where: str, value: Any, kind: type[_Record]) -> _Record:
     """A `kind` from an unpickled instance of torch's class of the same name. Raises DataError."""
-    return converted(where, required(value, kind.__name__, where).fields, kind)
+    return convert_checked(where, require_instance(value, kind.__name__, where).fields, kind)
 
 
 StoredItems = Mapping[tuple[str, tuple[int, ...] | None], _StorageInfo]
@@ -138,7 +140,7 @@ def _stored_items(path: str, where: str, storage: Any) -> StoredItems:
     what = f"{where}: an entry of its storage_data"
     for key, value in cast("dict[Any, Any]", storage).items():
         index, info = _record(what, key, MetadataIndex), _record(what, value, _StorageInfo)
-        info.relative_path = inside(path, info.relative_path, where)
+        info.relative_path = path_inside(path, info.relative_path, where)
         items[index.fqn, index.offset] = info
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for file, end in ends.items():
@@ -148,11 +150,11 @@ def _stored_items(path: str, where: str, storage: Any) -> StoredItems:
 
 def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
     """A tensor or Python object of the metadata as a leaf. Raises DataError."""
-    if isinstance(item, Object) and item.name.rpartition(".")[2] == "BytesStorageMetadata":
+    if isinstance(item, OpaqueObject) and item.name.rpartition(".")[2] == "BytesStorageMetadata":
         return _python_object(where, name, stored)
     what = f"{where}: {show_path(name)}"
     tensor = _record(what, item, TensorStorageMetadata)
-    dtype = _dtype(required(tensor.properties, "TensorProperties", what))
+    dtype = _dtype(require_instance(tensor.properties, "TensorProperties", what))
     chunks = [_record(what, chunk, ChunkStorageMetadata) for chunk in tensor.chunks]
     if wrong := [chunk for chunk in chunks if len(chunk.offsets) != len(chunk.sizes)]:
         raise DataError(f"{what} has a chunk of {list(wrong[0].sizes)} at {list(wrong[0].offsets)}")
@@ -182,7 +184,7 @@ def _encoded(info: _StorageInfo) -> ForeignArray:
     return unreadable(f"was encoded by {', '.join(info.transform_descriptors or ())}, which jaxckpt cannot decode")
 
 
-def _dtype(properties: Object) -> str:
+def _dtype(properties: OpaqueObject) -> str:
     """The dtype of a tensor, or its full name with dots if jaxckpt does not support it."""
     state = cast("tuple[Any, ...] | None", properties.state) if isinstance(properties.state, tuple) else None
     value = state[0] if state else properties.fields.get("dtype")
@@ -280,7 +282,7 @@ def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
 # Sharded safetensors --------------------------------------------------------------------------------------
 
 
-class _Saved(msgspec.Struct, frozen=True):
+class _SavedOffsets(msgspec.Struct, frozen=True):
     saved_offsets: list[Size]
 
 
@@ -299,16 +301,16 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
     for name in names:
         where = os.path.join(path, name)
         text = read_metadata(where).get("DCP_SHARDING_INFO", "")
-        placed = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _Saved])
+        placed = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _SavedOffsets])
         for tensor, array in read_header(where).items():
             offsets = placed[tensor].saved_offsets if tensor in placed else []
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show_path(tensor)} of shape {list(array.shape)} is at {offsets}")
             chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
-    return {tensor: _together(tensor, held) for tensor, held in chunks.items()}
+    return {tensor: _join_chunks(tensor, held) for tensor, held in chunks.items()}
 
 
-def _together(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
+def _join_chunks(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:
     """A tensor from its chunks. Its shape is the extent of the chunks, because the format does not record it."""
     require_alike(name, [(where, array) for _, array, where in chunks], shapes=False)
     first = chunks[0][1]

@@ -11,13 +11,13 @@ import uuid
 import warnings
 from collections.abc import Collection, Generator
 
-from jaxckpt._foreign.local_files import listed
+from jaxckpt._foreign.local_files import list_names
 from jaxckpt._foreign.registry import FORMATS
-from jaxckpt._format.names import MANIFEST, is_data
-from jaxckpt._restore.source import Foreign, Location
+from jaxckpt._format.names import MANIFEST, is_data_folder
+from jaxckpt._restore.source import ForeignCheckpoint, Location
 from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import sync_path
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store_path import local_path, store_at
@@ -32,14 +32,14 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
     origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
     for origin in filter(None, map(local_path, origins)):
         place, there = os.path.realpath(path), os.path.realpath(origin)
-        if there.startswith(os.path.join(place, "")) or (isinstance(source, Foreign) and there == place):
+        if there.startswith(os.path.join(place, "")) or (isinstance(source, ForeignCheckpoint) and there == place):
             raise CheckpointExistsError(f"the source {origin} is in {path}, which would be deleted")
     if os.path.isfile(path):
         return
     if not os.path.isdir(path):
         raise CheckpointExistsError(f"{path} is neither a file nor a folder, and is not replaced; give another path")
     # A mistyped path must not delete the user's home folder.
-    if odd := _strangers(path, listed(path)):
+    if odd := _unrelated_names(path, list_names(path)):
         raise CheckpointExistsError(
             f"{path} holds files that are not part of one checkpoint"
             f" ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
@@ -47,7 +47,7 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
         )
 
 
-def _strangers(path: str, names: Collection[str]) -> list[str]:
+def _unrelated_names(path: str, names: Collection[str]) -> list[str]:
     """The names in a local folder that do not belong to one checkpoint or to output of `convert`.
 
     These are all names if the folder is not a checkpoint, which includes folders that cannot be opened. A folder of
@@ -55,17 +55,17 @@ def _strangers(path: str, names: Collection[str]) -> list[str]:
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            return sorted({*names} - {*_owned(path, names)})
+            return sorted({*names} - {*_checkpoint_names(path, names)})
     except (JaxckptError, OSError):
         return sorted(names)
 
 
-def _owned(path: str, names: Collection[str]) -> Collection[str]:
+def _checkpoint_names(path: str, names: Collection[str]) -> Collection[str]:
     """The names in a folder that belong to the one checkpoint that it holds; none if it is not a checkpoint."""
     if MANIFEST in names:
         load_manifest(store_at(path, Options()))
-        return {MANIFEST, *filter(is_data, names)}
-    if all(map(is_data, names)):  # a save that never finished
+        return {MANIFEST, *filter(is_data_folder, names)}
+    if all(map(is_data_folder, names)):  # a save that never finished
         return names
     for form in FORMATS:
         if form.recognizes(path, names):
@@ -82,10 +82,10 @@ def _owned(path: str, names: Collection[str]) -> Collection[str]:
 def replacing(path: str) -> Generator[str]:
     """A temporary path to write to. It replaces `path` when everything is on disk, and is deleted on failure."""
     parent, name = os.path.split(path)
-    with system_errors(f"cannot write {path}"), contextlib.ExitStack() as at_end:
+    with translate_os_errors(f"cannot write {path}"), contextlib.ExitStack() as cleanup:
         os.makedirs(parent, exist_ok=True)
-        _clear(path)
-        folder = _locked_folder(path, at_end)
+        _recover_killed(path)
+        folder = _locked_folder(path, cleanup)
         draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # the suffix matters to some writers
         yield draft
         _sync(draft)
@@ -93,14 +93,14 @@ def replacing(path: str) -> Generator[str]:
         sync_path(parent)
 
 
-def _locked_folder(path: str, at_end: contextlib.ExitStack) -> str:
-    """A hidden folder next to `path` for incomplete output, locked and kept until `at_end` or this process ends."""
+def _locked_folder(path: str, cleanup: contextlib.ExitStack) -> str:
+    """A hidden folder next to `path` for incomplete output, locked and kept until `cleanup` or this process ends."""
     while True:
-        folder = f"{_drafts(path)}{uuid.uuid4().hex}"
-        at_end.callback(_discard, folder, path)
+        folder = f"{_draft_prefix(path)}{uuid.uuid4().hex}"
+        cleanup.callback(_discard, folder, path)
         os.mkdir(folder)
         lock = os.open(folder, os.O_RDONLY)
-        at_end.callback(os.close, lock)
+        cleanup.callback(os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.isdir(folder):
@@ -119,15 +119,15 @@ def _discard(folder: str, path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _drafts(path: str) -> str:
+def _draft_prefix(path: str) -> str:
     parent, name = os.path.split(path)
     # A digest, because the name itself may already be as long as the file system allows.
     return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-convert-")
 
 
-def _clear(path: str) -> None:
+def _recover_killed(path: str) -> None:
     """Delete the remains of killed conversions to `path`, and move back what they had just moved away."""
-    parent, start = os.path.split(_drafts(path))
+    parent, start = os.path.split(_draft_prefix(path))
     for name in os.listdir(parent):
         if not name.startswith(start):
             continue

@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.values import decode_value
-from jaxckpt._restore.reading import Stored
+from jaxckpt._restore.reading import StoredArray
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 
-Data = Stored | Array
+Data = StoredArray | Array
 
 
 def halved(options: Options) -> Options:
@@ -45,7 +45,7 @@ def arrays_of(
     options = halved(options)
     for number, leaf in enumerate(source.manifest.leaves):
         if leaf.stack is not None and leaf.kind not in ("str", "bytes"):
-            data = Stored(source, number, options, report)
+            data = StoredArray(source, number, options, report)
         elif leaf.value is not None and keep_values:
             continue
         else:
@@ -73,7 +73,7 @@ def n_bytes(data: Data) -> int:
 
 def slabs(data: Data) -> Iterator[Array]:
     """The bytes of an array in C order."""
-    for slab in data.slabs() if isinstance(data, Stored) else [data]:
+    for slab in data.slabs() if isinstance(data, StoredArray) else [data]:
         yield raw(slab)
 
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt._format.manifest import distinct
+from jaxckpt._format.manifest import require_distinct
 from jaxckpt._runtime.errors import DataError, InputError, show_path
-from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.store_path import local_path
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
 @contextlib.contextmanager
 def opened(path: str) -> Generator[int]:
     """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
-    with system_errors(f"cannot read {path}"):
+    with translate_os_errors(f"cannot read {path}"):
         try:
             # Opening a pipe without O_NONBLOCK would wait for a writer.
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -49,7 +49,7 @@ def opened(path: str) -> Generator[int]:
             os.close(handle)
 
 
-def head(path: str, count: int) -> bytes:
+def read_head(path: str, count: int) -> bytes:
     """The first bytes of a file; none if the path is not a file."""
     if not os.path.isfile(path):
         return b""
@@ -66,13 +66,13 @@ def read_small(path: str, limit: int) -> bytes:
         return os.pread(handle, size, 0)
 
 
-def listed(folder: str) -> list[str]:
+def list_names(folder: str) -> list[str]:
     """The names in a folder, sorted. Raises StorageError."""
-    with system_errors(f"cannot list {folder}"):
+    with translate_os_errors(f"cannot list {folder}"):
         return sorted(os.listdir(folder))
 
 
-def names_in(folder: str) -> list[str]:
+def names_or_empty(folder: str) -> list[str]:
     """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files."""
     try:
         return os.listdir(folder)
@@ -92,13 +92,15 @@ def from_json(what: str, text: str | bytes, kind: type[T]) -> T:
     """A value from JSON. Raises DataError, which calls the text `what`."""
     try:
         # Python's decoder, not msgspec's: Orbax writes NaN, which JSON lacks.
-        record = json.loads(text if isinstance(text, str) else str(text, "utf-8-sig"), object_pairs_hook=distinct)
+        record = json.loads(
+            text if isinstance(text, str) else str(text, "utf-8-sig"), object_pairs_hook=require_distinct
+        )
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
-    return converted(what, record, kind)
+    return convert_checked(what, record, kind)
 
 
-def converted(what: str, value: Any, kind: type[T]) -> T:
+def convert_checked(what: str, value: Any, kind: type[T]) -> T:
     """A value checked and converted by msgspec. Raises DataError, which calls the value `what`."""
     try:
         return msgspec.convert(value, kind)
@@ -109,7 +111,7 @@ def converted(what: str, value: Any, kind: type[T]) -> T:
 # What index files name ------------------------------------------------------------------------------------
 
 
-def inside(folder: str, name: str, where: str) -> str:
+def path_inside(folder: str, name: str, where: str) -> str:
     """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
     names = name.split("/")
     if not all(names) or {".", ".."} & {*names} or "\0" in name:
@@ -137,7 +139,7 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
     _require_named(folder, files, index)
     tensors: dict[Any, T] = {}
     for file, expected in files.items():
-        path = inside(folder, file, index)
+        path = path_inside(folder, file, index)
         if not os.path.exists(path):
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
         held = read(path)

@@ -14,8 +14,8 @@ from typing import Any
 
 import ml_dtypes
 
-from jaxckpt._restore.rule import Names, Rule, names_in
-from jaxckpt._restore.rule_layouts import Layout
+from jaxckpt._restore.rule import Paths, Rule, paths_in
+from jaxckpt._restore.rule_layouts import AxisLayout
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import InputError
 
@@ -47,7 +47,7 @@ _SCALED_QUERIES = ("llama", "mistral", "gemma2")
 _PATTERN = {"gemma3_text": 6}
 """Number of alternating kinds of layers, each of which is stacked separately."""
 
-Group = tuple[str, str, range | int | None]
+LayerGroup = tuple[str, str, range | int | None]
 """(path of layers in MaxText's tree, suffix of the first name below it, numbers of the layers). The numbers are a range
 of layers that are stacked, one layer, or None for all layers, with `{i}` in the path."""
 
@@ -60,16 +60,16 @@ def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
     names = {**_NAMES, **_GEMMA_NAMES} if "gemma" in family else _NAMES
     rules: list[Rule] = []
     for rule in plain.rules:
-        (target,) = names_in(rule.target)
+        (target,) = paths_in(rule.target)
         module, _, leaf = target.removeprefix("layers/{i}/").rpartition("/")
         if module in ("attn/q", "attn/k"):
-            rule = _query_or_key(rule, module == "attn/q", config)
+            rule = _adapt_query_or_key(rule, module == "attn/q", config)
         if not target.startswith("layers/"):
             scale = _embedding_scale(config) if module == "embed" else 1.0
             rules.append(replace(rule, target=f"params/params/{names[module]}/{leaf}", scale=scale))
             continue
         groups = _groups(family, int(config["num_hidden_layers"]), scan)
-        rules += [_of_group(rule, f"{names[module]}/{leaf}", group) for group in groups if group[2] != range(0)]
+        rules += [_rule_for_group(rule, f"{names[module]}/{leaf}", group) for group in groups if group[2] != range(0)]
     return Rules(rules)
 
 
@@ -80,7 +80,7 @@ def _embedding_scale(config: Mapping[str, Any]) -> float:
     return by_family.get(str(config["model_type"]), 1.0)
 
 
-def _query_or_key(rule: Rule, is_query: bool, config: Mapping[str, Any]) -> Rule:
+def _adapt_query_or_key(rule: Rule, is_query: bool, config: Mapping[str, Any]) -> Rule:
     dim = rule.sizes["d"]
     if is_query and config["model_type"] in _SCALED_QUERIES:
         rule = replace(rule, scale=1 / math.sqrt(dim))
@@ -91,7 +91,7 @@ def _query_or_key(rule: Rule, is_query: bool, config: Mapping[str, Any]) -> Rule
     return replace(rule, layout=layout, sizes={**rule.sizes, "half": 2, "d": dim // 2})
 
 
-def _groups(family: str, layers: int, scan: bool) -> Iterator[Group]:
+def _groups(family: str, layers: int, scan: bool) -> Iterator[LayerGroup]:
     if family == "gemma2":  # each layer of MaxText is a pair of layers, with local and with global attention
         for number, kind in enumerate(("_local", "_global")):
             if scan:
@@ -109,7 +109,7 @@ def _groups(family: str, layers: int, scan: bool) -> Iterator[Group]:
         yield "decoder/layers", "", range(layers)
 
 
-def _of_group(rule: Rule, name: str, group: Group) -> Rule:
+def _rule_for_group(rule: Rule, name: str, group: LayerGroup) -> Rule:
     """A rule for a leaf of each layer, for the layers of a group."""
     prefix, kind, numbers = group
     head, slash, tail = name.partition("/")
@@ -120,19 +120,19 @@ def _of_group(rule: Rule, name: str, group: Group) -> Rule:
     if isinstance(numbers, int):
         source, scales = _filled(rule.source, numbers), _filled(rule.scales, numbers)
         return replace(rule, source=source, scales=scales, target=target, sizes=sizes)
-    layout = Layout.parse(rule.layout)
+    layout = AxisLayout.parse(rule.layout)
     dims = (*layout.target[:1], (), *layout.target[1:])
     return replace(
         rule,
         source=tuple(_filled(rule.source, number) for number in numbers),
         scales=tuple(_filled(rule.scales, number) for number in numbers if rule.scales),
         target=target,
-        layout=str(Layout(layout.source, dims)),
+        layout=str(AxisLayout(layout.source, dims)),
         sizes=sizes,
         axis=1,
     )
 
 
-def _filled(name: Names, number: int) -> str:
+def _filled(name: Paths, number: int) -> str:
     """The path of one layer's leaf, or "" if `name` is empty."""
-    return "".join(names_in(name)).replace("{i}", str(number))
+    return "".join(paths_in(name)).replace("{i}", str(number))

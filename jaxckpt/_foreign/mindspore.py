@@ -24,16 +24,33 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign.local_files import converted, from_json, head, listed, opened, path_on_disk, read_small
+from jaxckpt._foreign.local_files import (
+    convert_checked,
+    from_json,
+    list_names,
+    opened,
+    path_on_disk,
+    read_head,
+    read_small,
+)
 from jaxckpt._foreign.protobuf import Field, Message, Table
-from jaxckpt._foreign.rank_files import MAX_RANKS, Files, OfRanks, assemble, by_name, common_url, paths_in, paths_of
+from jaxckpt._foreign.rank_files import (
+    MAX_RANKS,
+    Files,
+    RankValues,
+    assemble,
+    common_url,
+    group_by_name,
+    paths_in,
+    paths_of,
+)
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import FileData, from_boxes, from_ranks, replicated, tiled
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
-from jaxckpt._format.paths import component
+from jaxckpt._format.paths import escape_key
 from jaxckpt._format.specs import Specs
-from jaxckpt._restore.source import Foreign, ForeignArray, compose
+from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, InputError, show_path
 
 MAX_STRATEGY_BYTES = 256 << 20
@@ -55,10 +72,10 @@ _TRAILER = b"crc_num"
 
 def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether this is a .ckpt file of MindSpore. PyTorch files with that suffix are zip files or pickles."""
-    return not names and path.endswith(".ckpt") and head(path, 1) == b"\n"  # the tag of field 1, length-delimited
+    return not names and path.endswith(".ckpt") and read_head(path, 1) == b"\n"  # the tag of field 1, length-delimited
 
 
-def open_mindspore(path: str) -> Foreign:
+def open_mindspore(path: str) -> ForeignCheckpoint:
     """A .ckpt file: a dict of names. Raises DataError."""
     return compose(path, read_ckpt(path), "mindspore")
 
@@ -69,7 +86,7 @@ def mindspore_ranks(
     strategy: str | os.PathLike[str] | None = None,
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
-) -> Foreign:
+) -> ForeignCheckpoint:
     """Combine the files that the ranks of a MindSpore job saved into one checkpoint of global arrays.
 
     Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path; no merge step
@@ -110,11 +127,11 @@ def mindspore_ranks(
             "a strategy determines the mesh and the specs: pass either strategy= or mesh_shape= and specs="
         )
     paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
-    held = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
+    rank_values = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
-        tree = assemble(held, mesh_shape, specs)
+        tree = assemble(rank_values, mesh_shape, specs)
     else:
-        tree = _put_together(held, read_strategy(path_on_disk(strategy, "strategy")))
+        tree = _assemble_by_strategy(rank_values, read_strategy(path_on_disk(strategy, "strategy")))
     return compose(common_url(paths), tree, "mindspore", files=paths.values())
 
 
@@ -172,7 +189,7 @@ def read_strategy(path: str) -> Strategy:
     """The layouts in a strategy file, or in those of a folder. Raises DataError."""
     if os.path.isdir(path):
         stages: Strategy = {}
-        for name in listed(path):
+        for name in list_names(path):
             if name.endswith((".ckpt", ".json")):
                 # Each rank may have written the file of its stage. These files are equal.
                 for stage, layouts in read_strategy(os.path.join(path, name)).items():
@@ -200,11 +217,11 @@ def read_strategy(path: str) -> Strategy:
     return {stage: record.parallel_layout_item}
 
 
-def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
+def _assemble_by_strategy(rank_values: RankValues, strategy: Strategy) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from the arrays of each rank."""
-    arrays, whole = by_name(held)
-    n_devices, n_stages = _devices_of_a_stage(strategy), max(strategy) + 1
-    if lost := [rank for rank in held if rank // n_devices not in strategy]:
+    arrays, whole = group_by_name(rank_values)
+    n_devices, n_stages = _devices_per_stage(strategy), max(strategy) + 1
+    if lost := [rank for rank in rank_values if rank // n_devices not in strategy]:
         raise DataError(
             f"rank {lost[0]} belongs to stage {lost[0] // n_devices}, as each stage has {n_devices} devices;"
             f" the strategy has stages {', '.join(map(str, sorted(strategy)))}"
@@ -212,25 +229,28 @@ def _put_together(held: OfRanks, strategy: Strategy) -> dict[str, ForeignArray |
     for name, shards in arrays.items():
         stages = [stage for stage, layouts in strategy.items() if name in layouts]
         if not stages:  # not in the strategy, such as a learning rate, so whole in each rank
-            whole[name] = from_ranks(name, shards, {"rank": max(held) + 1}, ())
+            whole[name] = from_ranks(name, shards, {"rank": max(rank_values) + 1}, ())
             continue
         of_stages: list[tuple[int, ForeignArray]] = []
         for stage in stages:
             # Ranks may have saved arrays of other stages too, as they were before the first step.
             own = {rank: shard for rank, shard in shards.items() if rank // n_devices == stage}
             if own:  # an array that several stages share may be saved by only one of them
-                of_stages.append((stage, _laid_out(name, own, strategy[stage][name], n_stages)))
+                of_stages.append((stage, _assemble_array(name, own, strategy[stage][name], n_stages)))
         if not of_stages:
             raise DataError(
-                f"{show_path(name)} is missing from every rank of stage {', '.join(map(str, stages))}, where it is trained"
+                f"{show_path(name)} is missing from every rank of stage {', '.join(map(str, stages))}, where it is"
+                " trained"
             )
         whole[name] = replicated(name, {f"stage {stage}": array for stage, array in of_stages})
     return whole
 
 
-def _devices_of_a_stage(strategy: Strategy) -> int:
+def _devices_per_stage(strategy: Strategy) -> int:
     counts = {
-        math.prod(layout.dev_matrix): show_path(name) for layouts in strategy.values() for name, layout in layouts.items()
+        math.prod(layout.dev_matrix): show_path(name)
+        for layouts in strategy.values()
+        for name, layout in layouts.items()
     }
     if len(counts) > 1:
         raise DataError(f"the strategy has different numbers of devices for {', '.join(counts.values())}")
@@ -240,7 +260,7 @@ def _devices_of_a_stage(strategy: Strategy) -> int:
     return count
 
 
-def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
+def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
     """The global array from the shards of a stage's ranks."""
     rank = len(next(iter(shards.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
@@ -258,7 +278,7 @@ def _laid_out(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_s
     axes = {"stage": n_stages} if n_stages > 1 else {}
     axes |= zip(names, sides, strict=True)
     if layout.param_split_shape and layout.indices_offset and spec and spec[0]:
-        array = _by_hand(name, shards, layout.param_split_shape, axes, spec)
+        array = _assemble_uneven(name, shards, layout.param_split_shape, axes, spec)
     else:
         array = from_ranks(name, shards, axes, spec)
     if layout.tensor_shape is not None and array.shape != layout.tensor_shape:
@@ -284,15 +304,15 @@ def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple
     size = count // step if size == -1 and step > 0 else size
     if not split or step != math.prod(split) or size < 1 or count % (step * size):
         raise DataError(
-            f"{show_path(name)} has opt_weight_shard_step {step} and size {layout.opt_weight_shard_size}, which do not fit"
-            f" {count} devices and its split {split}"
+            f"{show_path(name)} has opt_weight_shard_step {step} and size {layout.opt_weight_shard_size}, which do not"
+            f" fit {count} devices and its split {split}"
         )
     rank = len(split)
     own = [(rank - 1 - dim,) if side > 1 else () for dim, side in enumerate(split)]
     return (count // (step * size), size, *split), ((*own[0], rank), *own[1:])
 
 
-def _by_hand(
+def _assemble_uneven(
     name: str, shards: Mapping[int, ForeignArray], rows: Sequence[int], axes: Mapping[str, int], spec: Spec
 ) -> ForeignArray:
     """An array whose rows are split unevenly, its columns evenly."""
@@ -333,7 +353,7 @@ class _Value(msgspec.Struct, frozen=True):
 _TENSOR: Table = {1: ("dims", None), 2: ("type", Message.text), 3: ("content", Message.span)}
 _VALUE: Table = {
     1: ("tag", Message.text),
-    2: ("tensor", lambda wire, field: wire.read(field, "a tensor", _TENSOR, only=True)),
+    2: ("tensor", lambda wire, field: wire.read(field, "a tensor", _TENSOR, strict=True)),
     3: ("map", Message.span),
 }
 
@@ -360,12 +380,12 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
 def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
         if field.number != 1:
-            raise wire.damaged(field.start, f"field {field.number} is not part of the format")
-        value = wire.read(field, "a value", _VALUE, only=True)
+            raise wire.damage_error(field.start, f"field {field.number} is not part of the format")
+        value = wire.read(field, "a value", _VALUE, strict=True)
         if "map" in value:
             tag = show_path(value.get("tag", ""))
             raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX does not support")
-        yield converted(wire.path, value, _Value)
+        yield convert_checked(wire.path, value, _Value)
 
 
 def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
@@ -404,7 +424,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
             pieces.append((box, FileData(path, offset, dtype, extent(box))))
             offset += size * volume(box)
         element += count
-    return ForeignArray(dtype, shape, tiled(component(tag), shape, pieces))
+    return ForeignArray(dtype, shape, tiled(escape_key(tag), shape, pieces))
 
 
 # Strategies as messages -----------------------------------------------------------------------------------
@@ -440,6 +460,6 @@ def _from_wire(wire: Message) -> _StrategyFile:
         read = functools.partial(Message.read, what=what, table=table)
         item = wire.read(outer, "an item", {1: ("name", Message.text), 2: ("value", read)})
         if not {"name", "value"} <= item.keys() or item["name"] in items[name]:
-            raise wire.damaged(outer.start, f"{what} has no unique name, or no value")
+            raise wire.damage_error(outer.start, f"{what} has no unique name, or no value")
         items[name][item["name"]] = item["value"]
-    return converted(f"the strategy file {wire.path}", items, _StrategyFile)
+    return convert_checked(f"the strategy file {wire.path}", items, _StrategyFile)

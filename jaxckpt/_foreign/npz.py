@@ -22,10 +22,10 @@ from jaxckpt._foreign.local_files import opened
 from jaxckpt._foreign.shards import FileData, c_strides, f_strides
 from jaxckpt._foreign.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, flat_boxes, intersection, volume, within
+from jaxckpt._format.grid import Box, extent, flat_boxes, intersection, slices_within, volume
 from jaxckpt._format.pieces import Array, as_bits
-from jaxckpt._format.tree import nested
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, compose
+from jaxckpt._format.tree import nested_dicts
+from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, Source, compose
 from jaxckpt._runtime.errors import DataError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
@@ -48,9 +48,9 @@ def recognizes(path: str, names: Collection[str]) -> bool:
     return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
 
 
-def open_npz(path: str) -> Foreign:
+def open_npz(path: str) -> ForeignCheckpoint:
     """Arrays by name, nested dicts if names have "/": what `convert` writes, and numpy.savez. Raises DataError."""
-    return compose(path, nested(read_npz(path)), "npz")
+    return compose(path, nested_dicts(read_npz(path)), "npz")
 
 
 def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
@@ -72,10 +72,10 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
 class _Snapshot:
     """The decompression state of a member."""
 
-    position: int
+    output_position: int
     """Bytes of output so far."""
 
-    source: int
+    input_position: int
     """Bytes of input so far."""
 
     crc: int
@@ -93,10 +93,10 @@ class _Stream:
     def read(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
         """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
         member = self.member
-        known = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.position <= start]
+        known = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
         begin = _Snapshot(0, 0, 0, zlib.decompressobj(-15))
-        now = max(known, key=lambda snapshot: snapshot.position, default=begin)
-        position, source, crc, inflater = now.position, now.source, now.crc, now.inflater.copy()
+        now = max(known, key=lambda snapshot: snapshot.output_position, default=begin)
+        position, source, crc, inflater = now.output_position, now.input_position, now.crc, now.inflater.copy()
         stretch = max(SNAPSHOT_BYTES, member.n_bytes // SNAPSHOTS)
         while position < member.n_bytes:
             packed = inflater.unconsumed_tail
@@ -111,7 +111,7 @@ class _Stream:
                 raise DataError(f"{member.path} was truncated or is damaged: {member.name} ends at byte {position}")
             crc = zlib.crc32(data, crc)
             if position + len(data) == member.n_bytes:
-                member.require(crc)
+                member.require_crc32(crc)
             yield position, data
             position += len(data)
             if position // stretch and position // stretch not in self.snapshots:
@@ -134,7 +134,7 @@ def _head(handle: int, member: Member, count: int) -> bytes:
 def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | str | bytes:
     file = io.BytesIO(_head(handle, member, MAX_HEADER_BYTES + 12))
     try:
-        shape, fortran, dtype = _described(file)
+        shape, fortran, dtype = _read_array_header(file)
     except Exception as error:  # also from NumPy's parser
         raise DataError(f"{path}: {show_path(name)} is not a NumPy array: {str(error)[:200]}") from error
     start = file.tell()
@@ -153,18 +153,20 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
         return _text(path, name, _head(handle, member, member.n_bytes), start, member, dtype)
     if dtype.kind == "V":
         raise DataError(
-            f"{path}: {show_path(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries, such as"
-            " bfloat16. Save a view of it as unsigned integers, or use safetensors"
+            f"{path}: {show_path(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries,"
+            " such as bfloat16. Save a view of it as unsigned integers, or use safetensors"
         )
     if dtype.name not in DTYPES or not dtype.isnative:
         raise DataError(f"{path}: {show_path(name)} has dtype {dtype.str}, which JAX does not support")
     if member.deflated:
         return ForeignArray(dtype.name, shape, Deflated(_Stream(member), start, dtype.name, shape, fortran))
     strides = f_strides(shape) if fortran else None
-    return ForeignArray(dtype.name, shape, Plain(path, member.offset + start, dtype.name, shape, strides, member))
+    return ForeignArray(
+        dtype.name, shape, Uncompressed(path, member.offset + start, dtype.name, shape, strides, member)
+    )
 
 
-def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """(shape, Fortran order, dtype) from a .npy header."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -175,7 +177,7 @@ def _described(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: np.dtype[Any]) -> str | bytes:
-    member.require(zlib.crc32(raw))
+    member.require_crc32(zlib.crc32(raw))
     try:
         return np.ndarray((), dtype, raw[start:] or b"\0").item()
     except ValueError as error:  # raised for a number that is not a Unicode character
@@ -183,7 +185,7 @@ def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: n
 
 
 @dataclass(frozen=True, slots=True)
-class Plain(FileData):
+class Uncompressed(FileData):
     """An array in an uncompressed member."""
 
     member: Member | None = None
@@ -198,7 +200,7 @@ class Plain(FileData):
             return
         with opened(self.path) as handle:
             head = os.pread(handle, self.offset - self.member.offset, self.member.offset)
-        self.member.require(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)))
+        self.member.require_crc32(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)))
 
     def check(self) -> None:
         if self.member is not None:
@@ -249,7 +251,7 @@ def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target:
     for run in flat_boxes(shape, element, element + len(values)):
         common = intersection(run, box)
         if common is not None:
-            target[within(common, box)] = values[: volume(run)].reshape(extent(run))[within(common, run)]
+            target[slices_within(common, box)] = values[: volume(run)].reshape(extent(run))[slices_within(common, run)]
         values = values[volume(run) :]
 
 

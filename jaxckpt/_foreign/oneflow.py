@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.local_files import head, inside, names_in, opened, read_small
-from jaxckpt._foreign.pickle_machine import Object
-from jaxckpt._foreign.pickles import array_in, as_tree, unpickle, unreadable
+from jaxckpt._foreign.local_files import names_or_empty, opened, path_inside, read_head, read_small
+from jaxckpt._foreign.pickle_machine import OpaqueObject
+from jaxckpt._foreign.pickles import as_array, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.specs import Specs
-from jaxckpt._format.tree import Structure, Tree, flatten, nested, unflatten
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Memory, compose
+from jaxckpt._format.tree import Structure, Tree, flatten, nested_dicts, unflatten
+from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
 
 _PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
 _MAGIC = b"__oneflow__"
-_OF_A_PICKLE = re.compile(r"(global_)?tensor_\d+")
+_PICKLED_TENSOR_NAME = re.compile(r"(global_)?tensor_\d+")
 """Names of tensor folders that a pickle refers to. The tensors' own names are only in the pickle."""
 
 _DTYPES = {  # oneflow/core/common/data_type.proto
@@ -51,7 +51,7 @@ _DTYPES = {  # oneflow/core/common/data_type.proto
     "kComplex64": (20, "complex64"),
     "kComplex128": (21, "complex128"),
 }
-_OF_NUMBER = dict(_DTYPES.values())
+_DTYPE_BY_NUMBER = dict(_DTYPES.values())
 
 MAX_META_BYTES = 1 << 16
 
@@ -63,22 +63,24 @@ _MESSAGE = re.compile(
 def recognizes(path: str, names: Collection[str]) -> bool:
     if names:
         return any(name in names for name in (_PICKLE, _DONE, _GRAPH))
-    start = head(path, 128)
+    start = read_head(path, 128)
     return start.startswith(b"\x80") and b"protocol_version" in start and _MAGIC in start
 
 
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
-    folders = {name for name in names if {*names_in(os.path.join(path, name))} == {_META, _DATA}}
+    folders = {name for name in names if {*names_or_empty(os.path.join(path, name))} == {_META, _DATA}}
     return folders | {_PICKLE, _DONE, _GRAPH}
 
 
-def open_oneflow(path: str) -> Foreign:
+def open_oneflow(path: str) -> ForeignCheckpoint:
     """The tree that one rank saved, which is complete if its tensors were global."""
     return compose(path, _saved(path), "oneflow")
 
 
-def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None) -> Foreign:
+def oneflow_ranks(
+    files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None
+) -> ForeignCheckpoint:
     """Combine the files that the ranks of a OneFlow job saved separately into one checkpoint of global arrays.
 
     Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path. OneFlow does
@@ -118,17 +120,17 @@ def oneflow_ranks(files: Files, *, mesh_shape: Mapping[str, int] | None = None, 
         {'w': array([0., 0., 1., 1.], dtype=float32)}
     """
     paths = paths_of(files)
-    held: dict[int, dict[str, Any]] = {}
+    rank_values: dict[int, dict[str, Any]] = {}
     structures: list[Structure] = []
     for rank, path in paths.items():
         leaves, structure = flatten(_saved(path))
-        held[rank] = {leaf.path: leaf.value for leaf in leaves}
+        rank_values[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
-    whole = assemble(held, mesh_shape, specs)
+    whole = assemble(rank_values, mesh_shape, specs)
     if all(structure == structures[0] for structure in structures):
-        tree = unflatten(structures[0], [whole[path] for path in next(iter(held.values()))])
+        tree = unflatten(structures[0], [whole[path] for path in next(iter(rank_values.values()))])
     else:  # stages of a pipeline
-        tree = nested(whole)
+        tree = nested_dicts(whole)
     return compose(common_url(paths), tree, "oneflow", files=paths.values())
 
 
@@ -142,20 +144,20 @@ def _saved(path: str) -> Tree:
     if _PICKLE in names:
         return _unpickled(os.path.join(path, _PICKLE), path)
     folders = {name: os.path.join(path, name) for name in names}
-    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_in(at)}}
+    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_or_empty(at)}}
     if not tensors:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
-    if all(map(_OF_A_PICKLE.fullmatch, tensors)):
+    if all(map(_PICKLED_TENSOR_NAME.fullmatch, tensors)):
         raise DataError(f"{path}/{_PICKLE} is missing: flow.save had not finished, or the file was deleted")
     return tensors
 
 
 def _unpickled(path: str, folder: str | None) -> Tree:
     """The tree in a pickle. Its tensors are in the pickle, or in subfolders of `folder` if that is given."""
-    tensors: list[Object] = []
+    tensors: list[OpaqueObject] = []
 
-    def tensor(name: str, *args: Any) -> Object:
-        tensors.append(Object(name, args))
+    def tensor(name: str, *args: Any) -> OpaqueObject:
+        tensors.append(OpaqueObject(name, args))
         return tensors[-1]
 
     content = unpickle(path, calls={name: functools.partial(tensor, name) for name in _TENSORS})
@@ -165,14 +167,14 @@ def _unpickled(path: str, folder: str | None) -> Tree:
         case _:
             raise DataError(f"{path} is not a file that flow.save writes: it has no protocol_version 1 with data")
     if folder is not None:
-        _require_each_once(folder, path, tensors)
+        _require_unique_folders(folder, path, tensors)
     return tree
 
 
 _TENSORS = ("oneflow.Tensor", "oneflow.nn.Parameter")
 
 
-def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> None:
+def _require_unique_folders(folder: str, path: str, tensors: Iterable[OpaqueObject]) -> None:
     """Raise DataError unless each folder belongs to exactly one tensor in the pickle.
 
     Shared tensors are references to one object in the pickle.
@@ -180,45 +182,45 @@ def _require_each_once(folder: str, path: str, tensors: Iterable[Object]) -> Non
     counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise DataError(f"{path} is damaged: two of its tensors are in {min(twice)[:200]!r}")
-    there = {name for name in os.listdir(folder) if _OF_A_PICKLE.fullmatch(name)}
+    there = {name for name in os.listdir(folder) if _PICKLED_TENSOR_NAME.fullmatch(name)}
     if lost := there - counts.keys():
         raise DataError(
             f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or from another save"
         )
 
 
-def _tensor(made: Object, path: str, folder: str | None) -> Tree | None:
+def _tensor(made: OpaqueObject, path: str, folder: str | None) -> Tree | None:
     """A tensor from the result of `Tensor.__getstate__`."""
     if made.name not in _TENSORS:
         return None
     match made.fields:
         case {"path": str(name)} if folder is not None:
-            return _tensor_in(inside(folder, name, path))
-        case {"data": data, "dtype": Object(state=int(number))}:
-            array = array_in(data)
-            if array is not None and number in _OF_NUMBER:
-                return _as(array, _OF_NUMBER[number], path)
+            return _tensor_in(path_inside(folder, name, path))
+        case {"data": data, "dtype": OpaqueObject(state=int(number))}:
+            array = as_array(data)
+            if array is not None and number in _DTYPE_BY_NUMBER:
+                return _with_dtype(array, _DTYPE_BY_NUMBER[number], path)
             return unreadable(f"is a tensor of OneFlow's data type {number}, which NumPy and JAX do not support")
         case _:
             raise DataError(f"{path}: a tensor has neither its data nor a path")
 
 
-def _as(array: ForeignArray, dtype: str, path: str) -> ForeignArray:
+def _with_dtype(array: ForeignArray, dtype: str, path: str) -> ForeignArray:
     """A tensor from its NumPy array. bfloat16 tensors were saved as float32, because NumPy has no bfloat16."""
     if array.dtype == dtype:
         return replace(array, kind="jax")
-    if (array.dtype, dtype) == ("float32", "bfloat16") and isinstance(array.data, FileData | Memory):
-        return ForeignArray(dtype, array.shape, _upper_half(array.data))
+    if (array.dtype, dtype) == ("float32", "bfloat16") and isinstance(array.data, FileData | InMemoryData):
+        return ForeignArray(dtype, array.shape, _bfloat16_from_float32(array.data))
     raise DataError(f"{path}: a tensor of dtype {dtype} has its data in {array.dtype}")
 
 
-def _upper_half(stored: FileData | Memory) -> ArrayData:
+def _bfloat16_from_float32(stored: FileData | InMemoryData) -> ArrayData:
     """bfloat16 values that are stored as float32."""
-    if isinstance(stored, Memory):
+    if isinstance(stored, InMemoryData):
         array = np.ascontiguousarray(stored.array)
         halves = array.view("<u2").reshape(*stored.array.shape, 2)[..., 1]
-        return Memory(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(stored.array.shape))
-    strides = tuple(2 * step for step in stored.steps)
+        return InMemoryData(np.ascontiguousarray(halves).view(DTYPES["bfloat16"]).reshape(stored.array.shape))
+    strides = tuple(2 * step for step in stored.element_strides)
     return replace(stored, offset=stored.offset + 2, dtype="bfloat16", strides=strides)
 
 
@@ -241,7 +243,7 @@ def _tensor_in(folder: str) -> ForeignArray:
         raise DataError(f"{meta}: the tensor has {len(shape)} dimensions; at most {MAX_RANK} can be read")
     count = math.prod(shape)
     if dtype == "bfloat16" and count and size == 4 * count:
-        return ForeignArray(dtype, shape, _upper_half(FileData(data, 0, "float32", shape)))
+        return ForeignArray(dtype, shape, _bfloat16_from_float32(FileData(data, 0, "float32", shape)))
     if size != count * DTYPES[dtype].itemsize:
         raise DataError(
             f"{data} is {size} bytes long, expected {count * DTYPES[dtype].itemsize} of {dtype}{list(shape)}"

@@ -1,7 +1,7 @@
 """A safe virtual machine for pickles: it imports nothing and calls only functions from its own table.
 
 A pickle is a program. This machine runs the part of its language that builds data: numbers, text, lists, dicts. If the
-pickle calls a name that is not in the table, the result is an `Object`, which records the call and does nothing.
+pickle calls a name that is not in the table, the result is an `OpaqueObject`, which records the call and does nothing.
 
 Large bytes objects are located but not read, so a pickle of arrays takes no more memory than a pickle of their names.
 """
@@ -18,13 +18,13 @@ from typing import Any, cast
 MAX_BYTES = 1 << 30
 """The largest pickle, without bytes that are only located. Its objects take about a dozen times as much memory."""
 
-FOUND_BYTES = 1 << 16
+MIN_LOCATED_BYTES = 1 << 16
 """Bytes objects of at least this size are located but not read."""
 
 _WINDOW_BYTES = 1 << 12, 1 << 18
 """Bytes per read: few at first, because large bytes are soon skipped, then more."""
 
-Call = Callable[..., Any]
+AllowedFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Object:
+class OpaqueObject:
     """The result of a call to a name that is not in the table."""
 
     name: str
@@ -59,7 +59,7 @@ class Unbuilt(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBytes:
+class LocatedBytes:
     """The position of a bytes object in the file."""
 
     path: str
@@ -76,39 +76,39 @@ class Machine:
 
     _path: str
     _handle: int
-    _first: int
+    _window_start: int
     """Position in the file of the window's first byte; at first, of the pickle."""
 
     _end: int
-    _calls: Mapping[str, Call]
+    _calls: Mapping[str, AllowedFunction]
     _persistent: Callable[[Any], Any] | None
     _window: bytes = b""
-    _next: int = 0
+    _window_index: int = 0
     """The next byte in the window."""
 
-    _ahead: int = _WINDOW_BYTES[0]
+    _read_ahead_bytes: int = _WINDOW_BYTES[0]
     stack: list[Any] = field(default_factory=list[Any])
     _marks: list[list[Any]] = field(default_factory=list[list[Any]])
     memo: dict[int, Any] = field(default_factory=dict[int, Any])
     _globals: dict[str, Global] = field(default_factory=dict[str, Global])
-    _read: int = 0
+    _n_read: int = 0
     _budget: int = 1 << 16
     """How many more values calls may copy. A pickle could otherwise pass a long list to a million calls, and each call
     copies it."""
 
     @property
-    def at(self) -> int:
-        return self._first + self._next
+    def position(self) -> int:
+        return self._window_start + self._window_index
 
     def run(self) -> Any:
         operations = _OPERATIONS
         while True:
             try:
-                code = self._window[self._next]
+                code = self._window[self._window_index]
             except IndexError:
                 self._fill(1)
                 continue
-            self._next += 1
+            self._window_index += 1
             operation = operations[code]
             if operation is None:
                 if code == 0x2E:  # STOP
@@ -120,47 +120,51 @@ class Machine:
 
     def _fill(self, count: int) -> None:
         """Make at least this many bytes available in the window."""
-        left = len(self._window) - self._next
-        wanted = max(count - left, min(self._ahead, self._end - self.at - left))
-        if self.at + count > self._end:
+        left = len(self._window) - self._window_index
+        wanted = max(count - left, min(self._read_ahead_bytes, self._end - self.position - left))
+        if self.position + count > self._end:
             raise ValueError(f"it ends in the middle of a value of {count} bytes")
-        self._ahead = min(2 * self._ahead, _WINDOW_BYTES[1])
-        self._read += wanted
+        self._read_ahead_bytes = min(2 * self._read_ahead_bytes, _WINDOW_BYTES[1])
+        self._n_read += wanted
         self._budget += 16 * wanted
-        if self._read > MAX_BYTES:
+        if self._n_read > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
-        more = os.pread(self._handle, wanted, self.at + left)
+        more = os.pread(self._handle, wanted, self.position + left)
         if len(more) < min(wanted, count - left):
             raise ValueError("the file was truncated while it was being read")
-        self._first, self._window, self._next = self.at, self._window[self._next :] + more, 0
+        self._window_start, self._window, self._window_index = (
+            self.position,
+            self._window[self._window_index :] + more,
+            0,
+        )
 
     def take(self, count: int) -> bytes:
-        start, end = self._next, self._next + count
+        start, end = self._window_index, self._window_index + count
         if end > len(self._window):
             self._fill(count)
             start, end = 0, count
-        self._next = end
+        self._window_index = end
         return self._window[start:end]
 
     def number(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> bytes:
-        end = self._window.find(b"\n", self._next)
+        end = self._window.find(b"\n", self._window_index)
         while end < 0:
-            held = len(self._window) - self._next
-            self._fill(min(2 * held + 1, self._end - self.at) if held < self._end - self.at else held + 1)
+            held = len(self._window) - self._window_index
+            self._fill(min(2 * held + 1, self._end - self.position) if held < self._end - self.position else held + 1)
             end = self._window.find(b"\n", held)
-        return self.take(end + 1 - self._next)[:-1]
+        return self.take(end + 1 - self._window_index)[:-1]
 
-    def bytes_of(self, count: int) -> bytes | FoundBytes:
-        if count < FOUND_BYTES:
+    def read_bytes(self, count: int) -> bytes | LocatedBytes:
+        if count < MIN_LOCATED_BYTES:
             return self.take(count)
-        skipped = FoundBytes(self._path, self.at, count)
+        skipped = LocatedBytes(self._path, self.position, count)
         if skipped.offset + count > self._end:
             raise ValueError(f"it ends in the middle of bytes of length {count}")
-        self._first, self._window, self._next = skipped.offset + count, b"", 0
-        self._ahead = _WINDOW_BYTES[0]
+        self._window_start, self._window, self._window_index = skipped.offset + count, b"", 0
+        self._read_ahead_bytes = _WINDOW_BYTES[0]
         return skipped
 
     # Stack
@@ -172,7 +176,7 @@ class Machine:
         self._marks.append(self.stack)
         self.stack = []
 
-    def from_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         values, self.stack = self.stack, self._marks.pop()
         return values
 
@@ -180,12 +184,12 @@ class Machine:
         if self.stack:
             self.stack.pop()
         else:
-            self.from_mark()
+            self.pop_to_mark()
 
     def put(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
 
-    def popped(self, count: int) -> list[Any]:
+    def pop_many(self, count: int) -> list[Any]:
         values = self.stack[-count:]
         if len(values) < count:
             raise IndexError
@@ -211,19 +215,19 @@ class Machine:
         target = self.stack[-1]
         if isinstance(target, list):
             cast("list[Any]", target).extend(values)
-        elif not isinstance(target, Object):
+        elif not isinstance(target, OpaqueObject):
             raise TypeError(f"items are appended to a {type(target).__name__}")
 
     def update(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, dict):
             insert(cast("dict[Any, Any]", target), items)
-        elif not isinstance(target, Object):
+        elif not isinstance(target, OpaqueObject):
             raise TypeError(f"items are set in a {type(target).__name__}")
 
     def add_items(self) -> None:
-        self.from_mark()
-        if not isinstance(self.stack[-1], Object):
+        self.pop_to_mark()
+        if not isinstance(self.stack[-1], OpaqueObject):
             raise TypeError("items are added to something that is not a set")
 
     # Names and calls
@@ -235,21 +239,21 @@ class Machine:
         self.push(self._globals.setdefault(known, Global(known)))
 
     def reduce(self) -> None:
-        self._call(*self.popped(2))
+        self._call(*self.pop_many(2))
 
     def new_with_keywords(self) -> None:
-        called, args, keywords = self.popped(3)
+        called, args, keywords = self.pop_many(3)
         if keywords:
-            called = Object(called.name if isinstance(called, (Global, Object)) else "")
+            called = OpaqueObject(called.name if isinstance(called, (Global, OpaqueObject)) else "")
         self._call(called, args)
 
     def instance(self) -> None:
-        called, *args = self.from_mark()
+        called, *args = self.pop_to_mark()
         self._call(called, tuple(args))
 
     def named_instance(self) -> None:
         module, name = self.line().decode(), self.line().decode()
-        args = self.from_mark()
+        args = self.pop_to_mark()
         self.name(module, name)
         self._call(self.stack.pop(), tuple(args))
 
@@ -265,13 +269,13 @@ class Machine:
                     raise ValueError("its calls would copy far more than it holds")
                 self.push(function(*values))
                 return
-        elif not isinstance(called, Object):
+        elif not isinstance(called, OpaqueObject):
             raise TypeError(f"a {type(called).__name__} is called")
-        self.push(Object(called.name, values))
+        self.push(OpaqueObject(called.name, values))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Object):
+        if isinstance(target, OpaqueObject):
             target.state = state
         elif isinstance(target, Unbuilt):
             target.build(state)
@@ -292,7 +296,10 @@ def insert(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     """The dict with more items: a key, its value, the next key and so on. Raises ValueError if a key repeats."""
     if len(items) % 2:
         raise ValueError("a key has no value")
-    keys = [key if type(key) in _KEYS or (type(key) is int and abs(key) < 1 << 63) else _odd(key) for key in items[::2]]
+    keys = [
+        key if type(key) in _KEYS or (type(key) is int and abs(key) < 1 << 63) else _replace_slow_key(key)
+        for key in items[::2]
+    ]
     expected = len(target) + len(keys)
     target.update(zip(keys, items[1::2], strict=True))
     if len(target) < expected:
@@ -300,13 +307,13 @@ def insert(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     return target
 
 
-_KEYS = (str, float, bool, bytes, type(None), Object, Global)
+_KEYS = (str, float, bool, bytes, type(None), OpaqueObject, Global)
 
 
-def _odd(key: Any) -> Object:
+def _replace_slow_key(key: Any) -> OpaqueObject:
     """Replaces a key that could make a dict slow: each level of nested tuples can double the time of its hash, and
     millions of large integers or tuples of integers can have equal hashes."""
-    return Object(f"builtins.{type(key).__name__}")
+    return OpaqueObject(f"builtins.{type(key).__name__}")
 
 
 def _integer(line: bytes) -> int | bool:
@@ -320,14 +327,14 @@ def _quoted(line: bytes) -> str:
     return line[1:-1].decode("unicode_escape")
 
 
-def _operations() -> list[Callable[[Machine], None] | None]:
+def _build_operations() -> list[Callable[[Machine], None] | None]:
     m = Machine
     table: dict[bytes, Callable[[Machine], Any]] = {
         b"\x80": lambda m: m.take(1),  # PROTO
         b"\x95": lambda m: m.take(8),  # FRAME
         b"(": m.mark,
         b"0": m.pop,
-        b"1": m.from_mark,
+        b"1": m.pop_to_mark,
         b"2": lambda m: m.push(m.stack[-1]),
         b"N": lambda m: m.push(None),
         b"\x88": lambda m: m.push(True),
@@ -348,26 +355,26 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"\x8c": lambda m: m.text(1),
         b"X": lambda m: m.text(4),
         b"\x8d": lambda m: m.text(8),
-        b"C": lambda m: m.push(m.bytes_of(m.number(1))),
-        b"B": lambda m: m.push(m.bytes_of(m.number(4))),
-        b"\x8e": lambda m: m.push(m.bytes_of(m.number(8))),
-        b"\x96": lambda m: m.push(m.bytes_of(m.number(8))),  # BYTEARRAY8
+        b"C": lambda m: m.push(m.read_bytes(m.number(1))),
+        b"B": lambda m: m.push(m.read_bytes(m.number(4))),
+        b"\x8e": lambda m: m.push(m.read_bytes(m.number(8))),
+        b"\x96": lambda m: m.push(m.read_bytes(m.number(8))),  # BYTEARRAY8
         b"]": lambda m: m.push([]),
-        b"l": lambda m: m.push(m.from_mark()),
+        b"l": lambda m: m.push(m.pop_to_mark()),
         b"a": lambda m: m.extend([m.stack.pop()]),
-        b"e": lambda m: m.extend(m.from_mark()),
+        b"e": lambda m: m.extend(m.pop_to_mark()),
         b"}": lambda m: m.push({}),
-        b"d": lambda m: m.push(insert({}, m.from_mark())),
-        b"s": lambda m: m.update(m.popped(2)),
-        b"u": lambda m: m.update(m.from_mark()),
+        b"d": lambda m: m.push(insert({}, m.pop_to_mark())),
+        b"s": lambda m: m.update(m.pop_many(2)),
+        b"u": lambda m: m.update(m.pop_to_mark()),
         b")": lambda m: m.push(()),
-        b"t": lambda m: m.push(tuple(m.from_mark())),
-        b"\x85": lambda m: m.push(tuple(m.popped(1))),
-        b"\x86": lambda m: m.push(tuple(m.popped(2))),
-        b"\x87": lambda m: m.push(tuple(m.popped(3))),
-        b"\x8f": lambda m: m.push(Object("builtins.set")),
+        b"t": lambda m: m.push(tuple(m.pop_to_mark())),
+        b"\x85": lambda m: m.push(tuple(m.pop_many(1))),
+        b"\x86": lambda m: m.push(tuple(m.pop_many(2))),
+        b"\x87": lambda m: m.push(tuple(m.pop_many(3))),
+        b"\x8f": lambda m: m.push(OpaqueObject("builtins.set")),
         b"\x90": m.add_items,
-        b"\x91": lambda m: m.push(Object("builtins.set", tuple(m.from_mark()))),
+        b"\x91": lambda m: m.push(OpaqueObject("builtins.set", tuple(m.pop_to_mark()))),
         b"g": lambda m: m.push(m.memo[int(m.line())]),
         b"h": lambda m: m.push(m.memo[m.take(1)[0]]),
         b"j": lambda m: m.push(m.memo[m.number(4)]),
@@ -376,7 +383,7 @@ def _operations() -> list[Callable[[Machine], None] | None]:
         b"r": lambda m: m.put(m.number(4)),
         b"\x94": lambda m: m.put(len(m.memo)),
         b"c": lambda m: m.name(m.line().decode(), m.line().decode()),
-        b"\x93": lambda m: m.name(*m.popped(2)),
+        b"\x93": lambda m: m.name(*m.pop_many(2)),
         b"R": m.reduce,
         b"\x81": m.reduce,  # NEWOBJ
         b"\x92": m.new_with_keywords,
@@ -389,4 +396,4 @@ def _operations() -> list[Callable[[Machine], None] | None]:
     return [table.get(bytes([code])) for code in range(256)]
 
 
-_OPERATIONS = _operations()
+_OPERATIONS = _build_operations()

@@ -17,13 +17,21 @@ from typing import Any, cast
 import numpy as np
 
 from jaxckpt._foreign.local_files import opened
-from jaxckpt._foreign.pickle_machine import Call, FoundBytes, Global, Machine, Object, Unbuilt, insert
+from jaxckpt._foreign.pickle_machine import (
+    AllowedFunction,
+    Global,
+    LocatedBytes,
+    Machine,
+    OpaqueObject,
+    Unbuilt,
+    insert,
+)
 from jaxckpt._foreign.shards import FileData, Unreadable, f_strides
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.paths import component
+from jaxckpt._format.paths import escape_key
 from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._format.values import is_utf8
-from jaxckpt._restore.source import ForeignArray, Memory
+from jaxckpt._restore.source import ForeignArray, InMemoryData
 from jaxckpt._runtime.errors import DataError
 
 MAX_VALUES = 1 << 22
@@ -36,10 +44,10 @@ def unpickle(
     start: int = 0,
     size: int | None = None,
     *,
-    calls: Mapping[str, Call] | None = None,
+    calls: Mapping[str, AllowedFunction] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The content of a pickle in a file: Python data, `Object`s, `Global`s, and NumPy arrays as ForeignArrays.
+    """The content of a pickle in a file: Python data, `OpaqueObject`s, `Global`s, and NumPy arrays as ForeignArrays.
 
     `calls` has additional functions. They receive the arguments from the pickle, and raise ValueError or TypeError if
     these are invalid. `persistent` receives the ids of external objects. The result may contain itself: pass it to
@@ -50,12 +58,14 @@ def unpickle(
         end = length if size is None else start + size
         if not 0 <= start <= end <= length:
             raise DataError(f"{path} is {length} bytes long, expected at least {end}")
-        machine = Machine(path, handle, start, end, {**CALLS, **(calls or {})}, persistent)
+        machine = Machine(path, handle, start, end, {**ALLOWED_FUNCTIONS, **(calls or {})}, persistent)
         try:
             return machine.run()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             what = "it refers to a memo or mark that does not exist" if isinstance(error, LookupError) else str(error)
-            raise DataError(f"{path}: the pickle at byte {start} is damaged at byte {machine.at}: {what}") from error
+            raise DataError(
+                f"{path}: the pickle at byte {start} is damaged at byte {machine.position}: {what}"
+            ) from error
 
 
 # Allowed calls --------------------------------------------------------------------------------------------
@@ -79,7 +89,7 @@ def _bytes(*args: Any) -> Any:
     match args:
         case ():
             return b""
-        case (bytes() | FoundBytes() as raw,):
+        case (bytes() | LocatedBytes() as raw,):
             return raw
         case (str(text), str(encoding)):
             return _encoded(text, encoding)
@@ -113,7 +123,7 @@ class _NumpyDtype(Unbuilt):
         self.order = str(cast("tuple[Any, ...]", state)[1])[:1]
 
     @property
-    def known(self) -> str | None:
+    def dtype_name(self) -> str | None:
         return self.name if self.order in "<|=" else None
 
 
@@ -121,32 +131,34 @@ class _NumpyArray(Unbuilt):
     """A numpy.ndarray, before its data is set."""
 
     def __init__(self, kind: Any, shape: Any, code: Any) -> None:
-        self.array: ForeignArray | Object = Object("numpy.ndarray")
+        self.array: ForeignArray | OpaqueObject = OpaqueObject("numpy.ndarray")
 
     def build(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         self.array = _ndarray(data, dtype, shape, bool(fortran))
 
 
-def _ndarray(data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy") -> ForeignArray | Object:
-    """An array from the arguments of NumPy's functions; an `Object` if its dtype or data is not supported."""
+def _ndarray(
+    data: Any, dtype: Any, shape: Any, fortran: bool = False, kind: Any = "numpy"
+) -> ForeignArray | OpaqueObject:
+    """An array from the arguments of NumPy's functions; an `OpaqueObject` if its dtype or data is not supported."""
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is missing")
-    name = dtype.known
-    if name is None or not isinstance(data, (bytes, FoundBytes)):
-        return Object("numpy.ndarray")
-    sides = sizes(shape)
+    name = dtype.dtype_name
+    if name is None or not isinstance(data, (bytes, LocatedBytes)):
+        return OpaqueObject("numpy.ndarray")
+    sides = require_sizes(shape)
     needed = math.prod(sides) * DTYPES[name].itemsize
     if len(data) != needed:
         raise ValueError(f"a NumPy array {name}{list(sides)} has {len(data)} bytes, expected {needed}")
     if isinstance(data, bytes):
         array = np.frombuffer(data, DTYPES[name]).reshape(sides, order="F" if fortran else "C")
-        return ForeignArray(name, sides, Memory(array), kind)
+        return ForeignArray(name, sides, InMemoryData(array), kind)
     strides = f_strides(sides) if fortran else None
     return ForeignArray(name, sides, FileData(data.path, data.offset, name, sides, strides), kind)
 
 
-def sizes(value: Any) -> tuple[int, ...]:
+def require_sizes(value: Any) -> tuple[int, ...]:
     """A shape or strides as a tuple. Raises ValueError or TypeError if no array can have them."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"a shape is a {type(value).__name__}")
@@ -159,7 +171,7 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-CALLS: Mapping[str, Call] = {
+ALLOWED_FUNCTIONS: Mapping[str, AllowedFunction] = {
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": lambda factory=None: {},
     "_codecs.encode": _encoded,
@@ -188,7 +200,7 @@ def unreadable(reason: str) -> ForeignArray:
     return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
 
 
-def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = lambda made: None) -> Tree:
+def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | None] = lambda made: None) -> Tree:
     """An unpickled value as a tree for `compose`. Leaves that are not data become unreadable leaves.
 
     `rebuild` returns leaves for the Objects that it knows, and None for others. A dict whose keys JAX cannot sort, such
@@ -212,25 +224,27 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
         if kind is dict or kind is collections.OrderedDict:
             kinds = set(map(type, node))
             if not kinds <= {str, int, float, bool, bytes}:
-                names = {key.name.rpartition(".")[2] if type(key) is Object else type(key).__name__ for key in node}
+                names = {
+                    key.name.rpartition(".")[2] if type(key) is OpaqueObject else type(key).__name__ for key in node
+                }
                 return unreadable(f"is a dict with keys of type {', '.join(sorted(names))[:200]}")
             text = "".join(node if kinds == {str} else [key for key in node if type(key) is str])
             if not is_utf8(text):
                 return unreadable("is a dict whose keys are not UTF-8")
-            if kinds - {str} and len({*map(component, node)}) < len(node):
+            if kinds - {str} and len({*map(escape_key, node)}) < len(node):
                 return unreadable("is a dict with keys that make the same path, such as 0 and '0'")
             if len(kinds) > 1:
                 kind = collections.OrderedDict  # JAX sorts the keys of a dict, and cannot sort these
             return kind((key, walk(child, depth + 1)) for key, child in node.items())
-        if kind is FoundBytes:
+        if kind is LocatedBytes:
             return ForeignArray("uint8", (node.size,), FileData(node.path, node.offset, "uint8", (node.size,)), "bytes")
         if kind is _NumpyArray:
             return walk(node.array, depth + 1)
-        if kind is Object and node.name in ("builtins.set", "builtins.frozenset"):
+        if kind is OpaqueObject and node.name in ("builtins.set", "builtins.frozenset"):
             return unreadable("is a set, which a pytree cannot hold")
-        if kind is Object and (leaf := rebuild(node)) is not None:
+        if kind is OpaqueObject and (leaf := rebuild(node)) is not None:
             return leaf
-        if kind is Object:
+        if kind is OpaqueObject:
             return unreadable(f"holds an object made by {node.name[:200]}, whose code is never run")
         if kind is Global:
             return unreadable(f"holds the name {node.name[:200]}")
@@ -239,15 +253,15 @@ def as_tree(value: Any, where: str, rebuild: Callable[[Object], Tree | None] = l
     return walk(value, 0)
 
 
-def array_in(value: Any) -> ForeignArray | None:
+def as_array(value: Any) -> ForeignArray | None:
     """An unpickled NumPy array; None for other values and for unsupported dtypes."""
     array = value.array if isinstance(value, _NumpyArray) else value
     return array if isinstance(array, ForeignArray) else None
 
 
-def required(value: Any, name: str, where: str) -> Object:
+def require_instance(value: Any, name: str, where: str) -> OpaqueObject:
     """An Object of a class, by the last part of its name. Raises DataError for anything else."""
-    if isinstance(value, Object) and value.name.rpartition(".")[2] == name:
+    if isinstance(value, OpaqueObject) and value.name.rpartition(".")[2] == name:
         return value
-    named = value.name if isinstance(value, (Object, Global)) else type(value).__name__
+    named = value.name if isinstance(value, (OpaqueObject, Global)) else type(value).__name__
     raise DataError(f"{where} is {named[:200]}, expected {name}")

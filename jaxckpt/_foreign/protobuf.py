@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxckpt._runtime.errors import DataError
 
-_VARINT, _EIGHT, _LENGTH, _FOUR = 0, 1, 2, 5
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 MAX_TEXT_BYTES = 1 << 16
 
@@ -28,7 +28,7 @@ class Field:
     """A field of a message, and the position of its value in the file."""
 
     number: int
-    kind: int
+    wire_type: int
     start: int
     stop: int
     value: int = 0
@@ -57,15 +57,15 @@ class Message:
         value = 0
         for shift in range(0, 70, 7):
             if at >= end:
-                raise self.damaged(at, "a number is truncated")
+                raise self.damage_error(at, "a number is truncated")
             byte = self._byte(at)
             at += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value & (1 << 64) - 1, at
-        raise self.damaged(at, "a number is too long")
+        raise self.damage_error(at, "a number is too long")
 
-    def damaged(self, at: int, why: str) -> DataError:
+    def damage_error(self, at: int, why: str) -> DataError:
         return DataError(f"{self.path} is damaged, encrypted or in another format: at byte {at} {why}")
 
     def fields(self, at: int, end: int) -> Iterator[Field]:
@@ -77,69 +77,71 @@ class Message:
             if kind == _VARINT:
                 value, stop = self._varint(start, end)
                 value -= value >> 63 << 64
-            elif kind == _LENGTH:
+            elif kind == _LENGTH_DELIMITED:
                 length, start = self._varint(start, end)
                 stop = start + length
-            elif kind in (_EIGHT, _FOUR):
-                stop = start + (8 if kind == _EIGHT else 4)
+            elif kind in (_FIXED64, _FIXED32):
+                stop = start + (8 if kind == _FIXED64 else 4)
             else:
-                raise self.damaged(at, f"a field has the unknown type {kind}")
+                raise self.damage_error(at, f"a field has the unknown type {kind}")
             if not number:
-                raise self.damaged(at, "a field has the number 0")
+                raise self.damage_error(at, "a field has the number 0")
             if stop > end:
-                raise self.damaged(at, f"field {number} extends to byte {stop}, but the message ends at {end}")
+                raise self.damage_error(at, f"field {number} extends to byte {stop}, but the message ends at {end}")
             yield Field(number, kind, start, stop, value)
             at = stop
 
-    def read(self, outer: Field, what: str, table: Table, *, only: bool = False) -> dict[str, Any]:
-        """The fields of an inner message by name, according to a table. With `only`, other fields are an error."""
+    def read(self, outer: Field, what: str, table: Table, *, strict: bool = False) -> dict[str, Any]:
+        """The fields of an inner message by name, according to a table. With `strict`, other fields are an error."""
         values: dict[str, Any] = {}
         for field in self.fields(*self.span(outer)):
             if field.number not in table:
-                if only:
-                    raise self.damaged(field.start, f"{what} has field {field.number}, which is not part of the format")
+                if strict:
+                    raise self.damage_error(
+                        field.start, f"{what} has field {field.number}, which is not part of the format"
+                    )
                 continue
             name, read = table[field.number]
             if read is None:
                 self._extend(values.setdefault(name, []), field)
             elif name in values:
-                raise self.damaged(field.start, f"{what} has field {field.number} twice")
+                raise self.damage_error(field.start, f"{what} has field {field.number} twice")
             else:
                 values[name] = read(self, field)
         return values
 
     def _extend(self, numbers: list[int], field: Field) -> None:
         """Append the integers of a repeated field, packed or not."""
-        if field.kind not in (_VARINT, _LENGTH):
-            raise self.damaged(field.start, "a list has an item that is not an integer")
+        if field.wire_type not in (_VARINT, _LENGTH_DELIMITED):
+            raise self.damage_error(field.start, "a list has an item that is not an integer")
         at = field.start
         while at < field.stop:
             value, at = self._varint(at, field.stop)
             numbers.append(value - (value >> 63 << 64))
             if len(numbers) > MAX_NUMBERS:
-                raise self.damaged(at, f"a list is longer than {MAX_NUMBERS}")
+                raise self.damage_error(at, f"a list is longer than {MAX_NUMBERS}")
 
     def number(self, field: Field) -> int:
         """A field as an integer."""
-        if field.kind != _VARINT:
-            raise self.damaged(field.start, f"field {field.number} is not a number")
+        if field.wire_type != _VARINT:
+            raise self.damage_error(field.start, f"field {field.number} is not a number")
         return field.value
 
     def span(self, field: Field) -> tuple[int, int]:
         """The position of a field's bytes in the file."""
-        if field.kind != _LENGTH:
-            raise self.damaged(field.start, f"field {field.number} has no length")
+        if field.wire_type != _LENGTH_DELIMITED:
+            raise self.damage_error(field.start, f"field {field.number} has no length")
         return field.start, field.stop
 
     def text(self, field: Field) -> str:
         """A field as text of at most `MAX_TEXT_BYTES`. Raises DataError."""
         start, stop = self.span(field)
         if stop - start > MAX_TEXT_BYTES:
-            raise self.damaged(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
+            raise self.damage_error(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
         try:
             return os.pread(self._handle, stop - start, start).decode()
         except UnicodeDecodeError as error:
-            raise self.damaged(start, f"field {field.number} is not text") from error
+            raise self.damage_error(start, f"field {field.number} is not text") from error
 
 
 Table = Mapping[int, tuple[str, Callable[[Message, Field], Any] | None]]

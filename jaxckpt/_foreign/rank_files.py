@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt._foreign.local_files import head, listed, path_on_disk
+from jaxckpt._foreign.local_files import list_names, path_on_disk, read_head
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import from_boxes, from_ranks
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, box_at
-from jaxckpt._format.paths import closest
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.specs import Specs, mesh_axes, resolve_specs
-from jaxckpt._format.tree import flatten, nested
-from jaxckpt._restore.source import Foreign, ForeignArray, compose
+from jaxckpt._format.tree import flatten, nested_dicts
+from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 Files = Mapping[int, str | os.PathLike[str]]
@@ -43,7 +43,7 @@ def rank_files(
     specs: Specs = None,
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
-) -> Foreign:
+) -> ForeignCheckpoint:
     """Combine files that each rank saved separately into one checkpoint of global arrays.
 
     Pass the result to `restore`, `load_numpy`, `open`, `convert`, `diff` or `verify` in place of a path. Only headers
@@ -82,8 +82,10 @@ def rank_files(
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
     paths = paths_of(files)
-    held = {rank: read_npz(path) if head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()}
-    tree = nested(assemble(held, mesh_shape, specs, offsets, shapes))
+    rank_values = {
+        rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
+    }
+    tree = nested_dicts(assemble(rank_values, mesh_shape, specs, offsets, shapes))
     return compose(common_url(paths), tree, "rank files", files=paths.values())
 
 
@@ -105,11 +107,11 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
         raise NotACheckpointError(f"the folder {folder} does not exist")
     files: dict[int, str] = {}
     problems: list[str] = []
-    for name in listed(folder):
+    for name in list_names(folder):
         match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
         if match is None or not os.path.isdir(inner):
             continue
-        held = [file for file in listed(inner) if file.endswith((".ckpt", ".safetensors"))]
+        held = [file for file in list_names(inner) if file.endswith((".ckpt", ".safetensors"))]
         if len(held) != 1:
             problems.append(f"{inner} has {len(held)}" + (f": {', '.join(held[:5])}" if held else ""))
         elif files.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
@@ -129,27 +131,27 @@ def common_url(paths: Mapping[int, str]) -> str:
     return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
 
 
-OfRanks = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
+RankValues = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
 """The values of each rank, by name."""
 
 
 def assemble(
-    held: OfRanks,
+    rank_values: RankValues,
     mesh_shape: Mapping[str, int] | None = None,
     specs: Specs = None,
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from the arrays of each rank."""
-    arrays, whole = by_name(held)
-    axes = mesh_axes({"rank": max(held) + 1} if mesh_shape is None else mesh_shape)
+    arrays, whole = group_by_name(rank_values)
+    axes = mesh_axes({"rank": max(rank_values) + 1} if mesh_shape is None else mesh_shape)
     if math.prod(axes.values()) > MAX_RANKS:
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
-    boxes = _boxes(arrays, _mapping(offsets, "offsets"), _mapping(shapes, "shapes"))
+    boxes = _boxes(arrays, _require_mapping(offsets, "offsets"), _require_mapping(shapes, "shapes"))
     firsts = {name: next(iter(shards.values())) for name, shards in arrays.items() if name not in boxes}
     leaves = [(name, jax.ShapeDtypeStruct(one.shape, DTYPES.get(one.dtype, np.uint8))) for name, one in firsts.items()]
     if isinstance(specs, Mapping):  # keys are names, not paths, so a "/" in a key is not escaped
-        specs = nested({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
+        specs = nested_dicts({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
     chosen = resolve_specs(specs, leaves)
     for name, shards in arrays.items():
         if name in boxes:
@@ -159,11 +161,13 @@ def assemble(
     return whole
 
 
-def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
+def group_by_name(
+    rank_values: RankValues,
+) -> tuple[dict[str, dict[int, ForeignArray]], dict[str, ForeignArray | str | bytes]]:
     """The shards of each array by rank, and other values, which must be equal in all ranks. Raises DataError."""
     arrays: dict[str, dict[int, ForeignArray]] = {}
     values: dict[str, ForeignArray | str | bytes] = {}
-    for rank, items in held.items():
+    for rank, items in rank_values.items():
         for name, value in items.items():
             if isinstance(value, ForeignArray):
                 arrays.setdefault(name, {})[rank] = value
@@ -177,7 +181,7 @@ def by_name(held: OfRanks) -> tuple[dict[str, dict[int, ForeignArray]], dict[str
     return arrays, values
 
 
-def _mapping(given: Mapping[Any, Any] | None, what: str) -> Mapping[Any, Any]:
+def _require_mapping(given: Mapping[Any, Any] | None, what: str) -> Mapping[Any, Any]:
     """An argument that may be omitted. Raises InputError unless it is a mapping."""
     if given is not None and not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"{what} is of type {type(given).__name__}; expected a mapping")
@@ -196,9 +200,11 @@ def _boxes(
     arrays: Mapping[str, Mapping[int, ForeignArray]], offsets: Offsets, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, dict[int, Box]]:
     """The box of each array with offsets that each rank holds. Raises InputError."""
-    by_rank = {rank: _mapping(starts, f"offsets[{rank!r}]") for rank, starts in offsets.items()}
+    by_rank = {rank: _require_mapping(starts, f"offsets[{rank!r}]") for rank, starts in offsets.items()}
     named = {name for starts in by_rank.values() for name in starts}
-    problems = [f"{show_path(name)}{closest(name, arrays)}: no rank has it" for name in sorted(named - arrays.keys())]
+    problems = [
+        f"{show_path(name)}{closest_hint(name, arrays)}: no rank has it" for name in sorted(named - arrays.keys())
+    ]
     problems += [f"{show_path(name)} has offsets and no shape" for name in sorted(named - shapes.keys())]
     problems += [f"{show_path(name)} has a shape and no offsets" for name in sorted(shapes.keys() - named)]
     boxes: dict[str, dict[int, Box]] = {}

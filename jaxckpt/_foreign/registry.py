@@ -5,15 +5,15 @@ from __future__ import annotations
 from jaxckpt._foreign import colossalai, dcp, mindspore, npz, oneflow, safetensors, torch, zarr_group
 from jaxckpt._foreign.orbax import steps as orbax
 from jaxckpt._foreign.orbax.write import write_orbax
-from jaxckpt._restore.source import Format, formats
+from jaxckpt._restore.source import ForeignFormat, formats
 
-FORMATS: tuple[Format, ...] = (
-    Format("zarr", zarr_group.recognizes, None, zarr_group.owned_names, zarr_group.write_zarr, (".zarr",)),
-    Format("dcp", dcp.recognizes, dcp.open_dcp, dcp.owned_names),
-    Format("colossalai", colossalai.recognizes, colossalai.open_colossalai, colossalai.owned_names),
-    Format("orbax", orbax.recognizes, orbax.open_orbax, orbax.owned_names, write_orbax),
-    Format("torch", torch.recognizes, torch.open_torch),
-    Format(
+FORMATS: tuple[ForeignFormat, ...] = (
+    ForeignFormat("zarr", zarr_group.recognizes, None, zarr_group.owned_names, zarr_group.write_zarr, (".zarr",)),
+    ForeignFormat("dcp", dcp.recognizes, dcp.open_dcp, dcp.owned_names),
+    ForeignFormat("colossalai", colossalai.recognizes, colossalai.open_colossalai, colossalai.owned_names),
+    ForeignFormat("orbax", orbax.recognizes, orbax.open_orbax, orbax.owned_names, write_orbax),
+    ForeignFormat("torch", torch.recognizes, torch.open_torch),
+    ForeignFormat(
         "safetensors",
         safetensors.recognizes,
         safetensors.open_safetensors,
@@ -21,9 +21,9 @@ FORMATS: tuple[Format, ...] = (
         safetensors.write_safetensors,
         (".safetensors",),
     ),
-    Format("npz", npz.recognizes, npz.open_npz, write=npz.write_npz, suffixes=(".npz",)),
-    Format("mindspore", mindspore.recognizes, mindspore.open_mindspore),
-    Format("oneflow", oneflow.recognizes, oneflow.open_oneflow, oneflow.owned_names),
+    ForeignFormat("npz", npz.recognizes, npz.open_npz, write=npz.write_npz, suffixes=(".npz",)),
+    ForeignFormat("mindspore", mindspore.recognizes, mindspore.open_mindspore),
+    ForeignFormat("oneflow", oneflow.recognizes, oneflow.open_oneflow, oneflow.owned_names),
 )
 """Formats in the order of detection."""
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import msgspec
 
 from jaxckpt._foreign.maxtext_rules import maxtext_rules
-from jaxckpt._format.paths import closest
-from jaxckpt._restore.rule import Names, Rule, names_in
-from jaxckpt._restore.rule_layouts import Layout as Axes
+from jaxckpt._format.paths import closest_hint
+from jaxckpt._restore.rule import Paths, Rule, paths_in
+from jaxckpt._restore.rule_layouts import AxisLayout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import DataError, InputError
@@ -64,7 +64,7 @@ def huggingface_rules(
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
-            f"{folder} is of model_type {family!r}{closest(family, _FAMILIES)}; rules exist for"
+            f"{folder} is of model_type {family!r}{closest_hint(family, _FAMILIES)}; rules exist for"
             f" {', '.join(_FAMILIES)}. Write your own Rules for other models."
         )
     if layout not in ("plain", "maxtext"):
@@ -72,7 +72,7 @@ def huggingface_rules(
     is_plain = layout == "plain"
     try:
         rules = _FAMILIES[family](config, bool(scan) and is_plain)
-        rules = Rules([_dequantising(_resized(rule, config, vocab_size), config) for rule in rules.rules])
+        rules = Rules([_add_scales(_resized(rule, config, vocab_size), config) for rule in rules.rules])
         return rules if is_plain else maxtext_rules(rules, config, scan is not False)
     except KeyError as error:
         raise DataError(f"the config.json of {folder} has no {error.args[0]!r}") from error
@@ -110,15 +110,15 @@ def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
     return replace(rule, layout=layout, sizes={"v": int(config["vocab_size"])}, resized={"v": vocab_size})
 
 
-def _dequantising(rule: Rule, config: Config) -> Rule:
+def _add_scales(rule: Rule, config: Config) -> Rule:
     """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
-    quantised: Config | None = config.get("quantization_config")
-    if quantised is None or not re.fullmatch(r"model\.layers\..*_proj\.weight", str(rule.source)):
+    quantization: Config | None = config.get("quantization_config")
+    if quantization is None or not re.fullmatch(r"model\.layers\..*_proj\.weight", str(rule.source)):
         return rule
-    method, block = str(quantised["quant_method"]), quantised.get("weight_block_size")
+    method, block = str(quantization["quant_method"]), quantization.get("weight_block_size")
     suffix = "_scale_inv"
     if method == "compressed-tensors":
-        suffix, block = "_scale", _block_of(quantised)
+        suffix, block = "_scale", _block_of(quantization)
     elif method != "fp8" or not block:
         raise InputError(
             f"a model quantized by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
@@ -127,13 +127,13 @@ def _dequantising(rule: Rule, config: Config) -> Rule:
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
 
 
-def _block_of(quantised: Config) -> Sequence[int] | None:
+def _block_of(quantization: Config) -> Sequence[int] | None:
     """The sides of blocks in compressed-tensors; None if each scale is for a row or a tensor. Raises InputError."""
-    weights: list[Config] = [group["weights"] for group in quantised["config_groups"].values()]
+    weights: list[Config] = [group["weights"] for group in quantization["config_groups"].values()]
     blocks = [
         _sides(one.get("block_structure")) or (one.get("group_size") and (1, one["group_size"])) for one in weights
     ]
-    is_packed = "pack" in str(quantised.get("format"))
+    is_packed = "pack" in str(quantization.get("format"))
     if (
         is_packed
         or len(set(blocks)) > 1
@@ -152,11 +152,11 @@ def _sides(block: str | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _layer_rule(
-    source: str, target: Names, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
+    source: str, target: Paths, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
 ) -> Rule:
     """A rule that makes a leaf of each layer from one tensor, or several leaves from the parts of one tensor."""
     axes = axes_of(Axes.parse(layout).source)
-    targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in names_in(target))
+    targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in paths_in(target))
     return Rule(
         source=source,
         target=targets[0] if len(targets) == 1 else targets,
@@ -192,30 +192,30 @@ def _llama(
     layers = int(config["num_hidden_layers"])
     sizes = {"d": dim}
     norm: dict[str, Any] = {"offset": offset, "dtype": "float32"} if offset else {}
-    below = "model.layers.{i}"
+    layer_prefix = "model.layers.{i}"
     if config.get("attention_bias"):
         bias = "qkvo"
 
-    def of_layer(source: str, target: str, layout: str, **more: Any) -> Rule:
-        return _layer_rule(f"{below}.{source}", target, layout, layers, scan, sizes, **more)
+    def layer_rule(source: str, target: str, layout: str, **more: Any) -> Rule:
+        return _layer_rule(f"{layer_prefix}.{source}", target, layout, layers, scan, sizes, **more)
 
     rules = [
         Rule(source="model.embed_tokens.weight", target="embed/embedding"),
         Rule(source="model.norm.weight", target="norm/scale", **norm),
-        of_layer("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
-        of_layer("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
+        layer_rule("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
+        layer_rule("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
     ]
-    rules += [of_layer(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
-    rules += [of_layer(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
+    rules += [layer_rule(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
+    rules += [layer_rule(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
     if "o" in bias:
-        rules.append(of_layer("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
-    rules += [of_layer(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
+        rules.append(layer_rule("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
+    rules += [layer_rule(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
     if config.get("mlp_bias"):
-        rules += [of_layer(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
+        rules += [layer_rule(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
     named = norms or {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
-    rules += [of_layer(f"{theirs}.weight", f"{ours}/scale", "m -> m", **norm) for theirs, ours in named.items()]
+    rules += [layer_rule(f"{theirs}.weight", f"{ours}/scale", "m -> m", **norm) for theirs, ours in named.items()]
     if head_norms:
-        rules += [of_layer(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d", **norm) for n in "qk"]
+        rules += [layer_rule(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d", **norm) for n in "qk"]
     if not config.get("tie_word_embeddings", is_tied):
         rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
     return Rules(rules)
@@ -238,7 +238,7 @@ def _gpt2(config: Config, scan: bool) -> Rules:
     heads, layers = int(config["n_head"]), int(config["n_layer"])
     sizes = {"d": int(config["n_embd"]) // heads}
 
-    def of_layer(source: str, target: Names, layout: str, **more: Any) -> Rule:
+    def layer_rule(source: str, target: Paths, layout: str, **more: Any) -> Rule:
         return _layer_rule(f"transformer.h.{{i}}.{source}", target, layout, layers, scan, sizes, **more)
 
     def of_attention(leaf: str) -> tuple[str, ...]:
@@ -249,18 +249,18 @@ def _gpt2(config: Config, scan: bool) -> Rules:
         Rule(source="transformer.wpe.weight", target="positions/embedding"),
         Rule(source="transformer.ln_f.weight", target="norm/scale"),
         Rule(source="transformer.ln_f.bias", target="norm/bias"),
-        of_layer("attn.c_attn.weight", of_attention("kernel"), "m (h d) -> m h d", axis=1),
-        of_layer("attn.c_attn.bias", of_attention("bias"), "(h d) -> h d"),
-        of_layer("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
-        of_layer("attn.c_proj.bias", "attn/o/bias", "m -> m"),
+        layer_rule("attn.c_attn.weight", of_attention("kernel"), "m (h d) -> m h d", axis=1),
+        layer_rule("attn.c_attn.bias", of_attention("bias"), "(h d) -> h d"),
+        layer_rule("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
+        layer_rule("attn.c_proj.bias", "attn/o/bias", "m -> m"),
     ]
     for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
         rules += [
-            of_layer(f"{theirs}.{a}", f"{ours}/{b}", "m -> m") for a, b in (("weight", "scale"), ("bias", "bias"))
+            layer_rule(f"{theirs}.{a}", f"{ours}/{b}", "m -> m") for a, b in (("weight", "scale"), ("bias", "bias"))
         ]
     for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
-        rules.append(of_layer(f"mlp.{theirs}.weight", f"mlp/{ours}/kernel", "f g -> f g"))
-        rules.append(of_layer(f"mlp.{theirs}.bias", f"mlp/{ours}/bias", "g -> g"))
+        rules.append(layer_rule(f"mlp.{theirs}.weight", f"mlp/{ours}/kernel", "f g -> f g"))
+        rules.append(layer_rule(f"mlp.{theirs}.bias", f"mlp/{ours}/bias", "g -> g"))
     if not config.get("tie_word_embeddings", True):
         rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
     return Rules(rules)

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 
 from jaxckpt._foreign.export import Data, arrays_of, n_bytes, slabs, write_json
-from jaxckpt._foreign.local_files import Index, converted, from_json, opened, read_indexed, read_json
+from jaxckpt._foreign.local_files import Index, convert_checked, from_json, opened, read_indexed, read_json
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.tree import Tree, nested
-from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
+from jaxckpt._format.tree import Tree, nested_dicts
+from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, Source, compose
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, TreeError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
@@ -71,13 +71,15 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     """
     with opened(path) as handle:
         size = os.fstat(handle).st_size
-        _, header = _header(path, handle, size)
+        _, header = _parse_header(path, handle, size)
         start = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
     tensors: dict[str, ForeignArray] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
-            raise DataError(f"{path}: {show_path(name)} has dtype {entry.dtype[:40]!r}, which the format does not define")
+            raise DataError(
+                f"{path}: {show_path(name)} has dtype {entry.dtype[:40]!r}, which the format does not define"
+            )
         first, last = entry.data_offsets
         if first != end:
             kind = "overlap another tensor" if first < end else "leave a gap before them"
@@ -103,10 +105,10 @@ def read_header(path: str) -> dict[str, ForeignArray]:
 def read_metadata(path: str) -> dict[str, str]:
     """The metadata in the header of a .safetensors file. Raises DataError."""
     with opened(path) as handle:
-        return _header(path, handle, os.fstat(handle).st_size)[0]
+        return _parse_header(path, handle, os.fstat(handle).st_size)[0]
 
 
-def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+def _parse_header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
     """The metadata and the entries in the header of a .safetensors file of `size` bytes. Raises DataError."""
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
@@ -119,8 +121,8 @@ def _header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str
         raise DataError(f"{what} is damaged: it does not start with '{{'")
     record = from_json(what, text, dict[str, Any])
     metadata = record.pop("__metadata__", None)
-    notes = converted(what, {} if metadata is None else metadata, dict[str, str])
-    return notes, converted(what, record, dict[str, _Entry])
+    notes = convert_checked(what, {} if metadata is None else metadata, dict[str, str])
+    return notes, convert_checked(what, record, dict[str, _Entry])
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
     return set(alone) if len(alone) == 1 else set()
 
 
-def open_safetensors(path: str) -> Foreign:
+def open_safetensors(path: str) -> ForeignCheckpoint:
     """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
     Face's files. Raises DataError, InputError, NotACheckpointError."""
     return compose(path, _as_tree(_tensors(path)), "safetensors")
@@ -177,7 +179,7 @@ def _tensor_files(names: Collection[str]) -> list[str]:
 def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
     if any("/" in name for name in tensors) or [*tensors] == [""]:  # "" is a tree of one leaf
         try:
-            return nested(tensors)
+            return nested_dicts(tensors)
         except TreeError:  # a name is both a leaf and a container of other leaves
             pass
     return tensors
@@ -197,13 +199,13 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
         _write_tensors(path, arrays)
         return
     shards: list[dict[str, Data]] = [{}]
-    room = SHARD_BYTES
+    bytes_left = SHARD_BYTES
     for name, data in arrays.items():
-        if shards[-1] and n_bytes(data) > room:
+        if shards[-1] and n_bytes(data) > bytes_left:
             shards.append({})
-            room = SHARD_BYTES
+            bytes_left = SHARD_BYTES
         shards[-1][name] = data
-        room -= n_bytes(data)
+        bytes_left -= n_bytes(data)
     os.mkdir(path)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):

@@ -23,10 +23,10 @@ from jaxckpt._format.grid import (
     pieces_along,
     relative,
     show_box,
+    slices_within,
     spec_box,
     spec_problem,
     volume,
-    within,
 )
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
@@ -57,13 +57,13 @@ class FileData(ArrayData):
     def read(self, box: Box, target: Array) -> None:
         if not target.size:
             return
-        size, steps = DTYPES[self.dtype].itemsize, self.steps
+        size, steps = DTYPES[self.dtype].itemsize, self.element_strides
         offset = self.offset + size * sum(start * step for (start, _), step in zip(box, steps, strict=True))
         with opened(self.path) as handle:
-            _fill(self.path, handle, offset, tuple(size * step for step in steps), as_bits(target))
+            _read_strided(self.path, handle, offset, tuple(size * step for step in steps), as_bits(target))
 
     @property
-    def steps(self) -> tuple[int, ...]:
+    def element_strides(self) -> tuple[int, ...]:
         """The strides, computed if the array is in C order."""
         return c_strides(self.shape) if self.strides is None else self.strides
 
@@ -72,7 +72,7 @@ class FileData(ArrayData):
         """Bytes from the start of the file to the end of the last element."""
         if 0 in self.shape:
             return self.offset
-        last = sum((side - 1) * step for side, step in zip(self.shape, self.steps, strict=True))
+        last = sum((side - 1) * step for side, step in zip(self.shape, self.element_strides, strict=True))
         return self.offset + DTYPES[self.dtype].itemsize * (last + 1)
 
 
@@ -86,7 +86,7 @@ def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return c_strides(shape[::-1])[::-1]
 
 
-def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
+def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
     """Read a strided array, with strides in bytes: in place if it is contiguous, in one call if its span is small,
     otherwise in parts along the dimension with the longest stride."""
     shape = target.shape
@@ -109,9 +109,9 @@ def _fill(path: str, handle: int, offset: int, strides: tuple[int, ...], target:
         for first in range(0, shape[dim], per):
             rows = target[(slice(None),) * dim + (slice(first, first + per),)]
             if per == 1:
-                _fill(path, handle, offset + first * strides[dim], rest, rows.squeeze(dim))
+                _read_strided(path, handle, offset + first * strides[dim], rest, rows.squeeze(dim))
             else:
-                _fill(path, handle, offset + first * strides[dim], strides, rows)
+                _read_strided(path, handle, offset + first * strides[dim], strides, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Tiled(ArrayData):
         for held, data in self.pieces:
             common = intersection(held, box)
             if common is not None:
-                data.read(relative(common, held), target[within(common, box)])
+                data.read(relative(common, held), target[slices_within(common, box)])
 
     def check(self) -> None:
         for _, data in self.pieces:
@@ -149,8 +149,8 @@ class Replicas(ArrayData):
             copy.read(box, other)
             if as_bits(other).tobytes() != as_bits(target).tobytes():
                 raise DataError(
-                    f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and {name},"
-                    " which should hold replicas"
+                    f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and"
+                    f" {name}, which should hold replicas"
                 )
 
     def check(self) -> None:
@@ -189,13 +189,13 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
         if rank >= math.prod(sides):
             raise DataError(f"{show_path(path)}: rank {rank} is beyond the mesh {dict(axes)}")
         boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
-    return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.numbered(tuple(axes.items())), spec=spec)
+    return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.of_axes(tuple(axes.items())), spec=spec)
 
 
-def require_alike(path: str, held: Sequence[tuple[str, ForeignArray]], *, shapes: bool = True) -> None:
+def require_alike(path: str, named_arrays: Sequence[tuple[str, ForeignArray]], *, shapes: bool = True) -> None:
     """Raise DataError unless the parts of an array in several files or ranks, given as (name, part), have equal dtypes
     and shapes; without `shapes`, equal dtypes and numbers of dimensions."""
-    (first_name, first), *others = held
+    (first_name, first), *others = named_arrays
     for name, array in others:
         fits = array.shape == first.shape if shapes else len(array.shape) == len(first.shape)
         if array.dtype != first.dtype or not fits:
@@ -216,15 +216,15 @@ def from_boxes(
     return joined(path, shape, [(f"rank {rank}", boxes[rank], shard) for rank, shard in sorted(shards.items())])
 
 
-def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, ForeignArray]]) -> ForeignArray:
+def joined(path: str, shape: tuple[int, ...], shards: Sequence[tuple[str, Box, ForeignArray]]) -> ForeignArray:
     """The array of `shape` at a leaf path, from parts in files or ranks: (name for messages, box, part).
 
     Parts with the same box are replicas. Raises DataError if a part does not have the shape of its box, if dtypes
     differ, or if the boxes do not cover the array exactly.
     """
-    require_alike(path, [(name, array) for name, _, array in held], shapes=False)
+    require_alike(path, [(name, array) for name, _, array in shards], shapes=False)
     copies: dict[Box, list[tuple[str, ArrayData]]] = {}
-    for name, box, array in held:
+    for name, box, array in shards:
         if array.shape != extent(box):
             raise DataError(
                 f"{show_path(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
@@ -232,7 +232,7 @@ def joined(path: str, shape: tuple[int, ...], held: Sequence[tuple[str, Box, For
             )
         copies.setdefault(box, []).append((name, array.data))
     pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
-    return replace(held[0][2], shape=shape, data=tiled(path, shape, pieces))
+    return replace(shards[0][2], shape=shape, data=tiled(path, shape, pieces))
 
 
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:

@@ -12,15 +12,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from jaxckpt._foreign.pickle_machine import Global, Object
-from jaxckpt._foreign.pickles import as_tree, sizes, unpickle, unreadable
+from jaxckpt._foreign.pickle_machine import Global, OpaqueObject
+from jaxckpt._foreign.pickles import as_tree, require_sizes, unpickle, unreadable
 from jaxckpt._foreign.shards import FileData, Unreadable
 from jaxckpt._foreign.zips import Archive, Member, first_name, opened_archive
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.tree import Tree
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, compose
+from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError
 
 MAX_REPEATED_BYTES = 1 << 26
@@ -58,7 +58,7 @@ def recognizes(path: str, names: Collection[str]) -> bool:
     return not names and first_name(path).endswith("/data.pkl")
 
 
-def open_torch(path: str) -> Foreign:
+def open_torch(path: str) -> ForeignCheckpoint:
     """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
     return compose(path, read_saved(path), "torch")
 
@@ -69,7 +69,7 @@ def read_saved(path: str, start: int = 0, size: int | None = None) -> Tree:
     Values that are not data become leaves that cannot be read. Raises DataError, StorageError.
     """
     with opened_archive(path, start, size) as archive:
-        return as_tree(_Saved(archive).read(), f"{path} at byte {start}")
+        return as_tree(_SavedArchive(archive).read(), f"{path} at byte {start}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,16 @@ class SavedTensor(ArrayData):
     dtype: str
     shape: tuple[int, ...]
 
-    located: list[ArrayData] = field(default_factory=list[ArrayData], compare=False, repr=False)
+    cached_data: list[ArrayData] = field(default_factory=list[ArrayData], compare=False, repr=False)
 
     def read(self, box: Box, target: Array) -> None:
-        self._located().read(box, target)
+        self._locate().read(box, target)
 
     def check(self) -> None:
-        self._located().check()
+        self._locate().check()
 
-    def _located(self) -> ArrayData:
-        if not self.located:
+    def _locate(self) -> ArrayData:
+        if not self.cached_data:
             tensor = read_saved(self.path, self.start, self.size)
             where = f"{self.path} at byte {self.start}"
             if not isinstance(tensor, ForeignArray):
@@ -103,8 +103,8 @@ class SavedTensor(ArrayData):
                 raise DataError(
                     f"{where} holds {tensor.dtype}{list(tensor.shape)}, expected {self.dtype}{list(self.shape)}"
                 )
-            self.located.append(tensor.data)
-        return self.located[0]
+            self.cached_data.append(tensor.data)
+        return self.cached_data[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +129,21 @@ class _Storage:
     """Dtype of the elements; empty if each tensor records its own."""
 
 
-class _Saved:
+class _SavedArchive:
     """An archive that torch.save wrote, and the functions that its pickle may call."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
         self._storages: dict[str, _Storage] = {}
         self._calls = {
-            "torch.Size": sizes,
+            "torch.Size": require_sizes,
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor_v2,
             "torch._utils._rebuild_tensor_v3": self._tensor_v3,
             "torch._utils._rebuild_parameter": _parameter,
             "torch._utils._rebuild_parameter_with_state": _parameter,
             "torch.nn.parameter.Parameter": _parameter,
-            "torch._tensor._rebuild_from_type_v2": self._of_type,
+            "torch._tensor._rebuild_from_type_v2": self._rebuild_from_type,
         }
 
     def read(self) -> Any:
@@ -166,8 +166,8 @@ class _Saved:
             raise ValueError(f"{name[:80]!r} in it is compressed, which torch.save does not do")
         return member
 
-    def _storage(self, identity: Any) -> _Storage | Object:
-        """The storage that a pickle refers to; an `Object` if its elements have an unsupported dtype."""
+    def _storage(self, identity: Any) -> _Storage | OpaqueObject:
+        """The storage that a pickle refers to; an `OpaqueObject` if its elements have an unsupported dtype."""
         match identity:
             case ("storage", Global(name=name), str(key), _, _):
                 kind = name.rpartition(".")[2].removesuffix("Storage").lower()
@@ -175,7 +175,7 @@ class _Saved:
                 raise ValueError("it refers to something that is not a storage")
         dtype = _DTYPES.get(kind, kind)
         if dtype != "untyped" and dtype not in DTYPES:  # of quantized elements, for example
-            return Object(name)
+            return OpaqueObject(name)
         if key not in self._storages:
             file = f"{self._prefix}data/{key}"
             if file not in self._archive:
@@ -185,11 +185,11 @@ class _Saved:
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None) -> Any:
         """A tensor from its storage. Raises ValueError, TypeError if it does not fit its storage."""
-        if isinstance(storage, Object):
+        if isinstance(storage, OpaqueObject):
             return storage
         if not isinstance(storage, _Storage):
             raise TypeError("a tensor has no storage")
-        (start,), sides, steps = sizes((offset,)), sizes(shape), sizes(strides)
+        (start,), sides, steps = require_sizes((offset,)), require_sizes(shape), require_sizes(strides)
         if len(sides) != len(steps):
             raise ValueError(f"a tensor of shape {list(sides)} has strides {list(steps)}")
         member, dtype = storage.member, dtype or storage.dtype
@@ -208,7 +208,7 @@ class _Saved:
 
     def _tensor_v2(self, *args: Any) -> Any:
         storage, offset, shape, strides, _grad, _hooks, *metadata = args
-        return _plain(self._tensor(storage, offset, shape, strides), metadata)
+        return _reject_conjugated(self._tensor(storage, offset, shape, strides), metadata)
 
     def _tensor_v3(self, *args: Any) -> Any:
         storage, offset, shape, strides, _grad, _hooks, dtype, *metadata = args
@@ -217,26 +217,26 @@ class _Saved:
             return unreadable(
                 f"has dtype {dtype.name[:80] if isinstance(dtype, Global) else '?'}, which JAX does not support"
             )
-        return _plain(self._tensor(storage, offset, shape, strides, known), metadata)
+        return _reject_conjugated(self._tensor(storage, offset, shape, strides, known), metadata)
 
-    def _of_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+    def _rebuild_from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """A tensor of a subclass. Only parameters and buffers can be read, because other subclasses may interpret their
         data differently."""
         if isinstance(function, Global) and isinstance(kind, Global) and isinstance(args, tuple):
             plain = kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
             rebuild = self._calls.get(function.name)
-            if plain and rebuild and rebuild != self._of_type:
+            if plain and rebuild and rebuild != self._rebuild_from_type:
                 return rebuild(*cast("tuple[Any, ...]", args))
-        return Object(kind.name if isinstance(kind, Global) else "torch._tensor._rebuild_from_type_v2")
+        return OpaqueObject(kind.name if isinstance(kind, Global) else "torch._tensor._rebuild_from_type_v2")
 
 
 def _parameter(data: Any = None, grad: Any = None, hooks: Any = None, state: Any = None) -> Any:
-    if not isinstance(data, (ForeignArray, Object)):
+    if not isinstance(data, (ForeignArray, OpaqueObject)):
         raise TypeError("a parameter is not a tensor")
     return data
 
 
-def _plain(tensor: Any, metadata: list[Any]) -> Any:
+def _reject_conjugated(tensor: Any, metadata: list[Any]) -> Any:
     """The tensor if its bits are its values, otherwise a leaf that cannot be read: torch conjugates and negates some
     tensors only when they are used."""
     if any(isinstance(one, dict) and any(cast("dict[Any, Any]", one).values()) for one in metadata):

@@ -15,7 +15,7 @@ from jaxckpt._foreign.export import Data, arrays_of, slabs, write_json
 from jaxckpt._foreign.local_files import read_json
 from jaxckpt._format import zarr
 from jaxckpt._format.chunking import chunk_shape, object_shape
-from jaxckpt._format.paths import heads
+from jaxckpt._format.paths import path_prefixes
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.source import Source
@@ -35,7 +35,7 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     hold.
     """
     arrays = arrays_of(source, options, report, _problem, keep_values=True)
-    groups = {"", *(head for name in arrays for head in heads(name.rpartition("/")[0]))}
+    groups = {"", *(head for name in arrays for head in path_prefixes(name.rpartition("/")[0]))}
     if clashing := groups & arrays.keys():
         raise TreeError(f"{show_path(min(clashing))} is both a leaf and a container of others; give rename=")
     values = {

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from jaxckpt._foreign.local_files import head, opened
+from jaxckpt._foreign.local_files import opened, read_head
 from jaxckpt._runtime.errors import DataError
 
 MAX_DIRECTORY_BYTES = 1 << 28
@@ -30,7 +30,7 @@ _MAX_INFLATION = 1032
 
 def first_name(path: str) -> str:
     """The name of the first member of a zip archive; empty if the path is not an archive."""
-    start = head(path, 30 + (1 << 16))
+    start = read_head(path, 30 + (1 << 16))
     if len(start) < 30 or not start.startswith(_LOCAL):
         return ""
     return start[30 : 30 + int.from_bytes(start[26:28], "little")].decode(errors="replace")
@@ -63,9 +63,9 @@ class Member:
         with opened(self.path) as handle:
             for at in range(0, self.n_bytes, READ_BYTES):
                 crc32 = zlib.crc32(os.pread(handle, min(READ_BYTES, self.n_bytes - at), self.offset + at), crc32)
-        self.require(crc32)
+        self.require_crc32(crc32)
 
-    def require(self, crc32: int) -> None:
+    def require_crc32(self, crc32: int) -> None:
         """Raise DataError unless this is the recorded checksum."""
         if crc32 != self.crc32:
             raise DataError(
@@ -82,7 +82,7 @@ class _Entry:
     flags: int
     method: int
     crc32: int
-    header: int
+    header_offset: int
     n_stored: int
     n_bytes: int
 
@@ -127,13 +127,13 @@ class Archive:
         entry = self._entries[name]
         if entry.flags & _ENCRYPTED or entry.method not in (_STORED, _DEFLATED):
             raise ValueError(f"{name[:80]!r} is encrypted, or compressed by a method other than deflate")
-        header = self._read(entry.header, 30)
+        header = self._read(entry.header_offset, 30)
         if not header.startswith(_LOCAL):
             raise ValueError(f"{name[:80]!r} is not where its directory says")
         length, more = struct.unpack("<HH", header[26:30])
-        if self._read(entry.header + 30, length) != entry.raw_name:
-            raise ValueError(f"{name[:80]!r} has another name at byte {entry.header}")
-        offset, stored, count = entry.header + 30 + length + more, entry.n_stored, entry.n_bytes
+        if self._read(entry.header_offset + 30, length) != entry.raw_name:
+            raise ValueError(f"{name[:80]!r} has another name at byte {entry.header_offset}")
+        offset, stored, count = entry.header_offset + 30 + length + more, entry.n_stored, entry.n_bytes
         deflated = entry.method == _DEFLATED
         if offset + stored > self._size:
             raise ValueError(
@@ -181,7 +181,7 @@ class Archive:
             flags, method, _, _, crc32, stored, length, *sizes = struct.unpack("<HHHHIIIHHH", data[at + 8 : at + 34])
             header = int.from_bytes(data[at + 42 : at + 46], "little")
             name_end = at + 46 + sizes[0]
-            raw_name, wide = data[at + 46 : name_end], _wide(data[name_end : name_end + sizes[1]])
+            raw_name, wide = data[at + 46 : name_end], _zip64_values(data[name_end : name_end + sizes[1]])
             length, stored, header = (
                 next(wide, -1) if value == 0xFFFFFFFF else value for value in (length, stored, header)
             )
@@ -197,7 +197,7 @@ class Archive:
         return entries
 
 
-def _wide(extra: bytes) -> Iterator[int]:
+def _zip64_values(extra: bytes) -> Iterator[int]:
     """The 64-bit sizes and offsets in an extra field of a directory entry."""
     while len(extra) >= 4:
         kind, size = struct.unpack("<HH", extra[:4])

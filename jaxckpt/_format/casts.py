@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxckpt._format.dtypes import DTYPES, dtype_name, lossless
-from jaxckpt._format.paths import closest, longest_head
+from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless
+from jaxckpt._format.paths import closest_hint, longest_prefix
 from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, show_path
 from jaxckpt._runtime.options import Options
@@ -40,7 +40,7 @@ class Castable:
 
 
 def resolve_casts(
-    asked: Dtypes, leaves: Sequence[Castable], options: Options
+    requested: Dtypes, leaves: Sequence[Castable], options: Options
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The new dtype of each leaf whose dtype changes, by path, and the problems.
 
@@ -50,7 +50,7 @@ def resolve_casts(
     """
     chosen: dict[str, np.dtype[Any]] = {}
     problems: list[Problem] = []
-    for one, wanted in _wanted(asked, leaves):
+    for one, wanted in _requested_dtypes(requested, leaves):
         if one.dtype is None:
             reason = f"is not a numeric array, or belongs to the state of an object, but dtype= gives {wanted} for it"
             problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
@@ -62,22 +62,27 @@ def resolve_casts(
     return chosen, problems
 
 
-def _wanted(asked: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, np.dtype[Any]]]:
+def _requested_dtypes(requested: Dtypes, leaves: Sequence[Castable]) -> list[tuple[Castable, np.dtype[Any]]]:
     """(leaf, dtype) of each leaf for which a dtype is requested."""
-    if callable(asked) and not _is_dtype(asked) and not isinstance(asked, Mesh) and jax.tree_util.all_leaves([asked]):
-        answers = [(one, asked(one.path, one.leaf)) for one in leaves if one.dtype is not None]
+    if (
+        callable(requested)
+        and not _is_dtype(requested)
+        and not isinstance(requested, Mesh)
+        and jax.tree_util.all_leaves([requested])
+    ):
+        answers = [(one, requested(one.path, one.leaf)) for one in leaves if one.dtype is not None]
         return [(one, _dtype(answer, one.path)) for one, answer in answers if answer is not None]
-    by_prefix = {entry.path: _dtype(entry.value, entry.path) for entry in flatten(asked)[0]}
+    by_prefix = {entry.path: _dtype(entry.value, entry.path) for entry in flatten(requested)[0]}
     unused = dict(by_prefix)
     found: list[tuple[Castable, np.dtype[Any]]] = []
     for one in leaves:
-        head = longest_head(one.path, by_prefix)
-        if head is not None and (head == one.path or _alike(one.dtype, by_prefix[head])):
+        head = longest_prefix(one.path, by_prefix)
+        if head is not None and (head == one.path or _is_same_kind(one.dtype, by_prefix[head])):
             unused.pop(head, None)
             found.append((one, by_prefix[head]))
     if unused:
         path, dtype = next(iter(unused.items()))
-        hint = closest(path, (one.path for one in leaves)) if path else ""
+        hint = closest_hint(path, (one.path for one in leaves)) if path else ""
         raise InputError(f"dtype= gives {dtype} for {show_path(path)}, but no leaf there has that kind of number{hint}")
     return found
 
@@ -99,7 +104,7 @@ def _dtype(value: Any, path: str) -> np.dtype[Any]:
     return DTYPES[dtype_name(dtype)]  # in the byte order of this machine
 
 
-def _alike(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
+def _is_same_kind(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
     """Whether two dtypes have the same kind of number."""
     return own is not None and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS)
 
@@ -107,4 +112,4 @@ def _alike(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
 def _may_cast(own: np.dtype[Any], wanted: np.dtype[Any], options: Options) -> bool:
     """Whether a cast loses nothing, or only digits of a float."""
     inexact = any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
-    return inexact or options.cast == "unsafe" or lossless(own, wanted)
+    return inexact or options.cast == "unsafe" or is_lossless(own, wanted)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxckpt._format import zarr
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import spec_problem
-from jaxckpt._format.records import LARGEST, LeafRecord, Manifest, StackRecord
+from jaxckpt._format.records import MAX_INTEGER, LeafRecord, Manifest, StackRecord
 from jaxckpt._format.tree import paths_of
 from jaxckpt._format.values import KINDS, decode_value, encode_value
 from jaxckpt._runtime.errors import show_count, show_path
@@ -33,7 +33,7 @@ _ZSTD_MOST = 1 << 15  # RFC 8878: a block holds at most 128 KiB and takes at lea
 
 _MAX_AXES = 64  # of a mesh, which is a NumPy array
 
-SHOWN = 500
+MAX_PROBLEM_CHARACTERS = 500
 """The most characters of a problem in a message."""
 
 
@@ -41,7 +41,7 @@ def problems(manifest: Manifest) -> list[str]:
     """The problems of a manifest, at most 20. Each check relies on the previous checks."""
     checks = (_head_problems, _layout_problems, _tree_problems)
     lists = (list(itertools.islice(check(manifest), 20)) for check in checks)
-    return [problem[:SHOWN] for problem in next(filter(None, lists), [])]
+    return [problem[:MAX_PROBLEM_CHARACTERS] for problem in next(filter(None, lists), [])]
 
 
 def _head_problems(manifest: Manifest) -> Iterator[str]:
@@ -60,11 +60,11 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
     yield from _stack_problems(manifest.stacks)
     for number, mesh in enumerate(manifest.meshes):
         if len(mesh.axes) > _MAX_AXES or math.prod(mesh.axes.values()) != len(mesh.devices) or not mesh.devices:
-            yield f"mesh {number} has {len(mesh.axes)} axes {_few(mesh.axes)} for {len(mesh.devices)} devices"
+            yield f"mesh {number} has {len(mesh.axes)} axes {_abbreviate(mesh.axes)} for {len(mesh.devices)} devices"
         if len(set(mesh.devices)) != len(mesh.devices):
             yield f"mesh {number} names a device twice"
         if len(mesh.types) != len(mesh.axes) or not set(mesh.types) <= {"Auto", "Explicit", "Manual"}:
-            yield f"mesh {number} has axis types {_few(mesh.types)} for axes {_few(mesh.axes)}"
+            yield f"mesh {number} has axis types {_abbreviate(mesh.types)} for axes {_abbreviate(mesh.axes)}"
     for number, layout in enumerate(manifest.layouts):
         if layout.mesh is not None and layout.mesh >= len(manifest.meshes):
             yield f"layout {number} refers to mesh {layout.mesh}, but the manifest has only {len(manifest.meshes)}"
@@ -72,10 +72,10 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
         axes = manifest.meshes[layout.mesh].axes if layout.mesh is not None else {}
         named = [axis for entry in layout.spec for axis in entry]
         if len(layout.spec) > MAX_RANK or any(axis not in axes for axis in named) or len(set(named)) != len(named):
-            yield f"layout {number} has spec {_few(layout.spec)} on a mesh of axes {_few(axes)}"
+            yield f"layout {number} has spec {_abbreviate(layout.spec)} on a mesh of axes {_abbreviate(axes)}"
 
 
-def _few(items: Collection[Any]) -> str:
+def _abbreviate(items: Collection[Any]) -> str:
     """Names for a message, shortened, because they are arbitrary and there may be millions."""
     return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
 
@@ -101,11 +101,11 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
         return
     if len(manifest.numbers) != len(leaves):
         yield "several leaves share a path"
-    if not _leaves_fit(manifest):
+    if not _are_leaves_valid(manifest):
         yield from _leaf_problems(manifest)
 
 
-def _leaves_fit(manifest: Manifest) -> bool:
+def _are_leaves_valid(manifest: Manifest) -> bool:
     """Whether no leaf has a problem. Leaves of a stack with the same kind and layout are checked once."""
     count = len(manifest.stacks)
     members: list[list[LeafRecord]] = [[] for _ in range(count)]
@@ -117,10 +117,10 @@ def _leaves_fit(manifest: Manifest) -> bool:
             return False
         else:
             members[leaf.stack].append(leaf)
-    return all(_fill(manifest, stack, leaves) for stack, leaves in zip(manifest.stacks, members, strict=True))
+    return all(_is_filled(manifest, stack, leaves) for stack, leaves in zip(manifest.stacks, members, strict=True))
 
 
-def _fill(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
+def _is_filled(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
     """Whether these leaves fill a stack: at least one for each row."""
     rows = [leaf.row for leaf in leaves if leaf.row is not None]
     if len(rows) != len(leaves) or sorted({*rows}) != list(range(stack.rows)):
@@ -210,8 +210,8 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
         ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
         if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):
             yield (
-                f"{where} has {stack.rows} rows of [{_few(stack.shape)}] in objects of [{_few(stack.object)}],"
-                f" chunks of [{_few(stack.chunk)}], which do not form a grid"
+                f"{where} has {stack.rows} rows of [{_abbreviate(stack.shape)}] in objects of"
+                f" [{_abbreviate(stack.object)}], chunks of [{_abbreviate(stack.chunk)}], which do not form a grid"
             )
             continue
         yield from _object_problems(stack, where)
@@ -228,8 +228,8 @@ def _is_grid(stack: StackRecord) -> bool:
         for n, chunk, side in zip((stack.rows, *stack.shape), stack.chunk, stack.object, strict=True)
     )
     # A side of zero counts as one, as in NumPy's own limit.
-    fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= LARGEST
-    return sides and fits and math.prod(stack.object) * itemsize <= LARGEST
+    fits = stack.rows * math.prod(max(1, n) for n in stack.shape) * itemsize <= MAX_INTEGER
+    return sides and fits and math.prod(stack.object) * itemsize <= MAX_INTEGER
 
 
 def _object_problems(record: StackRecord, where: str) -> Iterator[str]:

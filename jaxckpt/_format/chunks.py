@@ -9,48 +9,48 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._format import zarr
-from jaxckpt._format.grid import Box, contains, intersection, within
+from jaxckpt._format.grid import Box, contains, intersection, slices_within
 from jaxckpt._format.pieces import Array, Bytes, Pieces, as_bits
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import Chunks
 
 
 def chunks_of(
-    stack: Stack, index: tuple[int, ...], pieces: Pieces, empty: Callable[[], object]
+    stack: Stack, index: tuple[int, ...], pieces: Pieces, flush: Callable[[], object]
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
     """All chunks of an object, in groups: (chunk numbers, their data in that order).
 
-    Calls `empty` before it overwrites data that it has yielded. `empty` must finish using that data.
+    Calls `flush` before it overwrites data that it has yielded. `flush` must finish using that data.
     """
     size = stack.chunk_stored_bytes - 4
     scratch, used = np.empty(0, np.uint8), 0
-    for part in pieces.apart(stack.chunk):
-        array = part.alone
+    for part in pieces.split_if_disjoint(stack.chunk):
+        array = part.single_array
         in_order = array is not None and array.flags.c_contiguous
-        run = zarr.numbers_in_one_run(stack, index, part.box) if in_order else None
+        run = zarr.contiguous_chunk_numbers(stack, index, part.box) if in_order else None
         if array is not None and run is not None:
             yield run, array.reshape(-1).view(np.uint8)
             continue
         for block in zarr.chunk_runs(stack, index, part.box):
-            data = None if array is None else in_place(block.box, part.box, array)
+            data = None if array is None else contiguous_bytes(block.box, part.box, array)
             if data is None:
                 needed = len(block.numbers) * size
                 if used + needed > len(scratch):
-                    empty()
+                    flush()
                     used = 0
                     if needed > len(scratch):
-                        scratch = np.empty(max(needed, zarr.RUN_BYTES), np.uint8)
-                data = part.gathered(block.box, scratch[used:])
+                        scratch = np.empty(max(needed, zarr.CHUNK_BATCH_BYTES), np.uint8)
+                data = part.gather(block.box, scratch[used:])
                 used += needed
             yield block.numbers, data
 
 
-def in_place(block: Box, box: Box, target: Array) -> Bytes | None:
+def contiguous_bytes(block: Box, box: Box, target: Array) -> Bytes | None:
     """The bytes of `target`, which holds `box`, that correspond to a block of chunks; None unless `box` contains the
     block and these bytes are contiguous."""
     if not contains(box, block):
         return None
-    place = target[within(block, box)]
+    place = target[slices_within(block, box)]
     return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
 
 
@@ -61,8 +61,8 @@ def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Bo
     """
     sides = stack.chunk
     grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
-    next_chunks = _steps(grid, chunks.slowest, stack.chunk_stored_bytes)
-    next_elements = _steps(sides, range(len(sides)), stack.itemsize)
+    next_chunks = _strides(grid, chunks.slowest, stack.chunk_stored_bytes)
+    next_elements = _strides(sides, range(len(sides)), stack.itemsize)
     for part, target in wanted:
         common = intersection(part, chunks.box)
         if common is None:
@@ -85,7 +85,7 @@ def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Bo
             np.copyto(place.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
 
 
-def _steps(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:
+def _strides(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:
     """The stride of each dimension, in units of `step`, if the dimensions are ordered as in `slowest`."""
     steps = [0] * len(sides)
     for dim in reversed(slowest):

@@ -48,7 +48,7 @@ MAX_RANK = 30
 
 
 @functools.cache
-def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+def is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     """Whether every value of `source` is a value of `target`.
 
     NumPy's "safe" differs: it allows int64 to float64, and ml_dtypes' rules allow int8 to float8. Here, types of one
@@ -57,10 +57,10 @@ def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     if source == target:
         return True
     if source.itemsize <= 2 and source.kind != "c":
-        return _survives(source, target)
+        return _can_round_trip(source, target)
     if target.kind == "c":
         return (
-            lossless(source, np.dtype("f4" if target.itemsize == 8 else "f8"))
+            is_lossless(source, np.dtype("f4" if target.itemsize == 8 else "f8"))
             if source.kind != "c"
             else (target.itemsize >= source.itemsize)
         )
@@ -74,7 +74,7 @@ def lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     return source.kind == "f" and target.kind == "f"
 
 
-def _survives(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+def _can_round_trip(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     """Whether each value of a narrow type survives a cast to `target` and back, including the signs of zeros."""
     if source.name.removeprefix("u") in ("int2", "int4"):
         info = ml_dtypes.iinfo(source)

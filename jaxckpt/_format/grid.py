@@ -19,13 +19,13 @@ from jaxckpt._runtime.errors import SpecError
 Box = tuple[tuple[int, int], ...]
 """A rectangular index region: (start, stop) of each dimension, with `stop` excluded."""
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 Spec = tuple[tuple[str, ...], ...]
 """A PartitionSpec as plain data: for each leading dimension, the mesh axes that split it."""
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
@@ -62,7 +62,7 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(a0 <= b0 and b1 <= a1 for (a0, a1), (b0, b1) in zip(outer, inner, strict=True))
 
 
-def within(box: Box, origin: Box) -> tuple[slice, ...]:
+def slices_within(box: Box, origin: Box) -> tuple[slice, ...]:
     """Slices that address `box` in an array whose content is the box `origin`."""
     return tuple([slice(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True)])
 
@@ -229,13 +229,13 @@ class Layout:
         return tuple(dict.fromkeys(self.holders))
 
     @cached_property
-    def group_of(self) -> Numbers:
+    def group_of(self) -> IntArray:
         """For each cell in row-major order, the index of its set in `groups`."""
         numbers = {group: number for number, group in enumerate(self.groups)}
         return np.array([numbers[holders] for holders in self.holders], np.int64)
 
 
-def mesh_layout(processes: Numbers, axes: Sequence[str], spec: Spec, rank: int) -> Layout:
+def mesh_layout(processes: IntArray, axes: Sequence[str], spec: Spec, rank: int) -> Layout:
     """The layout of any array of `rank` dimensions that `spec` divides. `processes` has the process of each mesh
     position."""
     entries = (*spec, *itertools.repeat((), rank - len(spec)))
@@ -289,7 +289,7 @@ def coarsen(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=256)
-def both(layout: Layout, held: Layout) -> Layout | None:
+def intersect_holders(layout: Layout, held: Layout) -> Layout | None:
     """The cells of `layout` with only the holders that also hold the complete cell in `held`; None if a cell has
     none."""
     cut: Layout | None = held
@@ -361,7 +361,7 @@ def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tup
         )
 
 
-def touched(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def touched_cells(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """For each dimension, the range of grid indices of the cells that `box` touches."""
     return tuple((start // side, -(-stop // side)) for (start, stop), side in zip(box, sides, strict=True))
 
@@ -402,13 +402,13 @@ def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], boo
         yield box
         return
     sides, *finer = grids
-    dims = [dim for dim, (first, last) in enumerate(touched(box, sides)) if last - first > 1]
+    dims = [dim for dim, (first, last) in enumerate(touched_cells(box, sides)) if last - first > 1]
     if finer and not dims and not fits(box):
         yield from cut_down(box, finer, fits)
     elif not dims or (not finer and fits(box)):
         yield box
     else:
-        first, last = touched(box, sides)[dims[0]]
+        first, last = touched_cells(box, sides)[dims[0]]
         border = (first + last) // 2 * sides[dims[0]]
         (start, stop), before, after = box[dims[0]], box[: dims[0]], box[dims[0] + 1 :]
         for side in ((start, border), (border, stop)):

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxckpt._format.paths import are_texts
+from jaxckpt._format.paths import are_strings
 from jaxckpt._format.values import decode_bytes, decode_float, encode_bytes, encode_float, is_utf8
 from jaxckpt._runtime.errors import TreeError, show_path
 
@@ -36,7 +36,8 @@ def _checked_key(key: object, path: str, depth: int = 0) -> Key:
             return tuple(_checked_key(inner, path, depth + 1) for inner in cast("tuple[object, ...]", key))
         case tuple():
             raise TreeError(
-                f"the container at {show_path(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a str"
+                f"the container at {show_path(path)} has a key of tuples nested deeper than {MAX_KEY_DEPTH}; make it a"
+                " str"
             )
         case bool():
             return key
@@ -51,14 +52,14 @@ def _checked_key(key: object, path: str, depth: int = 0) -> Key:
         case _:
             pass
     raise TreeError(
-        f"the container at {show_path(path)} has the key {ascii(key)[:80]} of type {type(key).__name__}; keys may be str"
-        " (UTF-8), int (64 bits), float, bool, bytes, or tuples of them"
+        f"the container at {show_path(path)} has the key {ascii(key)[:80]} of type {type(key).__name__}; keys may be"
+        " str (UTF-8), int (64 bits), float, bool, bytes, or tuples of them"
     )
 
 
 def encode_keys(keys: Sequence[Key]) -> tuple[Any, ...]:
     """Keys as JSON values: str and int unchanged, others tagged with their type."""
-    return cast("tuple[str, ...]", tuple(keys)) if are_texts(keys) else tuple(map(_encode_key, keys))
+    return cast("tuple[str, ...]", tuple(keys)) if are_strings(keys) else tuple(map(_encode_key, keys))
 
 
 def _encode_key(key: Key) -> Any:
@@ -96,19 +97,19 @@ def _decode_key(record: Any) -> Key:
 
 
 def decode_keys(keys: tuple[Any, ...]) -> Sequence[Key]:
-    return cast("Sequence[str]", keys) if are_texts(keys) else [_decode_key(key) for key in keys]
+    return cast("Sequence[str]", keys) if are_strings(keys) else [_decode_key(key) for key in keys]
 
 
 _MAX_COLLISIONS = 64
 
 
-def ambiguity(keys: Sequence[Key]) -> str | None:
+def keys_problem(keys: Sequence[Key]) -> str | None:
     """The reason why a dict cannot be built from these keys in linear time; None if it can.
 
     An attacker can choose keys with equal hashes: millions of tuples of -1 and -2 share one hash, and a dict of them
     takes hours to build.
     """
-    if not are_texts(keys):
+    if not are_strings(keys):
         hashes = collections.Counter(map(hash, keys))
         if max(hashes.values(), default=0) > _MAX_COLLISIONS:
             return f"more than {_MAX_COLLISIONS} keys with the same hash"

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.grid import (
     Box,
+    IntArray,
     Layout,
-    Numbers,
     Spec,
     layout_of,
     mesh_layout,
@@ -33,7 +33,7 @@ Placement = tuple[tuple[Any, int, Box], ...]
 """(device, its process, its box) for every device of a sharding."""
 
 
-def on_mesh(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
+def named_sharding(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
     """A spec on a mesh, in a non-default memory kind. Raises LayoutError if the devices lack that memory kind."""
     try:
         return NamedSharding(mesh, partition_spec(spec), memory_kind=memory)
@@ -73,7 +73,7 @@ def _mesh_layout(mesh: Mesh, spec: Spec, rank: int) -> Layout:
 
 
 @functools.lru_cache(maxsize=16)
-def _processes(mesh: Mesh) -> Numbers:
+def _processes(mesh: Mesh) -> IntArray:
     """The process of each mesh position."""
     return np.array([device.process_index for device in mesh.devices.flat], np.int64).reshape(mesh.devices.shape)
 
@@ -127,7 +127,7 @@ class LayoutTable:
         self.meshes: list[MeshRecord] = []
         self.layouts: list[LayoutRecord] = []
 
-    def number(self, sharding: Sharding, *, committed: bool) -> int:
+    def add(self, sharding: Sharding, *, committed: bool) -> int:
         """The index of the layout record for a sharding and for whether the array was committed to it."""
         key = (sharding, committed)
         if key not in self._numbers:

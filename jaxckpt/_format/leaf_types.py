@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt._format.values import PYTHON, is_utf8
+from jaxckpt._format.values import PYTHON_KINDS, is_utf8
 from jaxckpt._runtime.errors import InputError, show_path
 
 _PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
@@ -113,7 +113,7 @@ def register_leaf(
 def is_plain(cls: type) -> bool:
     """Whether leaves of this type are stored directly, without a state."""
     known = (jax.Array, np.generic, jax.ShapeDtypeStruct, jax.sharding.Sharding)
-    return cls in PYTHON or cls in (np.ndarray, np.memmap) or issubclass(cls, known)
+    return cls in PYTHON_KINDS or cls in (np.ndarray, np.memmap) or issubclass(cls, known)
 
 
 def full_name(cls: type) -> str:
@@ -132,11 +132,11 @@ def registered(name: str) -> LeafType | None:
 
 def leaf_type(cls: type) -> LeafType | None:
     """How leaves of this type are saved and restored; None for plain types and for types that cannot be saved."""
-    return _TYPES.get(cls) or _with_methods(cls)
+    return _TYPES.get(cls) or _type_from_methods(cls)
 
 
 @functools.cache
-def _with_methods(cls: type) -> LeafType | None:
+def _type_from_methods(cls: type) -> LeafType | None:
     for give, take in _PROTOCOLS:
         if callable(getattr(cls, give, None)) and callable(getattr(cls, take, None)):
             return LeafType(full_name(cls), operator.methodcaller(give), None, functools.partial(_call, take), cls)
@@ -147,7 +147,7 @@ def _call(method: str, leaf: Any, state: Any) -> object:
     return getattr(leaf, method)(state)
 
 
-def called(function: Callable[..., Any], doing: str, path: str, *arguments: Any) -> Any:
+def call_user_function(function: Callable[..., Any], doing: str, path: str, *arguments: Any) -> Any:
     """The result of a user's function. An exception of the function gets a note that names the leaf."""
     try:
         return function(*arguments)

@@ -42,7 +42,7 @@ class SavedLeaf:
     @property
     def stack(self) -> Stack:
         """The stack of its row."""
-        return self.manifest.arrays[self.manifest.place(self.record)[0]]
+        return self.manifest.decoded_stacks[self.manifest.stack_and_row(self.record)[0]]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

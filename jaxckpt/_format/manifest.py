@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt._format.checks import MAX_INDEX_BYTES, SHOWN, VERSION, problems
+from jaxckpt._format.checks import MAX_INDEX_BYTES, MAX_PROBLEM_CHARACTERS, VERSION, problems
 from jaxckpt._format.names import MANIFEST, SEAL, is_sealed
 from jaxckpt._format.records import Manifest, StepRecord
-from jaxckpt._format.select import selector
+from jaxckpt._format.select import parse_select
 from jaxckpt._format.tree import prune
 from jaxckpt._format.values import decode_bytes, encode_bytes, is_utf8
 from jaxckpt._runtime.errors import InputError, ManifestError, show_lines
 
-LARGEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 """The largest manifest, in bytes. 16,000 leaves in 500,000 objects (32 TB at 64 MiB each) take 16 MB. Decoding takes up
 to 25 bytes of memory for each byte."""
 
@@ -39,19 +39,21 @@ def encode(manifest: Manifest) -> bytes:
     try:
         body = msgspec.json.encode(manifest, enc_hook=_plain)[:-1]
     except (TypeError, ValueError) as error:
-        raise InputError(f"the checkpoint cannot be described as JSON: {str(error)[:SHOWN]}") from error
-    for stack in manifest.arrays:
+        raise InputError(
+            f"the checkpoint cannot be described as JSON: {str(error)[:MAX_PROBLEM_CHARACTERS]}"
+        ) from error
+    for stack in manifest.decoded_stacks:
         if stack.index_bytes > MAX_INDEX_BYTES:
             raise InputError(
                 f"an object of stack {stack.name} would have {stack.chunks_per_object} chunks: give larger"
                 " Options.chunk_bytes or smaller object_bytes"
             )
-    problem = _too_long(body)
+    problem = _length_problem(body)
     if problem:
         raise InputError(f"the manifest {problem}: give larger Options.object_bytes, or less metadata")
     content = body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
     try:
-        decode(content, manifest.data)
+        decode(content, manifest.data_folder)
     except ManifestError as error:
         raise InputError(f"no reader would accept this checkpoint, so it is not published: {error}") from error
     return content
@@ -70,28 +72,28 @@ def _plain(value: object) -> object:
 
 def decode(content: bytes, where: str) -> Manifest:
     """The manifest, checked. Raises ManifestError."""
-    problem = _too_long(content)
+    problem = _length_problem(content)
     if problem:
         raise ManifestError(f"{where}/{MANIFEST} {problem}")
     if nesting(content) > MAX_NESTING:
         raise ManifestError(f"{where}/{MANIFEST} is nested deeper than {MAX_NESTING}")
     if not is_sealed(content):
-        raise _refusal(content, where, "is damaged or was edited: it does not match the SHA-256 at its own end")
+        raise _manifest_error(content, where, "is damaged or was edited: it does not match the SHA-256 at its own end")
     body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
         # JSON that encodes to the same bytes repeats no member. msgspec would silently keep the last of them.
         if msgspec.json.encode(manifest) != body:
-            json.loads(body, object_pairs_hook=distinct)
+            json.loads(body, object_pairs_hook=require_distinct)
     except (ValueError, RecursionError) as error:
-        raise _refusal(content, where, f"is malformed: {str(error)[:SHOWN]}") from error
+        raise _manifest_error(content, where, f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
     wrong = problems(manifest)
     if wrong:
-        raise _refusal(content, where, f"is inconsistent:\n{show_lines(wrong)}")
+        raise _manifest_error(content, where, f"is inconsistent:\n{show_lines(wrong)}")
     return manifest
 
 
-def _refusal(content: bytes, where: str, reason: str) -> ManifestError:
+def _manifest_error(content: bytes, where: str, reason: str) -> ManifestError:
     """The error for a manifest that cannot be read for `reason`. If its format version is newer, that is reported
     instead, because a newer format may differ entirely."""
     version = _version_of(content)
@@ -100,7 +102,7 @@ def _refusal(content: bytes, where: str, reason: str) -> ManifestError:
     return ManifestError(f"{where}/{MANIFEST} {reason}")
 
 
-def state_name(process: int) -> str:
+def state_file_name(process: int) -> str:
     """Name of the file for the state of one process, in the data folder."""
     return f"process-{process}.json"
 
@@ -116,7 +118,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
         if isinstance(value, bytes):
             items[name] = {"base64": encode_bytes(value)}
         else:
-            items[name] = {"json": _through_json(value, f"process_state[{name!r}]")}
+            items[name] = {"json": _round_trip_json(value, f"process_state[{name!r}]")}
     return json.dumps(items, ensure_ascii=False).encode()
 
 
@@ -126,7 +128,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
         raise ValueError(f"nested deeper than {MAX_NESTING}")
     state: dict[str, Any] = {}
     for name, item in msgspec.convert(
-        json.loads(content, object_pairs_hook=distinct), dict[str, dict[str, Any]]
+        json.loads(content, object_pairs_hook=require_distinct), dict[str, dict[str, Any]]
     ).items():
         match item:
             case {"base64": str(text), **rest} if not rest:
@@ -140,10 +142,10 @@ def decode_state(content: bytes) -> dict[str, Any]:
 
 def require_json(value: Any, what: str) -> Any:
     """A user's value after a round trip through the JSON of a manifest. Raises InputError unless it stays equal."""
-    return _through_json(value, what, lambda: msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)))
+    return _round_trip_json(value, what, lambda: msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain)))
 
 
-def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = None) -> Any:
+def _round_trip_json(value: Any, what: str, encoded: Callable[[], Any] | None = None) -> Any:
     """A user's value after a round trip through JSON, and through `encoded` if it has another form in the file. Raises
     InputError unless it stays equal."""
     try:
@@ -161,12 +163,12 @@ def _through_json(value: Any, what: str, encoded: Callable[[], Any] | None = Non
     return plain
 
 
-def without(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
+def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
     """The manifest without the subtrees at `paths`; None if they share a stack with other leaves, or do not exist.
 
     After it is published, the files that it no longer names can be deleted.
     """
-    dropped = selector(paths)
+    dropped = parse_select(paths)
     kept = [number for number, leaf in enumerate(manifest.leaves) if not dropped(leaf.path)]
     mixed = {manifest.leaves[number].stack for number in kept}
     gone = set(range(len(manifest.leaves))).difference(kept)
@@ -200,12 +202,12 @@ def _version_of(content: bytes) -> int | None:
         return None
 
 
-def _too_long(content: bytes) -> str | None:
-    return f"is {len(content)} bytes long, over {LARGEST_BYTES}" if len(content) > LARGEST_BYTES else None
+def _length_problem(content: bytes) -> str | None:
+    return f"is {len(content)} bytes long, over {MAX_MANIFEST_BYTES}" if len(content) > MAX_MANIFEST_BYTES else None
 
 
-_STEPS = np.zeros(256, np.int8)
-_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_DEPTH_CHANGES = np.zeros(256, np.int8)
+_DEPTH_CHANGES[list(b"[{")], _DEPTH_CHANGES[list(b"]}")] = 1, -1
 _PLAIN = bytes(set(range(256)) - set(b'"[]{}'))
 
 
@@ -219,10 +221,10 @@ def nesting(text: bytes) -> int:
     # Remove pairs of quotes without a bracket between them.
     marks = np.frombuffer(text.translate(None, _PLAIN).replace(b'""', b""), np.uint8)
     outside = np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0
-    return int(np.cumsum(_STEPS[marks[outside]], dtype=np.int32).max(initial=0))
+    return int(np.cumsum(_DEPTH_CHANGES[marks[outside]], dtype=np.int32).max(initial=0))
 
 
-def distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
+def require_distinct(members: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ValueError if a member occurs more than once, because readers could differ in which one
     they use."""
     value = dict(members)

@@ -12,20 +12,20 @@ SEAL = b',"sha256":"'
 WRITER = "writer.json"
 
 
-def is_data(name: str) -> bool:
+def is_data_folder(name: str) -> bool:
     """Whether a save may have created a folder of this name. A user's "data-raw" must not be deleted."""
     return re.fullmatch("data-[0-9a-f]{32}", name) is not None
 
 
-def names_data(manifest: bytes | None, data: str) -> bool:
+def is_data_referenced(manifest: bytes | None, data: str) -> bool:
     """Whether a manifest, possibly damaged, names a data folder."""
     return manifest is not None and f'"save_id":"{data.rpartition("data-")[2]}"'.encode() in manifest
 
 
-def may_name(manifest: bytes | None, data: str) -> bool:
+def may_reference_data(manifest: bytes | None, data: str) -> bool:
     """Whether a manifest may name a data folder: it does, or nobody can tell because it is damaged, perhaps only in
     transfer."""
-    return names_data(manifest, data) or not (manifest is None or is_sealed(manifest))
+    return is_data_referenced(manifest, data) or not (manifest is None or is_sealed(manifest))
 
 
 def is_sealed(manifest: bytes) -> bool:
@@ -34,7 +34,7 @@ def is_sealed(manifest: bytes) -> bool:
     return bool(seal) and digest == hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
-def data_of(content: bytes) -> str | None:
+def data_folder_of(content: bytes) -> str | None:
     """The data folder that a manifest names, if it can be read from a possibly damaged manifest."""
     found = re.search(rb'"save_id":"([0-9A-Za-z_-]{1,200})"', content)
     return f"data-{found.group(1).decode()}" if found else None

@@ -7,29 +7,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 
-def component(key: object) -> str:
+def escape_key(key: object) -> str:
     """A key as one component of a path."""
     return str(key).replace("~", "~0").replace("/", "~1") or "~2"
 
 
-def key_of(part: str) -> str:
+def unescape_key(part: str) -> str:
     """The str key of a path component."""
     return "" if part == "~2" else part.replace("~1", "/").replace("~0", "~")
 
 
-def components(keys: Sequence[Any]) -> Iterable[str]:
+def escape_keys(keys: Sequence[Any]) -> Iterable[str]:
     """Each key as a path component. Keys that need no escaping are returned unchanged."""
     if isinstance(keys, range):
         return map(str, keys)
-    if are_texts(keys):
+    if are_strings(keys):
         texts = cast("Sequence[str]", keys)
         together = "".join(texts)
         if "~" not in together and "/" not in together and "" not in texts:
             return texts
-    return list(map(component, keys))
+    return list(map(escape_key, keys))
 
 
-def are_texts(keys: Iterable[Any]) -> bool:
+def are_strings(keys: Iterable[Any]) -> bool:
     """Whether all keys are str."""
     try:
         "".join(keys)  # the fastest test
@@ -38,13 +38,13 @@ def are_texts(keys: Iterable[Any]) -> bool:
     return True
 
 
-def closest(path: str, known: Iterable[str]) -> str:
+def closest_hint(path: str, known: Iterable[str]) -> str:
     """A hint for a path that was not found."""
     near = difflib.get_close_matches(path, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def heads(path: str) -> Iterator[str]:
+def path_prefixes(path: str) -> Iterator[str]:
     """A path and the paths of the containers above it, from the longest to the root."""
     yield path
     while path:
@@ -52,7 +52,7 @@ def heads(path: str) -> Iterator[str]:
         yield path
 
 
-def below(head: str, path: str) -> str | None:
+def relative_path(head: str, path: str) -> str | None:
     """The rest of a path after a head; None if the path is neither the head nor below it."""
     if path == head:
         return ""
@@ -61,11 +61,11 @@ def below(head: str, path: str) -> str | None:
     return path[len(head) + 1 :] if path.startswith(f"{head}/") else None
 
 
-def joined(head: str, tail: str) -> str:
+def join_paths(head: str, tail: str) -> str:
     """`head` and `tail` joined to one path; each may be empty."""
     return f"{head}/{tail}" if head and tail else head or tail
 
 
-def longest_head(path: str, prefixes: Mapping[str, Any]) -> str | None:
+def longest_prefix(path: str, prefixes: Mapping[str, Any]) -> str | None:
     """The longest of `prefixes` that is `path` or a container above it."""
-    return next((head for head in heads(path) if head in prefixes), None)
+    return next((head for head in path_prefixes(path) if head in prefixes), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, contains, extent, intersection, volume, within
+from jaxckpt._format.grid import Box, contains, extent, intersection, slices_within, volume
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -51,22 +51,22 @@ class Pieces:
 
     def array(self) -> Array:
         """The box as one array: without a copy if it is one piece, otherwise copied."""
-        if (alone := self.alone) is not None:
+        if (alone := self.single_array) is not None:
             return alone
         out = np.empty(extent(self.box), self.dtype)
         for held, array in itertools.chain.from_iterable(self.groups):
             common = intersection(held, self.box)
             if common is not None:
-                np.copyto(as_bits(out)[within(common, self.box)], as_bits(array)[within(common, held)])
+                np.copyto(as_bits(out)[slices_within(common, self.box)], as_bits(array)[slices_within(common, held)])
         return out
 
     @property
-    def alone(self) -> Array | None:
+    def single_array(self) -> Array | None:
         """The array that holds the complete box, if one piece does."""
         pieces = [piece for group in self.groups for piece in group]
-        return pieces[0][1][within(self.box, pieces[0][0])] if len(pieces) == 1 else None
+        return pieces[0][1][slices_within(self.box, pieces[0][0])] if len(pieces) == 1 else None
 
-    def apart(self, chunk: Sequence[int]) -> list[Pieces]:
+    def split_if_disjoint(self, chunk: Sequence[int]) -> list[Pieces]:
         """The pieces separately, if they do not overlap and share no chunk of these sides; otherwise all in one."""
         found: list[Pieces] = []
         for piece in itertools.chain.from_iterable(self.groups):
@@ -79,7 +79,7 @@ class Pieces:
             found.append(Pieces(common, self.dtype, common[0][1] - common[0][0], [[piece]]))
         return found if sum(volume(one.box) for one in found) == volume(self.box) else [self]
 
-    def gathered(self, box: Box, scratch: Bytes) -> Bytes:
+    def gather(self, box: Box, scratch: Bytes) -> Bytes:
         """The bytes of a box in C order, copied into `scratch`. Bytes outside of the pieces become zero."""
         shape = extent(box)
         flat = scratch[: math.prod(shape) * self.dtype.itemsize]
@@ -91,7 +91,7 @@ class Pieces:
         for held, array in self._touching(box):
             common = intersection(held, wanted)
             if common is not None:
-                np.copyto(out[within(common, box)], as_bits(array)[within(common, held)])
+                np.copyto(out[slices_within(common, box)], as_bits(array)[slices_within(common, held)])
         return flat
 
     def _touching(self, box: Box) -> list[tuple[Box, Array]]:

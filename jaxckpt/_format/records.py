@@ -15,10 +15,10 @@ from jaxckpt._format.grid import Spec
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.tree import Structure
 
-LARGEST = 1 << 62
+MAX_INTEGER = 1 << 62
 """The largest integer, for example of a step or an array's bytes. Larger ones would overflow offsets."""
 
-Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
@@ -37,7 +37,7 @@ class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
-    def numbered(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
+    def of_axes(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
         """A mesh with these axes on devices 0, 1, …: one record for all leaves on such a mesh."""
         return MeshRecord(dict(axes), list(range(math.prod(size for _, size in axes))), ["Auto"] * len(axes))
 
@@ -119,7 +119,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         head = stack.name, stack.dtype, list(stack.shape), stack.rows
         return cls(*head, *sides, sha256, objects, stack.compression, contents or {})
 
-    def stored(self, index: tuple[int, ...]) -> tuple[int, str]:
+    def length_and_digest(self, index: tuple[int, ...]) -> tuple[int, str]:
         """Length and digest of the object at a grid index."""
         return self.objects["/".join(map(str, index))]
 
@@ -169,7 +169,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     Informational only."""
 
     @property
-    def data(self) -> str:
+    def data_folder(self) -> str:
         """Name of the folder that holds the arrays."""
         return f"data-{self.save_id}"
 
@@ -179,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return dict(zip([leaf.path for leaf in self.leaves], range(len(self.leaves)), strict=True))
 
     @functools.cached_property
-    def arrays(self) -> list[Stack]:
+    def decoded_stacks(self) -> list[Stack]:
         """The stacks, as arguments for plans."""
         return [record.stack() for record in self.stacks]
 
@@ -192,7 +192,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         first = dict[tuple[int, int | None], int]()
         return {number: one for number, place in places if (one := first.setdefault(place, number)) != number}
 
-    def place(self, leaf: LeafRecord) -> tuple[int, int]:
+    def stack_and_row(self, leaf: LeafRecord) -> tuple[int, int]:
         """(stack, row) of a leaf in a stack."""
         assert leaf.stack is not None, leaf
         assert leaf.row is not None, leaf
@@ -200,7 +200,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
         """Shape of a leaf in a stack; for a PRNG key, of its raw data."""
-        return tuple(self.stacks[self.place(leaf)[0]].shape)
+        return tuple(self.stacks[self.stack_and_row(leaf)[0]].shape)
 
     def leaf_bytes(self, leaf: LeafRecord) -> int:
         """Bytes of a leaf's data; 0 for a leaf that is not in a stack."""

@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from jaxckpt._format.paths import below, closest, heads, joined
+from jaxckpt._format.paths import closest_hint, join_paths, path_prefixes, relative_path
 from jaxckpt._runtime.errors import InputError, TreeError, show_count, show_lines, show_path
 
 Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
@@ -46,7 +46,7 @@ class Selector:
         return chosen
 
 
-def selector(select: Select | None) -> Selector:
+def parse_select(select: Select | None) -> Selector:
     """A test of leaf paths.
 
     A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
@@ -57,26 +57,26 @@ def selector(select: Select | None) -> Selector:
     if select is None:
         return Selector((("**", lambda path: True),))
     if callable(select):
-        return Selector(((_in_short(select), functools.partial(_asked, select)),))
+        return Selector(((_abbreviate(select), functools.partial(_call_select, select)),))
     if isinstance(select, (str, re.Pattern)):
-        return Selector((_entry(select),))
+        return Selector((_parse_pattern(select),))
     if isinstance(select, Iterable) and not isinstance(select, (bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return Selector(tuple(map(_entry, select)))
-    raise _not_select(select)
+        return Selector(tuple(map(_parse_pattern, select)))
+    raise _invalid_select_error(select)
 
 
-def _not_select(found: object) -> InputError:
+def _invalid_select_error(found: object) -> InputError:
     return InputError(
         "select must be a glob, a compiled regular expression of str, a list of them, or a function of the path that"
-        f" returns a bool, found {_in_short(found)}"
+        f" returns a bool, found {_abbreviate(found)}"
     )
 
 
-def _in_short(value: object) -> str:
+def _abbreviate(value: object) -> str:
     return f"re.compile({value.pattern!r})" if isinstance(value, re.Pattern) else reprlib.repr(value)
 
 
-def _asked(select: Callable[[str], bool], path: str) -> bool:
+def _call_select(select: Callable[[str], bool], path: str) -> bool:
     """The result of a `select` function for a path. Raises InputError unless it is a bool."""
     answer = select(path)
     if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -84,20 +84,20 @@ def _asked(select: Callable[[str], bool], path: str) -> bool:
     return bool(answer)
 
 
-def _entry(pattern: object) -> tuple[str, Callable[[str], bool]]:
+def _parse_pattern(pattern: object) -> tuple[str, Callable[[str], bool]]:
     """A pattern as the user wrote it, and its test of a path."""
     if isinstance(pattern, str):
         expression = _glob(pattern)
         return repr(pattern), lambda path: expression.fullmatch(path) is not None
     if not isinstance(pattern, re.Pattern) or not isinstance(pattern.pattern, str):
-        raise _not_select(pattern)
+        raise _invalid_select_error(pattern)
     expression = cast("re.Pattern[str]", pattern)
 
     def matches(path: str) -> bool:
         parts = path.split("/")
         return any(expression.fullmatch("/".join(parts[:end])) for end in range(1, len(parts) + 1))
 
-    return _in_short(pattern), matches
+    return _abbreviate(pattern), matches
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
@@ -123,7 +123,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile(f"(?s:(?:{body})(?:/.*)?)")
 
 
-def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
+def rename_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
     """Saved paths → new paths. A mapping names leaves or containers; the longest matching name applies.
 
     Raises InputError for anything else, and TreeError if a name matches no path or two leaves get the same path.
@@ -133,9 +133,9 @@ def renamed(rename: Rename | None, paths: Collection[str]) -> list[str]:
     if callable(rename):
         new = [_new_path(rename, path) for path in paths]
     else:
-        mapping = _checked_mapping(rename)
-        new = [_moved(mapping, path) for path in paths]
-        unused = mapping.keys() - {head for path in paths for head in heads(path)}
+        mapping = _require_mapping(rename)
+        new = [_rename_path(mapping, path) for path in paths]
+        unused = mapping.keys() - {head for path in paths for head in path_prefixes(path)}
         if unused and paths:
             raise TreeError(_unmatched("rename", map(repr, sorted(unused)), paths, "the checkpoint"))
     if len(set(new)) != len(new):
@@ -153,9 +153,9 @@ def origins(rename: Rename | None, path: str) -> list[str] | None:
         return [path]
     if callable(rename):
         return None
-    tails = [(old, below(new, path)) for old, new in rename.items()]
-    candidates = [path, *(joined(old, tail) for old, tail in tails if tail is not None)]
-    return [old for old in dict.fromkeys(candidates) if _moved(rename, old) == path]
+    tails = [(old, relative_path(new, path)) for old, new in rename.items()]
+    candidates = [path, *(join_paths(old, tail) for old, tail in tails if tail is not None)]
+    return [old for old in dict.fromkeys(candidates) if _rename_path(rename, old) == path]
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:
@@ -171,38 +171,39 @@ def _require_components(old: str, new: str) -> None:
     """Raise TreeError if a new path has an empty component, which no key can produce."""
     if new and "" in new.split("/"):
         raise TreeError(
-            f"rename gives {show_path(old)} the path {new!r}, which has an empty component; the empty key is written '~2'"
+            f"rename gives {show_path(old)} the path {new!r}, which has an empty component; the empty key is written"
+            " '~2'"
         )
 
 
-def _checked_mapping(rename: object) -> Mapping[str, str]:
+def _require_mapping(rename: object) -> Mapping[str, str]:
     if not isinstance(rename, Mapping):
         raise InputError(
             "rename must be a mapping of saved paths to wanted paths, or a function of the saved path, found"
-            f" {_in_short(rename)}"
+            f" {_abbreviate(rename)}"
         )
     mapping = cast("Mapping[object, object]", rename)
     for old, new in mapping.items():
         if not isinstance(old, str) or not isinstance(new, str):
-            raise InputError(f"rename maps {_in_short(old)} to {_in_short(new)}; both must be paths, str")
+            raise InputError(f"rename maps {_abbreviate(old)} to {_abbreviate(new)}; both must be paths, str")
         _require_components(old, new)
     return cast("Mapping[str, str]", mapping)
 
 
-def _moved(mapping: Mapping[str, str], path: str) -> str:
+def _rename_path(mapping: Mapping[str, str], path: str) -> str:
     """A path with its longest head that is in the mapping replaced."""
-    for head in heads(path):
+    for head in path_prefixes(path):
         if head in mapping:
-            return joined(mapping[head], below(head, path) or "")
+            return join_paths(mapping[head], relative_path(head, path) or "")
     return path
 
 
 def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
     """The error for entries of an argument that match nothing, with hints."""
     texts = list(entries)
-    known = dict.fromkeys(head for path in paths for head in heads(path) if head)
+    known = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
     # Each hint needs a scan of all paths.
-    hints = [closest(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
+    hints = [closest_hint(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
     lines = [
         f"{text} matches none of the {show_count(len(paths), 'leaf')} of {where}{hint}"
         for text, hint in zip(texts, hints, strict=True)

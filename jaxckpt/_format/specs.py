@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxckpt._format.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._format.paths import closest, longest_head
+from jaxckpt._format.paths import closest_hint, longest_prefix
 from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, SpecError, show_count, show_path
 from jaxckpt._runtime.options import Options
@@ -31,7 +31,7 @@ class ShapedLeaf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class LeafGroup:
     """Leaves with the same layout."""
 
     paths: Sequence[str]
@@ -44,7 +44,9 @@ class Alike:
     """The caller's spec for them, if any."""
 
 
-def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) -> tuple[list[Spec], list[Problem]]:
+def assign_specs(
+    axes: Mapping[str, int], groups: Sequence[LeafGroup], options: Options
+) -> tuple[list[Spec], list[Problem]]:
     """The spec of each group of leaves on a mesh with these axes, and a problem for each leaf that its spec does not
     fit.
 
@@ -56,7 +58,7 @@ def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) 
     specs: list[Spec] = []
     problems: list[Problem] = []
     for group in groups:
-        spec = by_axis_name(group.own, axes) if group.given is None else group.given
+        spec = restrict_to_axes(group.own, axes) if group.given is None else group.given
         reason, remedy = axis_problem(axes, spec, group.shape), ""
         if not reason and (reason := divisibility_problem(axes, spec, group.shape)):
             if options.indivisible == "replicate":
@@ -69,7 +71,7 @@ def lay_out(axes: Mapping[str, int], groups: Sequence[Alike], options: Options) 
     return specs, problems
 
 
-def _require_common_axis(axes: Mapping[str, int], groups: Iterable[Alike]) -> None:
+def _require_common_axis(axes: Mapping[str, int], groups: Iterable[LeafGroup]) -> None:
     split = [group for group in groups if any(group.own)]
     names = {axis for group in split for entry in group.own for axis in entry}
     if names and not names & axes.keys() and math.prod(axes.values()) > 1:
@@ -87,7 +89,7 @@ def require_fit(problems: Sequence[Problem]) -> None:
         raise SpecError.of(f"the specs do not fit {show_count(len(problems), 'leaf')}", problems)
 
 
-def by_axis_name(spec: Spec, axes: Mapping[str, int]) -> Spec:
+def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
     """A spec on another mesh: split by the axes that this mesh also has, replicated over its other axes."""
     return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
 
@@ -106,14 +108,14 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
         raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
-        return {path: _checked(specs(path, leaf), path) for path, leaf in leaves}
-    by_prefix = {leaf.path: _checked(leaf.value, leaf.path) for leaf in flatten(specs)[0]}
-    chosen = {path: head for path, _ in leaves if (head := longest_head(path, by_prefix)) is not None}
+        return {path: _require_spec(specs(path, leaf), path) for path, leaf in leaves}
+    by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in flatten(specs)[0]}
+    chosen = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
     used = set(chosen.values())
     # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
-        hint = closest(unused[0], (path for path, _ in leaves))
+        hint = closest_hint(unused[0], (path for path, _ in leaves))
         raise SpecError(f"specs has {show_path(unused[0])}, but no array leaf is at or below that path{hint}")
     return {path: by_prefix[head] for path, head in chosen.items()}
 
@@ -123,7 +125,7 @@ def _is_leaf(value: object) -> bool:
     return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
 
 
-def _checked(spec: Any, path: str) -> Spec:
+def _require_spec(spec: Any, path: str) -> Spec:
     if not isinstance(spec, PartitionSpec):
         raise SpecError(
             f"specs gives {reprlib.repr(spec)} for leaf {show_path(path)}; expected a jax.sharding.PartitionSpec"

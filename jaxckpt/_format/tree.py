@@ -18,9 +18,9 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxckpt._format.keys import Key, ambiguity, decode_keys, encode_keys, plain_key
-from jaxckpt._format.leaf_types import called, full_name, is_plain, is_registered, leaf_type
-from jaxckpt._format.paths import are_texts, component, components, joined, key_of
+from jaxckpt._format.keys import Key, decode_keys, encode_keys, keys_problem, plain_key
+from jaxckpt._format.leaf_types import call_user_function, full_name, is_plain, is_registered, leaf_type
+from jaxckpt._format.paths import are_strings, escape_key, escape_keys, join_paths, unescape_key
 from jaxckpt._format.values import is_utf8
 from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 
@@ -115,26 +115,26 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
         raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show_path(path[:200])}")
     if handled is not None:
         first = len(flat.leaves)
-        state = called(handled.to_state, f"the state of the {handled.name} was taken at", path, node)
+        state = call_user_function(handled.to_state, f"the state of the {handled.name} was taken at", path, node)
         structure = _flatten(state, path, root, depth + 1, flat)
         flat.leaves[first:] = [msgspec.structs.replace(leaf, in_state=True) for leaf in flat.leaves[first:]]
         return Container(type="object", name=handled.name, children=(structure,))
-    keys, below = cast("tuple[Sequence[Key], Sequence[Tree]]", level)
+    keys, child_nodes = cast("tuple[Sequence[Key], Sequence[Tree]]", level)
     if _is_variable(kind):
         first = flat.variables.setdefault(id(node), path)
         if first != path:
             raise TreeError(
-                f"{show_path(first)} and {show_path(path)} are the same Variable of Flax NNX, and would be restored as two:"
-                " pass nnx.state(module), which contains it once"
+                f"{show_path(first)} and {show_path(path)} are the same Variable of Flax NNX, and would be restored as"
+                " two: pass nnx.state(module), which contains it once"
             )
-        structure = _flatten(below[0], path, root, depth, flat)
+        structure = _flatten(child_nodes[0], path, root, depth, flat)
         if isinstance(structure, int):
             flat.leaves[-1] = Leaf(path, flat.leaves[-1].value, is_variable=True)
         return structure
     head = "" if root else f"{path}/"
     leaves = flat.leaves
     children: list[Structure] = []
-    for key, child in zip(components(keys), below, strict=True):
+    for key, child in zip(escape_keys(keys), child_nodes, strict=True):
         if type(child) in _LEAF_TYPES:  # true for most children, and faster than a call
             children.append(len(leaves))
             leaves.append(Leaf(head + key, child))
@@ -185,14 +185,15 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     except (TypeError, ValueError, OverflowError) as error:
         reason = str(error).rstrip(".")
         raise TreeError(
-            f"JAX cannot flatten {show_path(path)} ({type(node).__name__}): {reason}. Check that all keys are of one type"
+            f"JAX cannot flatten {show_path(path)} ({type(node).__name__}): {reason}. Check that all keys are of one"
+            " type"
         ) from error
     if len(level) == 1 and not level[0][0]:  # the only entry has an empty key path: it is the node itself, a leaf
         return None
     if is_registered(kind):
         raise TreeError(
-            f"{show_path(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a container:"
-            " remove the call of register_leaf"
+            f"{show_path(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a"
+            " container: remove the call of register_leaf"
         )
     return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
 
@@ -204,7 +205,7 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
         return Container(type="list", children=children)
     if kind is tuple:
         return Container(type="tuple", children=children)
-    problem = ambiguity(keys)
+    problem = keys_problem(keys)
     if problem:
         raise TreeError(f"the container at {show_path(path)} ({kind.__name__}) has {problem}; rename a key")
     encoded = encode_keys(keys)
@@ -212,7 +213,7 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
         return Container(type="dict", keys=encoded, children=children)
     if kind is collections.OrderedDict:
         return Container(type="ordered_dict", keys=encoded, children=children)
-    is_named = isinstance(node, tuple) and are_texts(keys) and encoded == getattr(kind, "_fields", None)
+    is_named = isinstance(node, tuple) and are_strings(keys) and encoded == getattr(kind, "_fields", None)
     if is_named and _is_rebuilt(kind.__name__, encoded):
         return Container(type="namedtuple", name=kind.__name__, keys=encoded, children=children)
     return Container(type="custom", name=full_name(kind), keys=encoded, children=children)
@@ -237,7 +238,7 @@ def paths_of(structure: Structure, max_leaves: int, max_characters: int) -> tupl
     Raises ValueError if the structure is malformed, has more leaves than allowed, or has more characters in paths
     before their last "/" than allowed: a long key above many leaves creates paths that exhaust memory.
     """
-    structure = bare(structure)
+    structure = unwrap_object(structure)
     if structure is None:
         return [], []
     if isinstance(structure, int):
@@ -246,24 +247,24 @@ def paths_of(structure: Structure, max_leaves: int, max_characters: int) -> tupl
     numbers: list[int] = []
     known: dict[tuple[Any, ...], Iterable[str]] = {}  # a cache: many containers of a model have equal keys
 
-    def below(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
+    def visit(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
         nonlocal max_leaves, max_characters
         if len(heads) >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
         children: Sequence[Structure] = node.children
         leaves = [child for child in children if type(child) is int]
         if len(leaves) < len(children):
-            children = [*map(bare, children)]
+            children = [*map(unwrap_object, children)]
             leaves = [child for child in children if type(child) is int]
         max_leaves -= len(leaves)
         max_characters -= n_characters * len(leaves)
         if max_leaves < 0 or max_characters < 0:
             raise ValueError("it has more leaves, or longer paths, than the list of leaves")
         # Only str keys: an attacker can choose numbers with equal hashes, which make a dict slow.
-        form = (node.keys, node.type, node.name, len(children)) if node.keys and are_texts(node.keys) else None
+        form = (node.keys, node.type, node.name, len(children)) if node.keys and are_strings(node.keys) else None
         names = known.get(form) if form else None
         if names is None:
-            names = components(keys_of(node))
+            names = escape_keys(keys_of(node))
             if form:
                 known[form] = names
         # Built only above a leaf, so that long keys without leaves cost nothing.
@@ -274,12 +275,12 @@ def paths_of(structure: Structure, max_leaves: int, max_characters: int) -> tupl
             return
         for name, child in zip(names, children, strict=True):
             if isinstance(child, Container):
-                below(child, (*heads, name), n_characters + len(name) + 1)
+                visit(child, (*heads, name), n_characters + len(name) + 1)
             elif child is not None:
                 paths.append(head + name)
                 numbers.append(child)
 
-    below(structure, (), 0)
+    visit(structure, (), 0)
     return paths, numbers
 
 
@@ -291,7 +292,7 @@ def keys_of(node: Container) -> Sequence[Key]:
             return range(count)
         case Container(type="namedtuple", name=str(name), keys=tuple(fields)) if len(fields) == count:
             names = cast("tuple[str, ...]", fields)
-            are_names = are_texts(fields) and all(text.isidentifier() for text in (name, *names))
+            are_names = are_strings(fields) and all(text.isidentifier() for text in (name, *names))
             if are_names and not keyword.iskeyword(name) and _are_fields(names):
                 return names
         case (
@@ -299,7 +300,7 @@ def keys_of(node: Container) -> Sequence[Key]:
             | Container(type="custom", name=str(), keys=tuple(keys))
         ) if len(keys) == count:
             decoded = decode_keys(keys)
-            if not ambiguity(decoded):
+            if not keys_problem(decoded):
                 return decoded
         case _:
             pass
@@ -317,7 +318,7 @@ def _are_fields(names: Sequence[str]) -> bool:
     return len(set(plain)) == len(plain) and not hidden
 
 
-def bare(node: Structure) -> Structure:
+def unwrap_object(node: Structure) -> Structure:
     """The stored structure at a position: for an object, its state. Raises ValueError if that record is malformed."""
     while isinstance(node, Container) and node.type == "object":
         if node.name is None or node.keys is not None or len(node.children) != 1:
@@ -329,20 +330,20 @@ def bare(node: Structure) -> Structure:
 
 
 def structure_of(tree: Tree) -> Structure:
-    """The structure of nested dicts, as `nested` builds them, with leaf numbers or objects as leaves."""
+    """The structure of nested dicts, as `nested_dicts` builds them, with leaf numbers or objects as leaves."""
     if isinstance(tree, dict):
         made = cast("dict[str, Tree]", tree)
         return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
     return tree
 
 
-def places(structure: Structure) -> Iterator[str]:
+def all_paths(structure: Structure) -> Iterator[str]:
     """The path of everything in a structure except its root: containers, leaves and empty positions."""
-    structure = bare(structure)
+    structure = unwrap_object(structure)
     if isinstance(structure, Container):
-        for name, child in zip(components(keys_of(structure)), structure.children, strict=True):
+        for name, child in zip(escape_keys(keys_of(structure)), structure.children, strict=True):
             yield name
-            yield from (f"{name}/{below}" for below in places(child))
+            yield from (f"{name}/{below}" for below in all_paths(child))
 
 
 def subtree(structure: Structure, path: str) -> Structure:
@@ -350,23 +351,23 @@ def subtree(structure: Structure, path: str) -> Structure:
     if not path:
         return structure
     for name in path.split("/"):
-        structure = bare(structure)
+        structure = unwrap_object(structure)
         if not isinstance(structure, Container):
             raise KeyError(path)
-        structure = dict(zip(map(component, keys_of(structure)), structure.children, strict=True))[name]
+        structure = dict(zip(map(escape_key, keys_of(structure)), structure.children, strict=True))[name]
     return structure
 
 
-def objects_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Container]]:
+def user_objects_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Container]]:
     """Path and record of each object that is not inside another object."""
     if not isinstance(structure, Container):
         return
     if structure.type == "object":
         yield path, structure
         return
-    for name, child in zip(components(keys_of(structure)), structure.children, strict=True):
+    for name, child in zip(escape_keys(keys_of(structure)), structure.children, strict=True):
         if isinstance(child, Container):
-            yield from objects_of(child, joined(path, name))
+            yield from user_objects_of(child, join_paths(path, name))
 
 
 def numbers_of(structure: Structure) -> Iterator[int]:
@@ -452,13 +453,13 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", collections.namedtuple(name, fields, rename=True))  # pyright: ignore[reportUntypedNamedTuple]
 
 
-def nested(values: Mapping[str, Any]) -> Tree:
+def nested_dicts(values: Mapping[str, Any]) -> Tree:
     """Nested dicts from paths, the result for a renamed tree. Raises TreeError if a leaf is also a container."""
     if set(values) == {""}:
         return values[""]
     tree: dict[str, Any] = {}
     for path, value in values.items():
-        *parents, last = (key_of(name) for name in path.split("/"))
+        *parents, last = (unescape_key(name) for name in path.split("/"))
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})

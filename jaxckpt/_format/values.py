@@ -122,16 +122,16 @@ KINDS: Mapping[str, Kind] = {
 }
 """Every kind of leaf; "key" is a typed PRNG key, which is stored as its raw data."""
 
-PYTHON: Mapping[type, str] = {kind.type: name for name, kind in KINDS.items() if kind.encode}
+PYTHON_KINDS: Mapping[type, str] = {kind.type: name for name, kind in KINDS.items() if kind.encode}
 """The kind of each type of Python value."""
 
-NUMBERS = ("bool", "int", "float", "complex")
+NUMBER_KINDS = ("bool", "int", "float", "complex")
 """Kinds of Python numbers. Each can hold the values of the kinds before it."""
 
 
 def encode_value(value: object) -> tuple[str, str] | None:
     """(kind, text) of a leaf small enough to be stored in the manifest; None for one that is stored as an array."""
-    name = PYTHON.get(type(value))
+    name = PYTHON_KINDS.get(type(value))
     if name is None or (isinstance(value, (str, bytes)) and len(value) > INLINE_BYTES):
         return None
     encode = KINDS[name].encode

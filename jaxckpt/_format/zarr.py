@@ -14,15 +14,14 @@ import crc32c
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES, stored_dtype
-from jaxckpt._format.grid import Box, Numbers, touched
+from jaxckpt._format.grid import Box, IntArray, touched_cells
 from jaxckpt._format.pieces import Bytes
 from jaxckpt._format.stacks import Stack
-
 
 ReadRange = Callable[[int, int], Bytes]
 """(start, stop) → that range of an object, valid until the next call."""
 
-RUN_BYTES = 1 << 20
+CHUNK_BATCH_BYTES = 1 << 20
 """Bytes of chunks that are gathered, checksummed and written together, so that they stay in a core's cache."""
 
 WINDOW_BYTES = 4 << 20
@@ -76,7 +75,7 @@ def object_key(stack: Stack, index: tuple[int, ...]) -> str:
     return f"{stack.name}/c/{'/'.join(map(str, index))}"
 
 
-def digest(read: ReadRange, stack: Stack, length: int) -> str:
+def read_digest(read: ReadRange, stack: Stack, length: int) -> str:
     """Digest of an object of `length` bytes; "" if its index points outside of it.
 
     It is the crc32c of the checksums at the ends of the object's chunks, in index order. It distinguishes the contents
@@ -87,14 +86,14 @@ def digest(read: ReadRange, stack: Stack, length: int) -> str:
         return ""
     entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
     present = entries[entries[:, 0] != ABSENT]
-    if not _inside(present, data_bytes) or _mislengthed(read, stack, present.astype(np.int64).tolist()):
+    if not _inside(present, data_bytes) or _wrong_decoded_lengths(read, stack, present.astype(np.int64).tolist()):
         return ""
     ends = present.sum(axis=1).astype(np.int64).tolist()
     return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
 
 
 @functools.lru_cache(maxsize=1024)
-def sum_of_intact(stored_bytes: int, count: int) -> int:
+def intact_chunks_crc32c(stored_bytes: int, count: int) -> int:
     """Crc32c of this many intact chunks, each of `stored_bytes` with its checksum at its end.
 
     It does not depend on their content: after a message and its checksum, the state of a cyclic redundancy check
@@ -115,7 +114,7 @@ Entries = np.ndarray[Any, np.dtype[np.uint64]]
 """[chunk, 2]: offset and length of each chunk of an object, by its number."""
 
 
-def index_of(tail: Bytes, data_bytes: int) -> Entries | str:
+def parse_index(tail: Bytes, data_bytes: int) -> Entries | str:
     """The entries of the index at the end of an object with this many bytes of chunks, or the index's problem."""
     if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
         return "has a damaged index: its crc32c does not match"
@@ -135,7 +134,7 @@ def _inside(present: Entries, data_bytes: int) -> bool:
     )
 
 
-def _mislengthed(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]]) -> dict[int, int]:
+def _wrong_decoded_lengths(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]]) -> dict[int, int]:
     """The decoded length, by offset, of each chunk (offset, length) that would decode to a wrong length.
 
     Only blosc needs this check, because its decoder allocates the size in a chunk's header, up to 2 GiB.
@@ -174,12 +173,12 @@ class Chunks:
 
 def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chunks]:
     """The chunks of an object that `part`, a box of the stack, touches, grouped into boxes. The chunks of each box, in
-    sequence, are the box in C order. No box is larger than `RUN_BYTES` unless a chunk is."""
+    sequence, are the box in C order. No box is larger than `CHUNK_BATCH_BYTES` unless a chunk is."""
     counts, first_chunks, ranges = _chunks(stack, index, part)
     # Cut along one dimension, so that all chunks of a block have length 1 in the dimensions before it.
     row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
     along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
-    most = max(1, RUN_BYTES // stack.chunk_stored_bytes)
+    most = max(1, CHUNK_BATCH_BYTES // stack.chunk_stored_bytes)
     steps = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
     # For each dimension and position along it: what the position adds to a chunk's number, and its range in the stack.
     places = [
@@ -196,7 +195,7 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chun
             yield Chunks(range(first, first + len(some) * stride, stride), box, slowest)
 
 
-def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Numbers, max_bytes: int) -> Iterator[Chunks]:
+def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: IntArray, max_bytes: int) -> Iterator[Chunks]:
     """The chunks of an object that `part`, a box of the stack, touches, in as few boxes as possible. No box is larger
     than `max_bytes` unless a chunk is. Its chunks are neighbors in the file; `starts` has the offset of each chunk by
     its number."""
@@ -228,7 +227,7 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: Number
         yield Chunks(some.tolist(), box, slowest)
 
 
-def numbers_in_one_run(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
+def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
     """The numbers of the chunks of `part`, a box of the stack in one object, if the part in C order consists of these
     chunks in sequence; otherwise None."""
     begun = False  # whether a chunk is longer than 1 along an earlier dimension
@@ -248,14 +247,15 @@ def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int],
     chunks that `part` touches."""
     counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
     first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
-    ranges = [(a - f, b - f) for (a, b), f in zip(touched(part, stack.chunk), first_chunks, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched_cells(part, stack.chunk), first_chunks, strict=True)]
     return counts, first_chunks, ranges
 
 
-def problems(
-    read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, wanted: str
+def object_problems(
+    read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, expected_digest: str
 ) -> Iterator[tuple[Box | None, str]]:
-    """The problems of an object of `length` bytes with the expected digest `wanted`. `read(start, stop)` reads a range.
+    """The problems of an object of `length` bytes with the expected digest `expected_digest`. `read(start, stop)` reads
+    a range.
 
     Reads every chunk once and computes its checksum. Yields (box of the stack, or None for the whole object, reason).
     """
@@ -263,53 +263,53 @@ def problems(
     if data_bytes < 0:
         yield None, f"is {length} bytes long, shorter than its index"
         return
-    entries = index_of(read(data_bytes, length), data_bytes)
+    entries = parse_index(read(data_bytes, length), data_bytes)
     if isinstance(entries, str):
         yield None, entries
         return
     present = np.flatnonzero(entries[:, 0] != ABSENT)
-    whole = True
+    is_intact = True
     for number in set(range(len(entries))).difference(present.tolist()):
         box = chunk_box(stack, index, number)
         if box is not None:
-            whole = False
+            is_intact = False
             yield box, "lacks a chunk"
     sums = dict[int, bytes]()
     places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
-    mislengthed = _mislengthed(read, stack, [(start, size) for start, size, _ in places])
-    for together in _windows(sorted(places)):
-        for (start, size, number), computed, stored in _checksums(read, together):
+    wrong_lengths = _wrong_decoded_lengths(read, stack, [(start, size) for start, size, _ in places])
+    for window in _windows(sorted(places)):
+        for (start, size, number), computed, stored in _checksums(read, window):
             sums[number] = stored
             reason = None
             if stack.compression is None and size != stack.chunk_stored_bytes:
                 reason = f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}"
             elif computed != int.from_bytes(stored, "little"):
                 reason = "has a damaged chunk: its crc32c does not match"
-            elif start in mislengthed:
+            elif start in wrong_lengths:
                 expected = stack.chunk_stored_bytes - 4
-                reason = f"has a chunk that decodes to {mislengthed[start]} bytes, expected {expected}"
+                reason = f"has a chunk that decodes to {wrong_lengths[start]} bytes, expected {expected}"
             if reason:
-                whole = False
+                is_intact = False
                 yield chunk_box(stack, index, number), reason
     # If chunks are damaged, the digest would only report the same damage again.
-    if whole and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != wanted:
+    if is_intact and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != expected_digest:
         yield None, "does not hold the data that was saved there"
 
 
 _Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and its number
 
 
-def _checksums(read: ReadRange, together: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
+def _checksums(read: ReadRange, window: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
     """(chunk, its crc32c, its stored crc32c) of each of some neighboring chunks, or of one larger chunk."""
-    begun, stop = together[0][0], max(start + size for start, size, _ in together)
-    if stop - begun > WINDOW_BYTES and len(together) == 1:
+    begun, stop = window[0][0], max(start + size for start, size, _ in window)
+    if stop - begun > WINDOW_BYTES and len(window) == 1:
         computed = 0
         for start in range(begun, stop - 4, WINDOW_BYTES):
             computed = crc32c.crc32c(read(start, min(start + WINDOW_BYTES, stop - 4)).tobytes(), computed)
-        yield together[0], computed, read(stop - 4, stop).tobytes()
+        yield window[0], computed, read(stop - 4, stop).tobytes()
         return
     content = read(begun, stop)
-    for start, size, number in together:
+    for start, size, number in window:
         chunk = content[start - begun : start - begun + size]
         yield (start, size, number), crc32c.crc32c(chunk[:-4].data), chunk[-4:].tobytes()
 

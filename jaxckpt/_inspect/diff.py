@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, cut_down, volume, whole
+from jaxckpt._format.grid import Box, cut_down, volume, whole_box
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array
-from jaxckpt._format.select import Select, selector
+from jaxckpt._format.select import Select, parse_select
 from jaxckpt._format.tree import Structure, prune
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.placing import fetch
@@ -22,9 +22,9 @@ from jaxckpt._restore.renaming import Renaming, renamed_source
 from jaxckpt._restore.source import Location, Source, source_at
 from jaxckpt._runtime.errors import show_count, show_lines, show_path
 from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._runtime.progress import reporting
+from jaxckpt._runtime.progress import display_progress
 
-_TOGETHER = 1 << 18
+_BATCH_ELEMENTS = 1 << 18
 """Elements that are compared in one call."""
 
 
@@ -160,8 +160,8 @@ def diff(
     # Each box needs a buffer on both sides. The other half of the memory is for reading.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
-    either = a.leaves | b.leaves
-    chosen = set(itertools.compress(either, selector(select).choose(either, "either checkpoint")))
+    all_leaves = a.leaves | b.leaves
+    chosen = set(itertools.compress(all_leaves, parse_select(select).choose(all_leaves, "either checkpoint")))
     deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
     in_both = [(path, a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves]
     pairs = {
@@ -170,9 +170,9 @@ def diff(
         if (leaf_a.is_array, leaf_a.stored_shape) == (leaf_b.is_array, leaf_b.stored_shape)
     }
     total = sum(leaf_a.nbytes + leaf_b.nbytes for leaf_a, leaf_b in pairs.values())
-    with reporting("diff", total, options.progress) as advance:
+    with display_progress("diff", total, options.progress) as advance:
         for path, box_a, box_b in _boxes(a, b, pairs, options):
-            deltas[path] = _with(deltas[path], box_a, box_b)
+            deltas[path] = _add_differences(deltas[path], box_a, box_b)
             if pairs[path][0].is_array:
                 advance(box_a.nbytes + box_b.nbytes)
     return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(chosen) == b.structure(chosen))
@@ -220,27 +220,27 @@ def _boxes(
     a: _Side, b: _Side, pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options
 ) -> Iterator[tuple[str, Array, Array]]:
     """(path, array of a, array of b) of each leaf, or of each box of a large leaf. Small leaves are read in groups."""
-    together: list[str] = []
-    held = 0
+    batch: list[str] = []
+    batch_bytes = 0
     for path, (leaf, other) in pairs.items():
         if not leaf.is_array:
             yield path, _as_array(leaf.value), _as_array(other.value)
             continue
         size = max(leaf.nbytes, other.nbytes)
         if size <= options.host_bytes:
-            if together and held + size > options.host_bytes:
-                yield from zip(together, a.fetch(together), b.fetch(together), strict=True)
-                together, held = [], 0
-            together.append(path)
-            held += size
+            if batch and batch_bytes + size > options.host_bytes:
+                yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
+                batch, batch_bytes = [], 0
+            batch.append(path)
+            batch_bytes += size
             continue
         stack, shape = leaf.stack, leaf.stored_shape
         fits = options.host_bytes // (size // math.prod(shape))
         grids = (stack.object[1:], stack.chunk[1:])
-        for box in cut_down(whole(shape), grids, lambda box, fits=fits: volume(box) <= fits):
+        for box in cut_down(whole_box(shape), grids, lambda box, fits=fits: volume(box) <= fits):
             yield path, a.box(path, box), b.box(path, box)
-    if together:
-        yield from zip(together, a.fetch(together), b.fetch(together), strict=True)
+    if batch:
+        yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
 
 
 def _as_array(value: Any) -> Array:
@@ -248,16 +248,16 @@ def _as_array(value: Any) -> Array:
     return np.asarray(value, object if isinstance(value, str | bytes) else None)
 
 
-def _with(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
+def _add_differences(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
     """A leaf's differences, including those of one more box."""
     a, b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.size, _TOGETHER):  # 100 bytes each, in float64 copies and temporaries
-        leaf = _with_few(leaf, a[start : start + _TOGETHER], b[start : start + _TOGETHER])
+    for start in range(0, a.size, _BATCH_ELEMENTS):  # 100 bytes each, in float64 copies and temporaries
+        leaf = _add_batch(leaf, a[start : start + _BATCH_ELEMENTS], b[start : start + _BATCH_ELEMENTS])
     return leaf
 
 
-def _with_few(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
-    """As `_with`, for at most `_TOGETHER` elements."""
+def _add_batch(leaf: LeafDelta, a: Array, b: Array) -> LeafDelta:
+    """As `_add_differences`, for at most `_BATCH_ELEMENTS` elements."""
     size = leaf.size + a.size
     if a.dtype == b.dtype and _is_number(a):
         differ = (_bits(a) != _bits(b)).reshape(*a.shape, -1).any(axis=-1)

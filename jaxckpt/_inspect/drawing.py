@@ -134,16 +134,16 @@ def term(name: str) -> Markup:
     return element("dt", name, **({"title": MEANINGS[name]} if name in MEANINGS else {}))
 
 
-def definitions(figures: Mapping[str, str], *, ours: bool = True) -> Markup:
+def definitions(figures: Mapping[str, str], *, explain: bool = True) -> Markup:
     """Figures with their names, and explanations for known names."""
-    named = term if ours else functools.partial(element, "dt")
+    named = term if explain else functools.partial(element, "dt")
     pairs = [element("div", named(name), element("dd", figure)) for name, figure in figures.items()]
     return element("dl", *pairs, class_="figures")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> Markup:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> Markup:
     """A table whose first columns hold words and the others figures."""
-    classes = [{"class_": "words"} if column < words else {} for column in range(len(heads))]
+    classes = [{"class_": "words"} if column < text_columns else {} for column in range(len(heads))]
     lines = [
         element("tr", *(element("th", head, scope="col", **more) for head, more in zip(heads, classes, strict=True)))
     ]
@@ -178,22 +178,22 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
     """
     axes = mesh.axes if mesh is not None else {}
     pieces = pieces_along(axes, spec, rank)
-    cut = [dim for dim, count in enumerate(pieces) if count > 1]
-    across = cut[-1:] if len(cut) > 1 or cut == [rank - 1] else []
-    down = [dim for dim in cut if dim not in across]
-    columns, rows = (math.prod(pieces[dim] for dim in dims) for dims in (across, down))
-    left, top = (16 if down else 0), (16 if across else 0)
-    x_at, x_gap = _places(columns, width - left)
+    split_dims = [dim for dim, count in enumerate(pieces) if count > 1]
+    column_dims = split_dims[-1:] if len(split_dims) > 1 or split_dims == [rank - 1] else []
+    row_dims = [dim for dim in split_dims if dim not in column_dims]
+    columns, rows = (math.prod(pieces[dim] for dim in dims) for dims in (column_dims, row_dims))
+    left, top = (16 if row_dims else 0), (16 if column_dims else 0)
+    x_at, x_gap = _cell_positions(columns, width - left)
     height = 34 if rows <= 4 else 30
-    y_at, y_gap = _places(rows, min(rows, _MAX_CELLS) * height if rows > 1 else 56)
-    holders = _Holders(mesh, spec, rank)
+    y_at, y_gap = _cell_positions(rows, min(rows, _MAX_CELLS) * height if rows > 1 else 56)
+    holders = _BoxDevices(mesh, spec, rank)
     drawn: list[Markup] = []
     for row, (y, tall) in y_at.items():
         for column, (x, wide) in x_at.items():
-            index = _unravelled(row, [pieces[dim] for dim in down]) + _unravelled(
-                column, [pieces[dim] for dim in across]
+            index = _unravelled(row, [pieces[dim] for dim in row_dims]) + _unravelled(
+                column, [pieces[dim] for dim in column_dims]
             )
-            box = dict(zip([*down, *across], index, strict=True))
+            box = dict(zip([*row_dims, *column_dims], index, strict=True))
             held = holders(box)
             number = row * columns + column
             # Neighbors have different colors for any number of columns.
@@ -205,17 +205,17 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
         drawn.append(_text(left + x_gap, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle"))
     if y_gap:
         drawn.append(_text(left + x_at[0][0] + x_at[0][1] / 2, top + y_gap + 4, "⋮", text_anchor="middle"))
-    if across:
-        drawn.append(_text(left, 11, _cut_by(across, pieces, spec, width // 7), class_="dim"))
+    if column_dims:
+        drawn.append(_text(left, 11, _describe_split(column_dims, pieces, spec, width // 7), class_="dim"))
     last = max(y + tall for y, tall in y_at.values())
-    if down:
-        text = _cut_by(down, pieces, spec, max(6, int(last / 6)))
+    if row_dims:
+        text = _describe_split(row_dims, pieces, spec, max(6, int(last / 6)))
         drawn.append(_text(-(top + last), 11, text, transform="rotate(-90)", class_="dim"))
     said = f"{show_spec(spec)} on {show_axes(axes)}" if mesh is not None else where
     return _svg(str(width), top + last, clipped(f"layout: {said}", 200), *drawn)
 
 
-def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:
+def _cell_positions(count: int, room: float) -> tuple[dict[int, tuple[float, float]], float | None]:
     """(start, length) of each cell that is drawn along a side, and the middle of the gap if some are left out."""
     if count <= _MAX_CELLS:
         each = room / max(1, count)
@@ -227,7 +227,7 @@ def _places(count: int, room: float) -> tuple[dict[int, tuple[float, float]], fl
     return first | last, 5 * each + gap / 2
 
 
-def _cut_by(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:
+def _describe_split(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:
     text = ", ".join(
         f"dim {dim} by {'·'.join(clipped(axis, 20) for axis in spec[dim])} ({pieces[dim]})" for dim in dims
     )
@@ -239,7 +239,7 @@ def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
     return [int(at) for at in np.unravel_index(number, tuple(counts))]
 
 
-class _Holders:
+class _BoxDevices:
     """Ids of the devices that hold a box, given by its index along the dimensions that are split."""
 
     def __init__(self, mesh: MeshRecord | None, spec: Spec, rank: int) -> None:

@@ -13,7 +13,7 @@ from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.specs import partition_spec
 from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, notebook
-from jaxckpt._restore.placing import on_host
+from jaxckpt._restore.placing import host_value
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import show_path
@@ -83,7 +83,7 @@ class LazyLeaf:
         """The whole leaf, without devices: a NumPy array or scalar, or the Python value."""
         if not self._leaf.is_array:
             return self._leaf.value
-        return on_host(self[...], self.kind, self.path)
+        return host_value(self[...], self.kind, self.path)
 
     def __getitem__(self, index: Any) -> Any:
         """NumPy indexing, with an array or a scalar as the result.
@@ -97,7 +97,7 @@ class LazyLeaf:
         """
         if not self._leaf.is_array:
             return np.asarray(self._leaf.value)[index]
-        box, rest = _hull(index, self.shape)
+        box, rest = _enclosing_box(index, self.shape)
         return read_box(self._source, self._number, box, self._options)[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -110,15 +110,17 @@ class LazyLeaf:
         return self.shape[0]
 
     def __float__(self) -> float:
-        return float(self._number_of("float"))
+        return float(self._scalar_value("float"))
 
     def __int__(self) -> int:
-        return int(self._number_of("int"))
+        return int(self._scalar_value("int"))
 
-    def _number_of(self, wanted: str) -> Any:
+    def _scalar_value(self, wanted: str) -> Any:
         """The value of a leaf that is one number. Raises TypeError for any other."""
         if self.shape or self.kind in ("str", "bytes"):
-            raise TypeError(f"{wanted}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}")
+            raise TypeError(
+                f"{wanted}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}"
+            )
         return self.value
 
     @property
@@ -138,7 +140,7 @@ class LazyLeaf:
         return notebook(definitions(facts), *drawn)
 
 
-def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
+def _enclosing_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     """The box that an index touches, and the index that remains to be applied to it. Raises IndexError."""
     parts = [_index_part(part) for part in (index if isinstance(index, tuple) else (index,))]
     used = sum(map(_dims, parts))
@@ -159,7 +161,7 @@ def _hull(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
                 box.append((0, shape[len(box)]))
             rest.append(part)
         else:
-            bounds, remaining = _axis_hull(part, shape[len(box)])
+            bounds, remaining = _enclosing_range(part, shape[len(box)])
             box.append(bounds)
             rest.append(remaining)
     box.extend((0, length) for length in shape[len(box) :])
@@ -184,7 +186,7 @@ def _dims(part: Any) -> int:
     return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1
 
 
-def _axis_hull(part: Any, length: int) -> tuple[tuple[int, int], Any]:
+def _enclosing_range(part: Any, length: int) -> tuple[tuple[int, int], Any]:
     """The range (start, stop) that an index of one dimension touches, and the index within that range."""
     if isinstance(part, slice):
         numbers = range(*part.indices(length))

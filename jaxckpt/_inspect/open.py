@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._format.casts import Dtypes
-from jaxckpt._format.paths import closest
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
@@ -21,8 +21,8 @@ from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
 from jaxckpt._restore.goals import resolve
 from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
-from jaxckpt._restore.source import Location, Native, Source, source_at, step_of
-from jaxckpt._restore.target import Request, require_request
+from jaxckpt._restore.source import Location, NativeCheckpoint, Source, source_at, step_of
+from jaxckpt._restore.target import RestoreRequest, require_request
 from jaxckpt._runtime.errors import NotACheckpointError, show_count, show_path
 from jaxckpt._runtime.options import Options, options_or_default, require_whole_number
 from jaxckpt._runtime.progress import show_bytes
@@ -117,7 +117,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
         Read and checked on each access. Raises DataError.
         """
-        if not isinstance(self._source, Native):
+        if not isinstance(self._source, NativeCheckpoint):
             return []
         return load_states(self._source.store, self._manifest)
 
@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
     @property
     def nbytes(self) -> int:
         """Bytes of array data, uncompressed. Replicas are counted once."""
-        return sum(math.prod(stack.array_shape) * stack.itemsize for stack in self._manifest.arrays)
+        return sum(math.prod(stack.array_shape) * stack.itemsize for stack in self._manifest.decoded_stacks)
 
     @property
     def leaves(self) -> dict[str, LazyLeaf]:
@@ -167,7 +167,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         """
         source, run, step = step_of(self._source, "a Checkpointer deletes only those")
         with hold(run, step, term_seconds):
-            fate = source.fate()
+            fate = source.change_since_open()
             if fate is not None:
                 raise NotACheckpointError(f"{self.path} was {fate} since it was opened: open it again")
             yield self
@@ -179,7 +179,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
     def __getitem__(self, path: str) -> LazyLeaf:
         if path not in self._numbers:
             below = [leaf for leaf in self._numbers if leaf.startswith(f"{path}/")]
-            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest(str(path), self._numbers)
+            hint = f"; leaves below it: {', '.join(below[:3])}" if below else closest_hint(str(path), self._numbers)
             raise KeyError(f"no leaf {show_path(path)} in {self.path}{hint}")
         return self._leaf(self._numbers[path])
 
@@ -255,10 +255,12 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         Raises:
             MismatchError, TreeError, SpecError, LayoutError: As `restore` would.
         """
-        devices_per_process = require_whole_number(devices_per_process, "devices_per_process", least=1, most=1 << 31)
+        devices_per_process = require_whole_number(
+            devices_per_process, "devices_per_process", minimum=1, maximum=1 << 31
+        )
         options = self._options if options is None else options_or_default(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
-        request = Request(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)
+        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)
         require_request(request)
         manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options).goals, options)

@@ -47,12 +47,12 @@ from jaxckpt._inspect.drawing import (
     term,
 )
 from jaxckpt._inspect.open import Checkpoint
-from jaxckpt._inspect.restore_plan import RestorePlan, Where, draw_plan, saved_where
-from jaxckpt._restore.reading import Stored
+from jaxckpt._inspect.restore_plan import LeafLayout, RestorePlan, draw_plan, saved_layout
+from jaxckpt._restore.reading import StoredArray
 from jaxckpt._restore.source import Location, Source, source_at
 from jaxckpt._runtime.errors import show_count
-from jaxckpt._runtime.options import Options, require_bool, options_or_default
-from jaxckpt._runtime.progress import reporting, show_bytes
+from jaxckpt._runtime.options import Options, options_or_default, require_bool
+from jaxckpt._runtime.progress import display_progress, show_bytes
 
 MAX_DRAWINGS = 400
 """The most layouts that are drawn; models have about a dozen. The others are described in words."""
@@ -61,7 +61,7 @@ MAX_BARS = 64
 """The most processes with a separate bar."""
 
 _MAX_METRICS = 12  # at the top of the page
-_CLIPPED = 20_000  # characters of the user's metadata that are shown
+_MAX_METADATA_CHARS = 20_000  # characters of the user's metadata that are shown
 _BINS = 64  # of a histogram; counting uses more bins, which are merged at the end
 _FINE_BINS = 1024
 _SCALE = 1 / 16  # keeps the range of the bins from overflowing
@@ -157,7 +157,7 @@ class _Drawings:
         self._numbers: dict[Any, int] = {}
         self.templates: list[Markup] = []
 
-    def layout(self, where: Where, shape: Sequence[int]) -> dict[str, Any]:
+    def layout(self, where: LeafLayout, shape: Sequence[int]) -> dict[str, Any]:
         """A layout in the form that the page's script expects."""
         axes = {} if where.mesh is None else where.mesh.axes
         return {
@@ -168,7 +168,7 @@ class _Drawings:
             "drawing": self._number(where, len(shape)),
         }
 
-    def _number(self, where: Where, rank: int) -> int | None:
+    def _number(self, where: LeafLayout, rank: int) -> int | None:
         key = (id(where.mesh), where.split, where.on, rank)  # ids are unique here: the meshes live as long as this
         if key not in self._numbers:
             if len(self.templates) >= MAX_DRAWINGS:
@@ -187,16 +187,16 @@ def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> 
     leaves: list[list[Any]] = []
     for leaf in manifest.leaves:
         goal = wanted.get(leaf.path)
-        alike = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
-        if alike not in numbers:
-            numbers[alike] = len(forms)
+        form_key = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
+        if form_key not in numbers:
+            numbers[form_key] = len(forms)
             forms.append(_form(manifest, leaf, goal, drawings))
         value = [] if leaf.value is None else [clipped(leaf.value, 200)]
-        leaves.append([leaf.path, numbers[alike], *value])
+        leaves.append([leaf.path, numbers[form_key], *value])
     return {"leaves": leaves, "forms": forms}
 
 
-def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _Drawings) -> dict[str, Any]:
+def _form(manifest: Manifest, leaf: LeafRecord, goal: LeafLayout | None, drawings: _Drawings) -> dict[str, Any]:
     """The common properties of similar leaves, in the form that the page's script expects."""
     if leaf.stack is None:
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
@@ -209,7 +209,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: Where | None, drawings: _D
         "shape": list(stack.shape),
         "bytes": manifest.leaf_bytes(leaf),
         "stored": f"{stored}, {stack.compression}" if stack.compression else stored,
-        "saved": drawings.layout(saved_where(manifest, leaf), stack.shape),
+        "saved": drawings.layout(saved_layout(manifest, leaf), stack.shape),
         "wanted": None if goal is None else drawings.layout(goal, stack.shape),
     }
 
@@ -229,16 +229,16 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
         if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
     ]
     n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
-    with reporting("report", n_bytes, options.progress) as advance:
+    with display_progress("report", n_bytes, options.progress) as advance:
         for number, _ in leaves:
-            values = _Values()
-            for slab in Stored(source, number, options, advance).slabs():
+            values = _ValueStatistics()
+            for slab in StoredArray(source, number, options, advance).slabs():
                 values.add(slab)
             histograms[number] = values.summary()
     return histograms
 
 
-class _Values:
+class _ValueStatistics:
     """Counts values in one pass. The range of the bins grows with the values."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class _Values:
         self._low = self._high = 0.0  # edges, of values times _SCALE
         self._least, self._most = math.inf, -math.inf
         self._finite = self._nan = self._inf = self._zero = 0
-        self._mean = self._squares = 0.0
+        self._mean = self._squared_deviations = 0.0
 
     def add(self, slab: np.ndarray[Any, Any]) -> None:
         flat = slab.reshape(-1)
@@ -265,10 +265,10 @@ class _Values:
         with np.errstate(over="ignore", invalid="ignore"):
             # Chan, Golub and LeVeque, "Updating formulae for computing sample variances", 1979.
             mean, count = float(values.mean()), self._finite + values.size
-            apart = mean - self._mean
-            self._squares += float(np.square(values - mean).sum())
-            self._squares += apart * apart * self._finite * values.size / count
-            self._mean += apart * values.size / count
+            mean_shift = mean - self._mean
+            self._squared_deviations += float(np.square(values - mean).sum())
+            self._squared_deviations += mean_shift * mean_shift * self._finite * values.size / count
+            self._mean += mean_shift * values.size / count
         scaled = values * _SCALE
         self._widen(float(scaled.min()), float(scaled.max()))
         self._counts += np.histogram(scaled, _FINE_BINS, (self._low, self._high))[0]
@@ -309,7 +309,7 @@ class _Values:
                 "min": f"{self._least:.6g}",
                 "max": f"{self._most:.6g}",
                 "mean": f"{self._mean:.6g}",
-                "std": f"{math.sqrt(self._squares / self._finite):.6g}",
+                "std": f"{math.sqrt(self._squared_deviations / self._finite):.6g}",
                 **facts,
             },
         }
@@ -321,7 +321,7 @@ class _Values:
 def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
     arrays = [leaf for leaf in manifest.leaves if leaf.stack is not None]
     dtypes = collections.Counter[str]()
-    for stack in manifest.arrays:
+    for stack in manifest.decoded_stacks:
         dtypes[stack.dtype] += math.prod(stack.array_shape) * stack.itemsize
     figures = {
         "bytes": show_bytes(checkpoint.nbytes),
@@ -340,7 +340,7 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
             element("h1", clipped(checkpoint.path, 400)),
             element("p", ", ".join(filter(None, [f"{manifest.format} checkpoint", manifest.created])), class_="soft"),
             definitions({name: figure for name, figure in figures.items() if figure}),
-            *([definitions(dict(list(metrics.items())[:_MAX_METRICS]), ours=False)] if metrics else []),
+            *([definitions(dict(list(metrics.items())[:_MAX_METRICS]), explain=False)] if metrics else []),
         ]
     )
 
@@ -411,7 +411,7 @@ def _about_section(manifest: Manifest) -> Markup:
     about = [element("dl", Markup("".join(pairs)), class_="facts")]
     if manifest.metadata is not None:
         text = json.dumps(manifest.metadata, ensure_ascii=False, indent=2)
-        about += [element("h3", "metadata"), element("pre", clipped(text, _CLIPPED))]
+        about += [element("h3", "metadata"), element("pre", clipped(text, _MAX_METADATA_CHARS))]
     return _section("About", *about)
 
 

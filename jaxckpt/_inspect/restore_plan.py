@@ -12,14 +12,14 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole
+from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole_box
 from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
 from jaxckpt._restore.gathering import needs_whole_job
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.placing import kept, process_cells, rounds
-from jaxckpt._restore.plan import ReadCost, Want, plan_read, read_cost
+from jaxckpt._restore.placing import can_keep_buffers, goal_layout, split_tied_goals
+from jaxckpt._restore.plan import ReadCost, WantedRows, plan_read, read_cost
 from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
 from jaxckpt._runtime.errors import show_count
 from jaxckpt._runtime.options import Options
@@ -56,15 +56,15 @@ class LeafPlan:
     shape: tuple[int, ...]
     """Stored shape: for a PRNG key, of its raw data."""
 
-    saved: Where
+    saved: LeafLayout
     """The layout at the time of the save."""
 
-    wanted: Where
+    wanted: LeafLayout
     """The layout after the restore."""
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class LeafLayout:
     """A layout, in words and as data."""
 
     spec: str
@@ -183,7 +183,7 @@ def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
     widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
     lines = [_bar(part, widest) for part in sorted(busiest, key=lambda part: part.process)]
     rest = len(plan.processes) - len(busiest)
-    moves = collections.Counter((_in_words(leaf.saved), _in_words(leaf.wanted)) for leaf in plan.leaves)
+    moves = collections.Counter((_describe_layout(leaf.saved), _describe_layout(leaf.wanted)) for leaf in plan.leaves)
     rows = [[before, after, f"{count:,}"] for (before, after), count in moves.most_common(12)]
     if len(moves) > 12:
         rows.append([f"… {len(moves) - 12} more", "", f"{sum(count for _, count in moves.most_common()[12:]):,}"])
@@ -192,7 +192,7 @@ def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
             definitions(figures),
             bars("Bytes read by each process", lines, ["needed", "over-read"]),
             *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
-            table(["saved as", "restored as", "leaves"], rows, words=2),
+            table(["saved as", "restored as", "leaves"], rows, text_columns=2),
         ]
     )
 
@@ -208,42 +208,44 @@ def _bar(plan: ProcessPlan, widest: int) -> Bar:
     return Bar(f"process {plan.process}", f"{show_bytes(read)}, {show_count(plan.cost.requests, 'request')}", sections)
 
 
-def _in_words(where: Where) -> str:
+def _describe_layout(where: LeafLayout) -> str:
     return " on ".join(filter(None, [where.spec, where.on]))
 
 
 def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
     """Compute what every process reads for the goals, which are by leaf number."""
-    stacks = manifest.arrays
-    apart = rounds(manifest, goals)
-    turns = {number: turn for turn, some in enumerate(apart) for number in some}
-    wanted: list[list[tuple[Want, Goal, dict[int, tuple[Box, ...]] | None]]] = [[] for _ in apart]
+    stacks = manifest.decoded_stacks
+    leaf_groups = split_tied_goals(manifest, goals)
+    group_numbers = {number: turn for turn, some in enumerate(leaf_groups) for number in some}
+    wanted: list[list[tuple[WantedRows, Goal, dict[int, tuple[Box, ...]] | None]]] = [[] for _ in leaf_groups]
     device_bytes: dict[int, dict[Any, int]] = {}
     leaves: list[LeafPlan] = []
-    placed = functools.cache(_placed)
+    placed = functools.cache(_boxes_and_bytes)
     for number, goal in sorted(goals.items()):
         record = manifest.leaves[number]
         if record.stack is None or record.row is None:
             continue
         stack, rows = stacks[record.stack], (record.row, record.row + 1)
-        before = saved_where(manifest, record)
-        leaves.append(LeafPlan(record.path, stack.dtype, stack.shape, before, _where(goal.sharding, goal.on_devices)))
-        want = Want(record.stack, rows, (whole(stack.shape),), goal.cast, kept(goal))
+        before = saved_layout(manifest, record)
+        leaves.append(
+            LeafPlan(record.path, stack.dtype, stack.shape, before, _restored_layout(goal.sharding, goal.on_devices))
+        )
+        want = WantedRows(record.stack, rows, (whole_box(stack.shape),), goal.cast, can_keep_buffers(goal))
         if goal.sharding is None:
-            wanted[turns[number]].append((want, goal, None))
+            wanted[group_numbers[number]].append((want, goal, None))
             continue
         boxes_of, bytes_of = placed(goal.sharding, stack.shape, (goal.cast or DTYPES[stack.dtype]).itemsize)
-        wanted[turns[number]].append((want, goal, boxes_of))
+        wanted[group_numbers[number]].append((want, goal, boxes_of))
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + n_bytes
     readers = {process for some in wanted for *_, boxes_of in some for process in boxes_of or ()}
-    here = any(isinstance(goal.sharding, Sharding) for some in wanted for _, goal, _ in some)
-    if here:  # includes processes without a part of any leaf
+    has_real_sharding = any(isinstance(goal.sharding, Sharding) for some in wanted for _, goal, _ in some)
+    if has_real_sharding:  # includes processes without a part of any leaf
         readers.update(range(jax.process_count()))
     processes = sorted(readers) or [0]
-    together = len(processes) if here and needs_whole_job() else None
-    cells = [[process_cells(goal, stacks[want.stack].shape, processes) for want, goal, _ in some] for some in wanted]
+    together = len(processes) if has_real_sharding and needs_whole_job() else None
+    cells = [[goal_layout(goal, stacks[want.stack].shape, processes) for want, goal, _ in some] for some in wanted]
     planned: dict[tuple[int, Members], dict[Partition, list[Round]]] = {}
     plans: list[ProcessPlan] = []
     for process in processes:
@@ -252,7 +254,7 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         for turn, some in enumerate(wanted):
             wants = [replace(want, boxes=b.get(process, ())) if b is not None else want for want, _, b in some]
             needed += sum(sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants)
-            shared: dict[Partition, list[Want]] = {}
+            shared: dict[Partition, list[WantedRows]] = {}
             if options.read == "shared":
                 wants, shared = share(stacks, list(zip(wants, cells[turn], strict=True)), process, together)
             cost += read_cost(stacks, plan_read(stacks, wants, options.host_bytes), options.host_bytes)
@@ -266,7 +268,7 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
     return RestorePlan(tuple(plans), tuple(leaves))
 
 
-def _placed(
+def _boxes_and_bytes(
     sharding: Sharding | PlannedSharding, shape: tuple[int, ...], itemsize: int
 ) -> tuple[dict[int, tuple[Box, ...]], list[tuple[int, Any, int]]]:
     """The distinct boxes that each process needs, and (process, device, bytes) of every device."""
@@ -279,30 +281,30 @@ def _placed(
     return {process: tuple(distinct) for process, distinct in boxes.items()}, n_bytes
 
 
-def saved_where(manifest: Manifest, record: LeafRecord) -> Where:
+def saved_layout(manifest: Manifest, record: LeafRecord) -> LeafLayout:
     """The saved layout of a leaf."""
     if record.layout is None:
-        return Where("", "host")
+        return LeafLayout("", "host")
     mesh, spec, layout = manifest.leaf_layout(record)
     if mesh is None:
-        return Where("", show_layout(mesh, spec, layout))
-    return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+        return LeafLayout("", show_layout(mesh, spec, layout))
+    return LeafLayout(show_spec(spec), show_axes(mesh.axes), mesh, spec)
 
 
 @functools.lru_cache(maxsize=256)
-def _where(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> Where:
+def _restored_layout(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> LeafLayout:
     """The layout of a goal with this sharding."""
     if sharding is None:
-        return Where("", "default device" if on_devices else "host")
+        return LeafLayout("", "default device" if on_devices else "host")
     if isinstance(sharding, PlannedSharding):
-        mesh, spec = MeshRecord.numbered(sharding.axes), sharding.spec
-        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+        mesh, spec = MeshRecord.of_axes(sharding.axes), sharding.spec
+        return LeafLayout(show_spec(spec), show_axes(mesh.axes), mesh, spec)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh, spec = _real_mesh(sharding.mesh), spec_of(sharding.spec)
-        return Where(show_spec(spec), show_axes(mesh.axes), mesh, spec)
+        return LeafLayout(show_spec(spec), show_axes(mesh.axes), mesh, spec)
     if len(sharding.device_set) == 1:
-        return Where("", f"device {next(iter(sharding.device_set)).id}")
-    return Where("", str(sharding))
+        return LeafLayout("", f"device {next(iter(sharding.device_set)).id}")
+    return LeafLayout("", str(sharding))
 
 
 # Cached, because thousands of leaves share a mesh of thousands of devices.

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format import zarr
-from jaxckpt._format.grid import Box, cut_down, volume, whole
+from jaxckpt._format.grid import Box, cut_down, volume, whole_box
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.reading import read_box
-from jaxckpt._restore.source import Foreign, Location, Native, source_at
+from jaxckpt._restore.source import ForeignCheckpoint, Location, NativeCheckpoint, source_at
 from jaxckpt._runtime.errors import (
     CorruptError,
     DataError,
@@ -31,12 +31,12 @@ from jaxckpt._runtime.errors import (
     show_lines,
     show_path,
 )
-from jaxckpt._runtime.options import Options, require_bool, options_or_default
-from jaxckpt._runtime.progress import reporting, show_bytes
+from jaxckpt._runtime.options import Options, options_or_default, require_bool
+from jaxckpt._runtime.progress import display_progress, show_bytes
 from jaxckpt._storage.objects import Objects
-from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import store_at
 
 _THREADS = 8
 T = TypeVar("T")
@@ -85,11 +85,11 @@ class VerifyReport:
         files: dict[tuple[str, str], list[Problem]] = {}
         for problem in self.problems:
             files.setdefault((problem.object, problem.reason), []).append(problem)
-        lines = [f"{file} {reason}{_hit(hits)}" for (file, reason), hits in files.items()]
+        lines = [f"{file} {reason}{_affected_leaves(hits)}" for (file, reason), hits in files.items()]
         return f"{head}; {show_count(len(self.problems), 'problem')}\n{show_lines(lines)}"
 
 
-def _hit(problems: list[Problem]) -> str:
+def _affected_leaves(problems: list[Problem]) -> str:
     """The leaves that are affected by the problems of one file, as text for its line."""
     hit = [f"{show_path(problem.leaf)}{problem.sides}" for problem in problems if problem.leaf is not None]
     if not hit:
@@ -162,21 +162,21 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
         # For a foreign checkpoint, the error names the file.
         problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
-    if not isinstance(source, Native):
+    if not isinstance(source, NativeCheckpoint):
         return _verify_foreign(source, quick, options)
     store, manifest = source.store, source.manifest
     files = list(_files(manifest))
-    misfits = store.misfits({file.key: file.length for file in files})
+    misfits = store.check_lengths({file.key: file.length for file in files})
     problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
-    for _, more in _checked(functools.partial(_check_small, store), _small_files(manifest)):
+    for _, more in _check_concurrently(functools.partial(_check_small, store), _small_files(manifest)):
         problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
-    with reporting("verify", total, options.progress) as advance:
-        for file, more in _checked(functools.partial(_check, store), _paced(rest, options)):
+    with display_progress("verify", total, options.progress) as advance:
+        for file, more in _check_concurrently(functools.partial(_check, store), _throttle(rest, options)):
             problems.extend(more)
             advance(file.length)
-    became = source.fate() if problems else None
+    became = source.change_since_open() if problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
     places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
@@ -186,19 +186,19 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
     return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
 
 
-def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyReport:
+def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options) -> VerifyReport:
     """Read a foreign checkpoint completely, box by box, and compare the checksums of its format. Everything else was
     checked when it was opened."""
     manifest, problems, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
-    with reporting("verify", sum(sizes.values()), options.progress) as advance:
+    with display_progress("verify", sum(sizes.values()), options.progress) as advance:
         for number in arrays:
             leaf = manifest.leaves[number]
-            place, row = manifest.place(leaf)
-            stack = manifest.arrays[place]
+            place, row = manifest.stack_and_row(leaf)
+            stack = manifest.decoded_stacks[place]
             fits = max(1, options.host_bytes // 4 // stack.itemsize)
-            for box in cut_down(whole(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
+            for box in cut_down(whole_box(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
                 try:
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
@@ -206,7 +206,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
                 advance(volume(box) * stack.itemsize)
                 _pause(volume(box) * stack.itemsize, options)
             try:
-                source.blocks[place][row].check()
+                source.row_data[place][row].check()
             except (DataError, StorageError) as error:
                 if not (problems and problems[-1].leaf == leaf.path):
                     problems.append(Problem(leaf.path, str(error), object=source.url))
@@ -215,7 +215,7 @@ def _verify_foreign(source: Foreign, quick: bool, options: Options) -> VerifyRep
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _ExpectedObject:
     """An object that should exist."""
 
     key: str
@@ -236,7 +236,7 @@ class _File:
                 yield Problem(leaf, reason, object=self.key, box=tuple(sides))
 
 
-def _files(manifest: Manifest) -> Iterator[_File]:
+def _files(manifest: Manifest) -> Iterator[_ExpectedObject]:
     """The objects that a checkpoint should have."""
     rows: dict[int, dict[int, list[str]]] = {}
     for leaf in manifest.leaves:
@@ -245,12 +245,12 @@ def _files(manifest: Manifest) -> Iterator[_File]:
     for number, record in enumerate(manifest.stacks):
         stack = record.stack()
         for index, box in stack.objects():
-            length, digest = record.stored(index)
-            key = f"{manifest.data}/{zarr.object_key(stack, index)}"
-            yield _File(key, stack, index, box, length, digest, rows.get(number, {}))
+            length, digest = record.length_and_digest(index)
+            key = f"{manifest.data_folder}/{zarr.object_key(stack, index)}"
+            yield _ExpectedObject(key, stack, index, box, length, digest, rows.get(number, {}))
 
 
-def _paced(files: Iterable[_File], options: Options) -> Iterator[_File]:
+def _throttle(files: Iterable[_ExpectedObject], options: Options) -> Iterator[_ExpectedObject]:
     """The files, at the rate that the options allow. Also waits after the last file, because another step may
     follow."""
     for file in files:
@@ -263,11 +263,11 @@ def _pause(n_bytes: int, options: Options) -> None:
         time.sleep(n_bytes / options.max_bytes_per_second)
 
 
-def _check(store: Objects, file: _File) -> list[Problem]:
+def _check(store: Objects, file: _ExpectedObject) -> list[Problem]:
     problems: list[Problem] = []
     try:
-        with store.ranges(file.key) as read:
-            for box, reason in zarr.problems(read, file.stack, file.index, file.length, file.digest):
+        with store.range_reader(file.key) as read:
+            for box, reason in zarr.object_problems(read, file.stack, file.index, file.length, file.digest):
                 problems.extend(file.problems(box, reason))
     except (DataError, StorageError) as error:
         problems.extend(file.problems(None, f"cannot be read: {error}"))
@@ -277,9 +277,9 @@ def _check(store: Objects, file: _File) -> list[Problem]:
 def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """(key, SHA-256) of each zarr.json and of each process state."""
     for record in manifest.stacks:
-        yield f"{manifest.data}/{record.name}/zarr.json", record.sha256
+        yield f"{manifest.data_folder}/{record.name}/zarr.json", record.sha256
     for process, (_, sha256) in enumerate(manifest.process_states):
-        yield f"{manifest.data}/{manifests.state_name(process)}", sha256
+        yield f"{manifest.data_folder}/{manifests.state_file_name(process)}", sha256
 
 
 def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
@@ -294,7 +294,7 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
 
 
-def _checked(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
+def _check_concurrently(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
     """The files in order, each with its problems. Some are checked concurrently, and a few are queued."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
         begun: deque[tuple[T, Future[list[Problem]]]] = deque()

@@ -22,7 +22,7 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, volume
 from jaxckpt._format.layouts import memory_kind
 from jaxckpt._format.pieces import Array
-from jaxckpt._save.exchange import moving_bits
+from jaxckpt._save.exchange import transfer_context
 
 BLOCK_ROWS = 32
 """Leaves per transfer. XLA's compiler for TPUs takes 0.3 s of CPU for a program that splits this many."""
@@ -57,7 +57,7 @@ def rows_per_block(
     if (
         n_leaves * n_devices < BLOCK_PIECES
         or not 0 < n_elements * dtype.itemsize < BLOCK_LEAF_BYTES
-        or (sharding is None and _mesh_is_set())  # the rows would be placed on that mesh
+        or (sharding is None and _is_mesh_set())  # the rows would be placed on that mesh
         or (sharding is not None and memory_kind(sharding) is not None)
         or getattr(getattr(sharding, "spec", None), "reduced", None)
         or dtype.name in ("int2", "uint2")  # XLA's compiler for CPUs aborts
@@ -70,7 +70,7 @@ def rows_per_block(
     return CPU_BLOCK_ROWS if boxes is None and copied and n_leaves >= CPU_BLOCK_LEAVES else 0
 
 
-def _mesh_is_set() -> bool:
+def _is_mesh_set() -> bool:
     """Whether the caller has set a mesh for uncommitted arrays; True if JAX cannot report it."""
     if not hasattr(jax.sharding, "get_mesh"):
         return True
@@ -94,11 +94,11 @@ def place_rows(
     `n_rows` are sent together.
     """
     if devices is None:
-        return [[row] for row in _whole_rows(buffers[0], sharding, n_rows)]
-    return _parts_of_rows(buffers, devices, n_rows)
+        return [[row] for row in _place_whole_rows(buffers[0], sharding, n_rows)]
+    return _place_row_pieces(buffers, devices, n_rows)
 
 
-def _whole_rows(buffer: Array, sharding: Sharding | None, n_rows: int) -> list[Any]:
+def _place_whole_rows(buffer: Array, sharding: Sharding | None, n_rows: int) -> list[Any]:
     along = sharding
     if isinstance(sharding, NamedSharding):
         along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
@@ -107,7 +107,7 @@ def _whole_rows(buffer: Array, sharding: Sharding | None, n_rows: int) -> list[A
     return _split(placed, sharding, buffer.dtype, n_rows)[: len(buffer)]
 
 
-def _parts_of_rows(buffers: Sequence[Array], devices: Sequence[Sequence[Any]], n_rows: int) -> list[list[Any]]:
+def _place_row_pieces(buffers: Sequence[Array], devices: Sequence[Sequence[Any]], n_rows: int) -> list[list[Any]]:
     """Place the rows as arrays on this process's devices only, because the other processes do not make these calls."""
     pairs = [
         (_blocks(buffer, n_rows), place) for buffer, places in zip(buffers, devices, strict=True) for place in places
@@ -130,7 +130,7 @@ def _parts_of_rows(buffers: Sequence[Array], devices: Sequence[Sequence[Any]], n
     return [[row.addressable_data(place) for place in range(len(pairs))] for row in rows]
 
 
-def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def transfer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype with which programs move data on a device, because on CPU they may alter NaNs of small floats."""
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
         return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
@@ -139,7 +139,7 @@ def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _blocks(buffer: Array, n_rows: int) -> list[Array]:
     """The rows in batches, the last one padded with zeros, so that all batches share one program."""
-    bits = buffer.view(carrier(buffer.dtype))
+    bits = buffer.view(transfer_dtype(buffer.dtype))
     blocks = [bits[start : start + n_rows] for start in range(0, len(bits), n_rows)]
     lacking = n_rows - len(blocks[-1])
     if lacking:
@@ -156,7 +156,7 @@ def _split(blocks: Sequence[Any], sharding: Sharding | None, dtype: np.dtype[Any
             if isinstance(sharding, NamedSharding)
             else Mesh(np.array(list(sharding.device_set)), ("own",))
         )
-    with moving_bits(mesh):
+    with transfer_context(mesh):
         return [row for block in blocks for row in splitter(sharding, dtype, n_rows)(block)]
 
 

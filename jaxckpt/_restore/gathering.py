@@ -24,17 +24,26 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import extent
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.plan import read_bytes
-from jaxckpt._restore.reading import Coming, Delivery, Filling, Window, aligned_empty
-from jaxckpt._restore.sharing import ALIGNED_BYTES, Partition, Piece, Portion, Round, covers, members_of, pieces
+from jaxckpt._restore.plan import max_read_bytes
+from jaxckpt._restore.reading import Delivery, MemoryWindow, PendingRead, StepBuffers, aligned_empty
+from jaxckpt._restore.sharing import (
+    READ_ALIGNMENT_BYTES,
+    Partition,
+    Portion,
+    Round,
+    Transfer,
+    covers,
+    members_of,
+    split_into_transfers,
+)
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import Report
-from jaxckpt._save.exchange import links, moving_bits
+from jaxckpt._save.exchange import n_sending_devices, transfer_context
 from jaxckpt._storage.objects import ArrayReader
-from jaxckpt._storage.workers import Aside
+from jaxckpt._storage.workers import StorageThread
 
 
 def require_agreement(meeting: Meeting, digest: str) -> None:
@@ -44,7 +53,7 @@ def require_agreement(meeting: Meeting, digest: str) -> None:
             "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
             " with the same arguments and options"
         )
-    meeting.share("")
+    meeting.broadcast("")
 
 
 def needs_whole_job() -> bool:
@@ -63,23 +72,25 @@ def gather(
 ) -> None:
     """Run the rounds of this process's community in each partition. Every process calls this, even if it has none."""
     process = meeting.group.index
-    with Aside(options.timeout_seconds) as aside:
+    with StorageThread(options.timeout_seconds) as aside:
         for partition, rounds in planned.items():
             community: _Community | None = None
             if rounds:
                 together = partition if covers(partition, meeting.group.count) else (members_of(partition, process),)
                 community = _Community(source, stacks, rounds, Interconnect(together, process), options, aside)
-            coming = iter(community.begin() if community else ())
-            current = next(coming, None)
+            pending_rounds = iter(community.start_rounds() if community else ())
+            current = next(pending_rounds, None)
             while True:
                 if current is not None:
                     current.wait()
-                ahead = next(coming, None)  # read while the current round is sent
-                agreed = _agreed(meeting, None if current is None or community is None else community.offer(current))
+                ahead = next(pending_rounds, None)  # read while the current round is sent
+                agreed = _agree_on_programs(
+                    meeting, None if current is None or community is None else community.required_programs(current)
+                )
                 if agreed is None:
                     break
                 if community is not None:
-                    community.pass_on(current, agreed, delivery, report)
+                    community.exchange(current, agreed, delivery, report)
                 current = ahead
             if community is not None:
                 community.window.drain()
@@ -90,25 +101,25 @@ _Programs = list[tuple[int, int]]
 time run the same programs."""
 
 
-def _agreed(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
+def _agree_on_programs(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
     """Programs that are large enough for the offers of all processes; None if no process has a round left."""
     found = [one for text in meeting.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
     merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
-    agreed = json.loads(meeting.share(json.dumps(merged if found else None)))
-    meeting.renew()
+    agreed = json.loads(meeting.broadcast(json.dumps(merged if found else None)))
+    meeting.start_next()
     return agreed
 
 
-class _UnderWay:
+class _PendingRound:
     """A round that is being read."""
 
-    def __init__(self, pieces: Sequence[Piece], own: Array, begun: Sequence[Coming]) -> None:
-        self.pieces = pieces
+    def __init__(self, transfers: Sequence[Transfer], own: Array, reads: Sequence[PendingRead]) -> None:
+        self.transfers = transfers
         self.own = own
-        self._begun = begun
+        self._reads = reads
 
     def wait(self) -> None:
-        for one in self._begun:
+        for one in self._reads:
             one.wait()
 
 
@@ -122,19 +133,19 @@ class _Community:
         rounds: Sequence[Round],
         interconnect: Interconnect,
         options: Options,
-        aside: Aside,
+        aside: StorageThread,
     ) -> None:
         self._source = source
         self._stacks = stacks
         self._rounds = rounds
         self._process = interconnect.process
-        self._max_bytes = read_bytes(options.host_bytes)
+        self._max_bytes = max_read_bytes(options.host_bytes)
         self._aside = aside
         self._interconnect = interconnect
-        self.window = Window(options.host_bytes)
-        self._fillings: dict[int, Filling] = {}
+        self.window = MemoryWindow(options.host_bytes)
+        self._step_buffers: dict[int, StepBuffers] = {}
 
-    def begin(self) -> Iterator[_UnderWay]:
+    def start_rounds(self) -> Iterator[_PendingRound]:
         """Each round, after its reads have been started."""
         mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
         by_stack: dict[int, list[Portion]] = {}
@@ -145,20 +156,22 @@ class _Community:
             for stack, portions in by_stack.items()
         }
         for portions in self._rounds:
-            yield self._begun(portions, readers)
+            yield self._start_round(portions, readers)
 
-    def _begun(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _UnderWay:
+    def _start_round(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _PendingRound:
         """Start the reads of this process in a round."""
         mine = [portion for portion in portions if portion.reader == self._process]
         own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
-        begun: list[Coming] = []
+        reads: list[PendingRead] = []
         for portion in mine:
             stack = portion.step.stack
-            coming = Coming(self._source, stack, self._aside)
+            coming = PendingRead(self._source, stack, self._aside)
             regions = self._regions(portion, own[portion.start :])
             coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
-            begun.append(coming)
-        return _UnderWay(list(pieces(portions, self._interconnect.members, self._max_bytes)), own, begun)
+            reads.append(coming)
+        return _PendingRound(
+            list(split_into_transfers(portions, self._interconnect.members, self._max_bytes)), own, reads
+        )
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""
@@ -169,14 +182,18 @@ class _Community:
             for offset, shape in zip(portion.offsets, shapes, strict=True)
         ]
 
-    def offer(self, coming: _UnderWay) -> _Programs:
+    def required_programs(self, pending_round: _PendingRound) -> _Programs:
         """The programs that a round needs."""
-        return [(self._interconnect.given_bytes(piece), len(piece.spans)) for piece in coming.pieces]
+        return [(self._interconnect.sent_bytes(piece), len(piece.spans)) for piece in pending_round.transfers]
 
-    def pass_on(self, coming: _UnderWay | None, agreed: _Programs, delivery: Delivery, report: Report) -> None:
+    def exchange(
+        self, pending_round: _PendingRound | None, agreed: _Programs, delivery: Delivery, report: Report
+    ) -> None:
         """Exchange the data of a round, if any, and deliver it."""
-        found, own = ([], np.empty(0, np.uint8)) if coming is None else (coming.pieces, coming.own)
-        nothing = [Piece([], {})] * (len(agreed) - len(found))  # other communities have more
+        found, own = (
+            ([], np.empty(0, np.uint8)) if pending_round is None else (pending_round.transfers, pending_round.own)
+        )
+        nothing = [Transfer([], {})] * (len(agreed) - len(found))  # other communities have more
         error: BaseException | None = None
         for piece, program in zip([*found, *nothing], agreed, strict=True):
             got = self._interconnect.gather(piece, program, own)
@@ -188,21 +205,21 @@ class _Community:
         if error is not None:
             raise error
 
-    def _deliver(self, piece: Piece, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
+    def _deliver(self, piece: Transfer, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
         sent: dict[Any, Any] = {}
         for portion in piece.portions:
             step = portion.step
-            if id(step) not in self._fillings:
-                self.window.take(step.held_bytes)
+            if id(step) not in self._step_buffers:
+                self.window.acquire(step.held_bytes)
                 dtype = DTYPES[self._stacks[step.stack].dtype]
-                self._fillings[id(step)] = Filling(step, dtype, self.window, delivery)
-            filling = self._fillings[id(step)]
+                self._step_buffers[id(step)] = StepBuffers(step, dtype, self.window, delivery)
+            filling = self._step_buffers[id(step)]
             data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
             for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
                 sent.update(filling.scatter(region, staged))
             report(portion.read.n_bytes)
-            if filling.landed():
-                del self._fillings[id(step)]
+            if filling.finish_read():
+                del self._step_buffers[id(step)]
         jax.block_until_ready(list(sent.values()))  # they may alias the received data
 
 
@@ -216,24 +233,24 @@ class Interconnect:
         devices: dict[int, list[Any]] = {}
         for device in jax.devices():
             devices.setdefault(device.process_index, []).append(device)
-        self._width = min(links(devices[member]) for members in partition for member in members)
+        self._width = min(n_sending_devices(devices[member]) for members in partition for member in members)
         self._devices = devices[process][: self._width]
         self.members = members_of(partition, process)
         self.process = process
         grid = [[devices[member][: self._width] for member in members] for members in partition]
         self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
 
-    def given_bytes(self, piece: Piece) -> int:
+    def sent_bytes(self, piece: Transfer) -> int:
         """Bytes that each process sends, rounded up by at most 12 %, so that few programs serve all pieces."""
         words = -(-max(end - first for first, end in piece.spans.values()) // (4 * self._width))
-        unit = max(ALIGNED_BYTES // 4, 1 << max(0, words.bit_length() - 4))
+        unit = max(READ_ALIGNMENT_BYTES // 4, 1 << max(0, words.bit_length() - 4))
         return -(-words // unit) * unit * 4 * self._width
 
-    def gather(self, piece: Piece, program: tuple[int, int], own: Array) -> dict[int, Array]:
+    def gather(self, piece: Transfer, program: tuple[int, int], own: Array) -> dict[int, Array]:
         """The bytes of each process, given this process's `own`. Every process of the partition calls this."""
-        given, givers = program
+        given, n_senders = program
         words = given // (4 * self._width)
-        few = 2 * givers < len(self.members)
+        few = 2 * n_senders < len(self.members)
         slots = list(piece.spans) if few else list(self.members)
         first, _ = piece.spans.get(self.process, (0, 0))
         mine = own[first : first + given] if self.process in piece.spans else own[:0]
@@ -244,14 +261,14 @@ class Interconnect:
         places = [SingleDeviceSharding(device) for device in self._devices]
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:
-            with moving_bits(self._mesh):
+            with transfer_context(self._mesh):
                 parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
                 starts = jax.device_put([start] * self._width, places)
                 arguments = [
                     jax.make_array_from_single_device_arrays((self._mesh.size * one[0].size,), along, one)
                     for one in (parts, starts)
                 ]
-                gathered = jax.block_until_ready(gatherer(self._mesh, givers if few else None)(*arguments))
+                gathered = jax.block_until_ready(gatherer(self._mesh, n_senders if few else None)(*arguments))
         except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
             raise PeerFailedError(
                 f"processes {self.members} could not send the data that they read: {error}"
@@ -264,17 +281,17 @@ class Interconnect:
 
 
 @functools.lru_cache(maxsize=256)
-def gatherer(mesh: Mesh, givers: int | None) -> Any:
+def gatherer(mesh: Mesh, n_senders: int | None) -> Any:
     """The jitted function (words of each device, their position) → the concatenated words of a community's processes.
 
-    With `givers`, only this many processes send words, each at its position. The others send zeros, and all are summed,
-    because gathering zeros from thousands of processes would need memory for them.
+    With `n_senders`, only this many processes send words, each at its position. The others send zeros, and all are
+    summed, because gathering zeros from thousands of processes would need memory for them.
     """
 
     def everywhere(words: Any, start: Any) -> Any:
-        if givers is None:
+        if n_senders is None:
             return lax.all_gather(words, "process", tiled=True)
-        placed = lax.dynamic_update_slice(jnp.zeros(givers * words.size, words.dtype), words, [start[0]])
+        placed = lax.dynamic_update_slice(jnp.zeros(n_senders * words.size, words.dtype), words, [start[0]])
         return lax.psum(placed, "process")
 
     along, everyone = PartitionSpec(mesh.axis_names), PartitionSpec(("community", "own"))

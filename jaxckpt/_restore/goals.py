@@ -17,28 +17,28 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxckpt._format.dtypes import DTYPES, dtype_name, key_dtype, lossless
+from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless, key_dtype
 from jaxckpt._format.grid import Spec, spec_of
-from jaxckpt._format.layouts import PlannedSharding, on_mesh, saved_sharding
+from jaxckpt._format.layouts import PlannedSharding, named_sharding, saved_sharding
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.select import Select, selector
-from jaxckpt._format.specs import Alike, lay_out, mesh_axes, partition_spec, require_fit, resolve_specs
-from jaxckpt._format.values import KINDS, NUMBERS, PYTHON
+from jaxckpt._format.select import Select, parse_select
+from jaxckpt._format.specs import LeafGroup, assign_specs, mesh_axes, partition_spec, require_fit, resolve_specs
+from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._restore.objects import TargetObject
 from jaxckpt._restore.target import (
-    Asks,
     Build,
+    LeafRequests,
     Match,
-    Request,
+    RestoreRequest,
     Uncommitted,
     build_selected,
     given_casts,
     is_array_like,
     match_paths,
     mesh_in_context,
-    not_a_leaf,
-    selected,
+    selected_numbers,
+    unrestorable_reason,
 )
 from jaxckpt._runtime.errors import LayoutError, MismatchError, Problem, SpecError, show_count
 from jaxckpt._runtime.options import Options
@@ -76,8 +76,8 @@ class Resolved:
 
     build: Build
 
-    lacking: Sequence[int] = ()
-    """Numbers of the target's leaves that `Request.initial` creates."""
+    to_initialize: Sequence[int] = ()
+    """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
 
     objects: Sequence[TargetObject] = ()
     """Objects of the target that receive their state after everything has been read."""
@@ -91,32 +91,34 @@ def host_goal(kind: str) -> Goal:
 
 def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
     """The goals for the saved tree, or its selected leaves, without devices."""
-    numbers = selected(manifest, None if select is None else selector(select))
+    numbers = selected_numbers(manifest, None if select is None else parse_select(select))
     goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
     return Resolved(goals, build_selected(manifest.tree, manifest, numbers))
 
 
-def resolve(manifest: Manifest, request: Request, options: Options) -> Resolved:
+def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
     """Match the target with the checkpoint: the goal of each leaf, and how the tree is built from the leaves.
 
     Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails a check is not
     laid out, because its shape differs from the requested shape.
     """
     match, differences = match_paths(manifest, request)
-    specs = _given_specs(manifest, match.asks, request)
+    specs = _given_specs(manifest, match.requests, request)
     casts, losses = given_casts(manifest, match, request, options)
-    groups = _group(manifest, match.asks, specs, casts)
+    groups = _group(manifest, match.requests, specs, casts)
     checked, mismatches = _check(groups, options)
-    placed, misfits, unavailable = _place(request, groups, checked, options)
+    placed, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
-    numbers = match.asks.numbers
-    goals = {numbers[place]: goal for group, goal in zip(groups, placed, strict=True) if goal for place in group.places}
-    return Resolved(goals, match.build, match.lacking, match.objects)
+    numbers = match.requests.numbers
+    goals = {
+        numbers[place]: goal for group, goal in zip(groups, placed, strict=True) if goal for place in group.indices
+    }
+    return Resolved(goals, match.build, match.to_initialize, match.objects)
 
 
 def _raise_problems(
     manifest: Manifest,
-    request: Request,
+    request: RestoreRequest,
     match: Match,
     mismatches: Sequence[Problem],
     misfits: Sequence[Problem],
@@ -134,7 +136,7 @@ def _raise_problems(
     if not mismatches:
         return
     n_leaves, n_saved = show_count(len(mismatches), "leaf"), len(manifest.leaves)
-    if not match.is_met:
+    if not match.has_any_match:
         head = f"none of the target's {n_leaves} would come from the checkpoint, which has {n_saved}"
     elif request.target is None:
         head = f"{n_leaves} cannot be restored as saved"
@@ -157,9 +159,9 @@ class _Reason(NamedTuple):
 class _Group:
     """Saved leaves with equal requests. 20,000 leaves are checked and laid out as a few groups."""
 
-    asks: Asks
-    places: list[int]
-    """Indices of the leaves in `asks`."""
+    requests: LeafRequests
+    indices: list[int]
+    """Indices of the leaves in `requests`."""
 
     leaf: SavedLeaf
     """The first leaf of the group."""
@@ -173,31 +175,33 @@ class _Group:
     @property
     def wanted(self) -> Any:
         """The leaf of the target; None if the leaves are restored as they were saved."""
-        return self.asks.values[self.places[0]]
+        return self.requests.values[self.indices[0]]
 
     @property
     def paths(self) -> list[str]:
-        return [self.asks.paths[place] for place in self.places]
+        return [self.requests.paths[place] for place in self.indices]
 
     def problems(self, reason: _Reason) -> Iterator[Problem]:
         """The same problem for each leaf."""
         return (Problem(path, *reason) for path in self.paths)
 
 
-def _given_specs(manifest: Manifest, asks: Asks, request: Request) -> dict[str, Spec]:
+def _given_specs(manifest: Manifest, requests: LeafRequests, request: RestoreRequest) -> dict[str, Spec]:
     """The spec of each requested path for which `specs=` has one. Raises SpecError."""
     if request.specs is None:
         return {}
-    pairs = zip(asks.paths, asks.numbers, strict=True)
+    pairs = zip(requests.paths, requests.numbers, strict=True)
     leaves = [(path, SavedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
     return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
 
 
-def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec], casts: Mapping[str, _Dtype]) -> list[_Group]:
+def _group(
+    manifest: Manifest, requests: LeafRequests, specs: Mapping[str, Spec], casts: Mapping[str, _Dtype]
+) -> list[_Group]:
     """The asks in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
     leaves = manifest.leaves
     groups: dict[Hashable, list[int]] = {}
-    for place, (path, number, wanted) in enumerate(zip(asks.paths, asks.numbers, asks.values, strict=True)):
+    for place, (path, number, wanted) in enumerate(zip(requests.paths, requests.numbers, requests.values, strict=True)):
         record = leaves[number]
         spec = specs.get(path) if specs else None
         dtype = casts.get(path) if casts else None
@@ -210,9 +214,9 @@ def _group(manifest: Manifest, asks: Asks, specs: Mapping[str, Spec], casts: Map
             groups[form] = [place]
         else:
             group.append(place)
-    firsts = ((places, asks.paths[places[0]], leaves[asks.numbers[places[0]]]) for places in groups.values())
+    firsts = ((places, requests.paths[places[0]], leaves[requests.numbers[places[0]]]) for places in groups.values())
     return [
-        _Group(asks, places, SavedLeaf(manifest, leaf), specs.get(path), casts.get(path))
+        _Group(requests, places, SavedLeaf(manifest, leaf), specs.get(path), casts.get(path))
         for places, path, leaf in firsts
     ]
 
@@ -262,19 +266,21 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (wanted is None and not leaf.on_devices):
             return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
-        return _odd_order(leaf, wanted) or _device_goal(leaf, dtype, leaf.record.weak and dtype is None, options)
+        return _memory_layout_problem(leaf, wanted) or _device_goal(
+            leaf, dtype, leaf.record.weak and dtype is None, options
+        )
     if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
-        cast = _cast(leaf, wanted, options, dtype)
+        cast = _cast_dtype(leaf, wanted, options, dtype)
         if isinstance(cast, _Reason):
             return cast
         if isinstance(wanted, (np.ndarray, np.generic)):
             return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
         weak = dtype is None and getattr(wanted, "weak_type", False)
-        return _odd_order(leaf, wanted) or _device_goal(leaf, cast, weak, options)
-    if type(wanted) in PYTHON:
-        return _python_goal(leaf, PYTHON[type(wanted)])
-    return _Reason(not_a_leaf(wanted, is_container=False))
+        return _memory_layout_problem(leaf, wanted) or _device_goal(leaf, cast, weak, options)
+    if type(wanted) in PYTHON_KINDS:
+        return _python_goal(leaf, PYTHON_KINDS[type(wanted)])
+    return _Reason(unrestorable_reason(wanted, is_container=False))
 
 
 def _is_known(impl: str) -> bool:
@@ -305,7 +311,7 @@ _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their 
 _ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
 
 
-def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> _Dtype | _Reason | None:
+def _cast_dtype(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> _Dtype | _Reason | None:
     """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
@@ -328,7 +334,7 @@ def _cast(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         return None
     if is_key:
         return _Reason(f"{differs}; PRNG keys do not cast")
-    if options.cast == "safe" and not lossless(leaf.dtype, np.dtype(wanted.dtype)):
+    if options.cast == "safe" and not is_lossless(leaf.dtype, np.dtype(wanted.dtype)):
         return _Reason(f"{differs}: a lossy cast", _ALLOW_LOSS)
     return np.dtype(wanted.dtype)
 
@@ -356,20 +362,20 @@ def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
     saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
     if saved == wanted:
         return Goal(wanted)
-    if wanted in NUMBERS:
+    if wanted in NUMBER_KINDS:
         convert = KINDS[wanted].type
-        if saved in NUMBERS and NUMBERS.index(saved) < NUMBERS.index(wanted):
+        if saved in NUMBER_KINDS and NUMBER_KINDS.index(saved) < NUMBER_KINDS.index(wanted):
             value = leaf.value
             with contextlib.suppress(OverflowError):
                 if convert(value) == value or value != value:
                     return Goal(wanted)
-        if saved is None and leaf.kind != "key" and leaf.shape == () and lossless(leaf.dtype, np.dtype(convert)):
+        if saved is None and leaf.kind != "key" and leaf.shape == () and is_lossless(leaf.dtype, np.dtype(convert)):
             return Goal(wanted)
     found = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
     return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
 
 
-def _odd_order(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
+def _memory_layout_problem(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
     """A problem if the target requests a non-default layout in device memory, which restore does not support."""
     if not isinstance(wanted, (Format, jax.ShapeDtypeStruct)):
         return None
@@ -389,8 +395,8 @@ def _odd_order(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
 # Laying out -----------------------------------------------------------------------------------------------
 
 
-def _place(
-    request: Request, groups: Sequence[_Group], goals: Sequence[Goal | None], options: Options
+def _assign_shardings(
+    request: RestoreRequest, groups: Sequence[_Group], goals: Sequence[Goal | None], options: Options
 ) -> tuple[list[Goal | None], list[Problem], list[Problem]]:
     """The goals with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
 
@@ -406,13 +412,13 @@ def _place(
             continue
         leaf, sharding = group.leaf, _given_sharding(group.wanted)
         if sharding is not None:
-            sharding = _fitted(sharding, leaf.shape, request, options)
+            sharding = _fit_sharding(sharding, leaf.shape, request, options)
         elif request.mesh is not None:
             by_mesh[index] = group
         elif not _is_uncommitted(group.wanted) and leaf.record.layout is not None:
             layout = leaf.record.layout
             if layout not in saved:
-                saved[layout] = _saved_sharding(leaf.manifest, layout)
+                saved[layout] = _try_saved_sharding(leaf.manifest, layout)
             sharding = saved[layout]
         if isinstance(sharding, LayoutError):
             unavailable.extend(group.problems(_Reason(f"was saved as {leaf.layout}, which {sharding}")))
@@ -422,8 +428,8 @@ def _place(
             shardings[index] = sharding
     if request.mesh is not None and by_mesh:
         axes = mesh_axes(request.mesh)
-        alike = [Alike(group.paths, group.leaf.shape, group.leaf.spec, group.spec) for group in by_mesh.values()]
-        specs, problems = lay_out(axes, alike, options)
+        alike = [LeafGroup(group.paths, group.leaf.shape, group.leaf.spec, group.spec) for group in by_mesh.values()]
+        specs, problems = assign_specs(axes, alike, options)
         misfits.extend(problems)
         for (index, group), spec in zip(by_mesh.items(), [] if problems else specs, strict=not problems):
             sharding = _on_mesh(request, axes, spec, group.leaf.memory)
@@ -435,7 +441,7 @@ def _place(
     return placed, misfits, unavailable
 
 
-def _saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError | None:
+def _try_saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError | None:
     try:
         return saved_sharding(manifest, layout)
     except LayoutError as error:
@@ -455,18 +461,18 @@ def _given_sharding(wanted: Any) -> Sharding | None:
 
 
 def _on_mesh(
-    request: Request, axes: Mapping[str, int], spec: Spec, memory: str | None
+    request: RestoreRequest, axes: Mapping[str, int], spec: Spec, memory: str | None
 ) -> NamedSharding | PlannedSharding | _Reason:
     if not isinstance(request.mesh, Mesh) or request.devices_per_process is not None:
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
     try:
-        return on_mesh(request.mesh, spec, memory)
+        return named_sharding(request.mesh, spec, memory)
     except LayoutError as error:
         return _Reason(f"cannot be laid out: {error}")
 
 
-def _fitted(
-    sharding: Sharding, shape: tuple[int, ...], request: Request, options: Options
+def _fit_sharding(
+    sharding: Sharding, shape: tuple[int, ...], request: RestoreRequest, options: Options
 ) -> Sharding | PlannedSharding | _Reason:
     """A sharding from the target, if the leaf's shape allows it."""
     if not isinstance(sharding, NamedSharding):
@@ -489,7 +495,7 @@ def _fitted(
         given = spec_of(sharding.spec)
     except SpecError as error:
         return _Reason(f"cannot be laid out: {error}")
-    (spec,), problems = lay_out(axes, [Alike([""], shape, given=given)], options)
+    (spec,), problems = assign_specs(axes, [LeafGroup([""], shape, given=given)], options)
     if problems:
         return _Reason(problems[0].reason, problems[0].remedy)
     if not isinstance(sharding.mesh, Mesh):

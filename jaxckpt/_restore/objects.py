@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxckpt._format.leaf_types import LeafType, called, registered
-from jaxckpt._format.paths import below, heads
+from jaxckpt._format.leaf_types import LeafType, call_user_function, registered
+from jaxckpt._format.paths import path_prefixes, relative_path
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.tree import Container, Structure, numbers_of, objects_of, unflatten
+from jaxckpt._format.tree import Container, Structure, numbers_of, unflatten, user_objects_of
 from jaxckpt._format.values import KINDS
 from jaxckpt._runtime.errors import Problem
 
 
-def revived(manifest: Manifest, node: Container, state: Any) -> Any:
+def revive_object(manifest: Manifest, node: Container, state: Any) -> Any:
     """A saved object: created by the type that is registered under its name, or its state if there is no such type."""
     kind = registered(node.name or "")
     if kind is None or kind.from_state is None:
         return state
     first = next(numbers_of(node), None)
     path = "" if first is None else manifest.leaves[first].path
-    return called(kind.from_state, f"a {kind.name} was created from the state at", path, state)
+    return call_user_function(kind.from_state, f"a {kind.name} was created from the state at", path, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +54,52 @@ class TargetObject:
         return cls(path, leaf, kind, manifest, saved if record is None else record.children[0])
 
     @property
-    def takes_state(self) -> bool:
+    def can_set_state(self) -> bool:
         """Whether the restored tree contains the target's own leaf, with the saved state."""
         return self.type.set_state is not None
 
     def state(self, values: Mapping[int, Any]) -> Any:
         """The saved state as a tree, from the values of leaves by number."""
-        return unflatten(self.structure, values, functools.partial(revived, self.manifest))
+        return unflatten(self.structure, values, functools.partial(revive_object, self.manifest))
 
-    def made(self, values: Mapping[int, Any]) -> Any:
+    def restored_leaf(self, values: Mapping[int, Any]) -> Any:
         """The leaf of the restored tree: the target's own if it can receive a state, otherwise a new one."""
-        if self.takes_state or self.type.from_state is None:
+        if self.can_set_state or self.type.from_state is None:
             return self.leaf
-        return called(self.type.from_state, f"a {self.type.name} was created for", self.path, self.state(values))
+        return call_user_function(
+            self.type.from_state, f"a {self.type.name} was created for", self.path, self.state(values)
+        )
 
-    def set(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         """Set the state of the target's own leaf."""
         assert self.type.set_state is not None, self.path
         doing = f"the state of the {self.type.name} was set (objects before it in the tree already have theirs) at"
-        called(self.type.set_state, doing, self.path, self.leaf, state)
+        call_user_function(self.type.set_state, doing, self.path, self.leaf, state)
 
 
-def asked_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -> list[Any]:
+def shardings_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -> list[Any]:
     """What a target's sharding at a container requests of each leaf below it: that sharding, or None for host leaves in
     the state of an object."""
-    states = {number for _, node in objects_of(manifest.tree) for number in numbers_of(node)}
+    states = {number for _, node in user_objects_of(manifest.tree) for number in numbers_of(node)}
     on_host = {number for number in states if not KINDS[manifest.leaves[number].kind].on_devices}
     return [None if number in on_host else sharding for number in numbers]
 
 
-def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
+def structures_by_path(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
     """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object.
 
     An object that would share its new path with other leaves is left as its leaves.
     """
     units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
-    objects = [*objects_of(manifest.tree)]
+    objects = [*user_objects_of(manifest.tree)]
     if not objects:
         return units
-    counts = collections.Counter(head for path in paths for head in heads(path))
+    counts = collections.Counter(head for path in paths for head in path_prefixes(path))
     for path, node in objects:
         numbers = [*numbers_of(node)]
-        found = {_head(paths[number], below(path, manifest.leaves[number].path) or "") for number in numbers}
+        found = {
+            _strip_tail(paths[number], relative_path(path, manifest.leaves[number].path) or "") for number in numbers
+        }
         head = found.pop() if len(found) == 1 else None
         if head is not None and counts[head] == len(numbers):
             for number in numbers:
@@ -104,7 +108,7 @@ def with_objects(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structur
     return units
 
 
-def _head(path: str, tail: str) -> str | None:
+def _strip_tail(path: str, tail: str) -> str | None:
     """The part of a path before a tail; None if the path does not end with the tail."""
     if not tail or path == tail:
         return "" if tail else path

@@ -19,143 +19,152 @@ import numpy as np
 
 from jaxckpt._format.pieces import Bytes
 from jaxckpt._restore.gathering import Interconnect
-from jaxckpt._restore.plan import ReadStep, read_bytes
-from jaxckpt._restore.pooled import DamagedError, Pooled
+from jaxckpt._restore.plan import ReadStep, max_read_bytes
+from jaxckpt._restore.pooled import DamagedError, PooledCheckpoint
 from jaxckpt._restore.reading import aligned_empty
-from jaxckpt._restore.sharing import Piece
+from jaxckpt._restore.sharing import Transfer
 from jaxckpt._restore.source import Source
-from jaxckpt._restore.surviving import Hop, Request, hops
+from jaxckpt._restore.surviving import FileRequest, Hop, plan_hops
 from jaxckpt._runtime.errors import JaxckptError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.peers import Permutations, rounded_bytes
-from jaxckpt._storage.workers import All, Aside
+from jaxckpt._storage.workers import JoinedWork, StorageThread
 
 
-class Arrivals:
+class PeerReads:
     """The data that this process needs, in order. Every process creates one and enters it."""
 
-    def __init__(self, source: Pooled, needed: Sequence[Sequence[Request]], options: Options, meeting: Meeting) -> None:
+    def __init__(
+        self, source: PooledCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, meeting: Meeting
+    ) -> None:
         """`needed` has the missing data for each read of this process, in order."""
         self._source = source
         self._options = options
         self._meeting = meeting
         self._process = meeting.group.index
-        self._last = [0] * len(needed)
+        self._required_rounds = [0] * len(needed)
         """For each read, the number of rounds that must precede it."""
 
-        self._rounds: list[list[Request]] = []
-        self._reads = 0
-        self._passed = 0
-        held = read_bytes(options.host_bytes)
+        self._rounds: list[list[FileRequest]] = []
+        self._n_reads_started = 0
+        self._n_rounds_done = 0
+        held = max_read_bytes(options.host_bytes)
         for read, asked in enumerate(needed):
             size = sum(map(source.files.request_bytes, asked))
-            if size and (not self._rounds or held + size > read_bytes(options.host_bytes)):
+            if size and (not self._rounds or held + size > max_read_bytes(options.host_bytes)):
                 self._rounds.append([])
                 held = 0
             if size:
                 self._rounds[-1] += asked
                 held += size
-            self._last[read] = len(self._rounds) if size else 0
+            self._required_rounds[read] = len(self._rounds) if size else 0
         self._permutations: Permutations | None = None
-        self._all: list[list[list[Request]]] = []
+        self._rounds_by_process: list[list[list[FileRequest]]] = []
         self._failure: Exception | None = None
-        self.passed_bytes = 0
+        self.sent_bytes = 0
         """Bytes that this process has sent to others, including padding."""
 
-        self.got_bytes = 0
+        self.received_bytes = 0
         """Bytes that it has requested from others."""
 
-    def __enter__(self) -> Arrivals:
+    def __enter__(self) -> PeerReads:
         asked = zlib.compress(json.dumps(self._rounds).encode(), 1) if self._rounds else b""
-        sizes = json.loads(self._agreed(json.dumps(len(asked)), lambda texts: f"[{','.join(texts)}]"))
+        sizes = json.loads(self._gather_merged(json.dumps(len(asked)), lambda texts: f"[{','.join(texts)}]"))
         if any(sizes):
             everyone = tuple(range(self._meeting.group.count))
-            found = _everyones(Interconnect((everyone,), self._process), asked, sizes)
-            self._all = [_requests(text) if text else [] for text in found]
+            found = _all_gather_bytes(Interconnect((everyone,), self._process), asked, sizes)
+            self._rounds_by_process = [_decode_requests(text) if text else [] for text in found]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
-            while self._passed < max(map(len, self._all), default=0):
-                self._next()
+            while self._n_rounds_done < max(map(len, self._rounds_by_process), default=0):
+                self._run_next_round()
         if error is None or (self._source.damaged and isinstance(error, JaxckptError)):
-            self._meet()
+            self._raise_failures()
 
-    def before(self) -> None:
+    def wait_for_next_read(self) -> None:
         """Wait for the data of the next read. Called in the order of the reads."""
-        rounds = self._last[self._reads]
-        self._reads += 1
-        while self._passed < rounds:
-            self._next()
+        rounds = self._required_rounds[self._n_reads_started]
+        self._n_reads_started += 1
+        while self._n_rounds_done < rounds:
+            self._run_next_round()
 
-    def _next(self) -> None:
+    def _run_next_round(self) -> None:
         """Run the next round. Every process."""
-        self._meet()
+        self._raise_failures()
         if self._permutations is None:
             self._permutations = Permutations(self._process)
-        now = [rounds[self._passed] if self._passed < len(rounds) else [] for rounds in self._all]
+        now = [
+            rounds[self._n_rounds_done] if self._n_rounds_done < len(rounds) else []
+            for rounds in self._rounds_by_process
+        ]
         source = self._source
-        self._passed += 1
-        with Aside(self._options.timeout_seconds) as aside:
-            for hop in hops(now, source.held, source.files.request_bytes, source.max_bytes):
-                self._pass(hop, self._permutations, aside)
+        self._n_rounds_done += 1
+        with StorageThread(self._options.timeout_seconds) as aside:
+            for hop in plan_hops(now, source.availability, source.files.request_bytes, source.max_bytes):
+                self._run_hop(hop, self._permutations, aside)
 
-    def _pass(self, hop: Hop, permutations: Permutations, aside: Aside) -> None:
+    def _run_hop(self, hop: Hop, permutations: Permutations, aside: StorageThread) -> None:
         n_bytes = rounded_bytes(max(parcel.n_bytes for parcel in hop.values()))
         own: Bytes | None = None
-        for (giver, _), parcel in hop.items():
-            if giver == self._process:
+        for (sender, _), parcel in hop.items():
+            if sender == self._process:
                 own = aligned_empty((n_bytes,), np.dtype(np.uint8))
-                self.passed_bytes += n_bytes
+                self.sent_bytes += n_bytes
                 wanted = [(request, own[start : start + size]) for request, start, size in parcel.requests]
                 try:  # the others wait in a program, so any error is reported in the next meeting
-                    aside.do(f"reading from {self._source.url}", lambda w=wanted: All(self._source.serve(w)).result())
+                    aside.run(
+                        f"reading from {self._source.url}", lambda w=wanted: JoinedWork(self._source.serve(w)).result()
+                    )
                 except Exception as error:
                     self._failure = self._failure or error
         got = permutations.run(tuple(hop), n_bytes, own)
-        for (_, getter), parcel in hop.items():
-            if getter == self._process and got is not None:
+        for (_, receiver), parcel in hop.items():
+            if receiver == self._process and got is not None:
                 for request, start, size in parcel.requests:
-                    self.got_bytes += size
-                    self._source.arrived[request] = got[start : start + size]
+                    self.received_bytes += size
+                    self._source.received[request] = got[start : start + size]
 
-    def _meet(self) -> None:
+    def _raise_failures(self) -> None:
         """Raise the error of this process's reads, if any. Raise DamagedError in all processes if a file of any of them
         could not be read."""
         if self._failure is not None and not self._source.damaged:
             raise self._failure
         damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
-        found = self._agreed(damaged, lambda texts: "; ".join(filter(None, texts)))
+        found = self._gather_merged(damaged, lambda texts: "; ".join(filter(None, texts)))
         if found:
             raise DamagedError(found)
 
-    def _agreed(self, text: str, merge: Callable[[list[str]], str]) -> str:
+    def _gather_merged(self, text: str, merge: Callable[[list[str]], str]) -> str:
         """The texts of all processes, merged by process 0."""
         texts = self._meeting.gather(text)
-        agreed = self._meeting.share(merge(texts) if texts else "")
-        self._meeting.renew()
+        agreed = self._meeting.broadcast(merge(texts) if texts else "")
+        self._meeting.start_next()
         return agreed
 
 
-def needed_by(source: Source, steps: Sequence[ReadStep]) -> list[list[Request]]:
+def requests_by_read(source: Source, steps: Sequence[ReadStep]) -> list[list[FileRequest]]:
     """The requests for data that a process lacks, for each of its reads. All are empty if the checkpoint is read
     through rules: then every process must see all files."""
     return [
-        source.lacking(source.manifest.stacks[step.stack], read.boxes) if isinstance(source, Pooled) else []
+        source.missing_requests(source.manifest.stacks[step.stack], read.boxes)
+        if isinstance(source, PooledCheckpoint)
+        else []
         for step in steps
         for read in step.reads
     ]
 
 
-def _everyones(interconnect: Interconnect, text: bytes, sizes: Sequence[int]) -> list[bytes]:
+def _all_gather_bytes(interconnect: Interconnect, text: bytes, sizes: Sequence[int]) -> list[bytes]:
     """The data from each process; every process receives all of it."""
     own = np.frombuffer(text, np.uint8)
-    piece = Piece([], {process: (0, size) for process, size in enumerate(sizes) if size})
-    found = interconnect.gather(piece, (interconnect.given_bytes(piece), len(piece.spans)), own)
+    piece = Transfer([], {process: (0, size) for process, size in enumerate(sizes) if size})
+    found = interconnect.gather(piece, (interconnect.sent_bytes(piece), len(piece.spans)), own)
     return [found[process][:size].tobytes() if size else b"" for process, size in enumerate(sizes)]
 
 
-def _requests(text: bytes) -> list[list[Request]]:
+def _decode_requests(text: bytes) -> list[list[FileRequest]]:
     rounds: Any = json.loads(zlib.decompress(text))
     return [[(number, tuple(map(tuple, box))) for number, box in asked] for asked in rounds]

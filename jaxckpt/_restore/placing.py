@@ -16,26 +16,26 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Layout, extent, volume, whole
+from jaxckpt._format.grid import Box, Layout, extent, volume, whole_box
 from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, process_layout
 from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
-from jaxckpt._restore.blocks import carrier, place_rows, rows_per_block
+from jaxckpt._restore.blocks import place_rows, rows_per_block, transfer_dtype
 from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.passing import Arrivals, needed_by
-from jaxckpt._restore.plan import ReadStep, Want, plan_read, read_bytes
-from jaxckpt._restore.pooled import Pooled
-from jaxckpt._restore.reading import Buffers, read, require_metadata, undisturbed
-from jaxckpt._restore.sharing import Partition, Round, digest, members_of, plan_rounds, share
+from jaxckpt._restore.passing import PeerReads, requests_by_read
+from jaxckpt._restore.plan import ReadStep, WantedRows, max_read_bytes, plan_read
+from jaxckpt._restore.pooled import PooledCheckpoint
+from jaxckpt._restore.reading import Buffers, detect_replacement, read, require_metadata
+from jaxckpt._restore.sharing import Partition, Round, members_of, plan_rounds, share, wants_digest
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
-from jaxckpt._runtime.progress import reporting
-from jaxckpt._save.exchange import moving_bits, own_mesh
+from jaxckpt._runtime.progress import display_progress
+from jaxckpt._save.exchange import own_mesh, transfer_context
 
 WHOLE_BYTES = 1 << 20
 """Smaller leaves are read whole and cut by JAX: 30 µs each on 8 devices, compared with 300 µs for placing piece by
@@ -65,26 +65,26 @@ class _Destination:
 class _Destinations:
     """The destination of each goal. Equal goals are computed once."""
 
-    def __init__(self, stacks: Sequence[Stack], by_stack: Mapping[int, _Rows], options: Options) -> None:
+    def __init__(self, stacks: Sequence[Stack], by_stack: Mapping[int, _GoalsByRow], options: Options) -> None:
         self._stacks = stacks
         self._by_stack = by_stack
-        self._whole_bytes = min(WHOLE_BYTES, read_bytes(options.host_bytes) + 1)
+        self._whole_bytes = min(WHOLE_BYTES, max_read_bytes(options.host_bytes) + 1)
         self._by_key: dict[tuple[Any, ...], _Destination] = {}
 
     def of(self, goal: Goal, stack: int) -> _Destination:
         key = (stack, goal.sharding, goal.on_devices, goal.cast)
         if key not in self._by_key:
-            self._by_key[key] = self._of(goal, self._stacks[stack], len(self._by_stack[stack]))
+            self._by_key[key] = self._compute(goal, self._stacks[stack], len(self._by_stack[stack]))
         return self._by_key[key]
 
-    def _of(self, goal: Goal, stack: Stack, n_leaves: int) -> _Destination:
+    def _compute(self, goal: Goal, stack: Stack, n_leaves: int) -> _Destination:
         dtype, sharding = _wanted_dtype(stack, goal), goal.sharding
-        n_bytes = volume(whole(stack.shape)) * dtype.itemsize
+        n_bytes = volume(whole_box(stack.shape)) * dtype.itemsize
         places, is_whole = dict[Box, Sequence[Any]](), True
         if sharding is None:
-            places[whole(stack.shape)] = (None,)
+            places[whole_box(stack.shape)] = (None,)
         elif sharding.is_fully_addressable and n_bytes < self._whole_bytes:  # pyright: ignore
-            places[whole(stack.shape)] = ()
+            places[whole_box(stack.shape)] = ()
         else:
             places, is_whole = local_boxes(sharding, stack.shape), False  # pyright: ignore[reportArgumentType]
         block_rows = 0
@@ -92,10 +92,10 @@ class _Destinations:
             boxes = None if is_whole else list(places)
             block_rows = rows_per_block(sharding, stack.shape, dtype, boxes, n_leaves)
         devices = tuple(map(tuple, places.values()))
-        return _Destination(tuple(places), devices, is_whole, kept(goal) and not block_rows, block_rows)
+        return _Destination(tuple(places), devices, is_whole, can_keep_buffers(goal) and not block_rows, block_rows)
 
 
-def kept(goal: Goal) -> bool:
+def can_keep_buffers(goal: Goal) -> bool:
     """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
 
     This also holds in the host memory of an accelerator, because no program of the accelerator could join parts there.
@@ -117,7 +117,7 @@ def fetch(
     meeting: Meeting | None = None,
     *,
     tied: bool = False,
-    pooled: Pooled | None = None,
+    pooled: PooledCheckpoint | None = None,
 ) -> dict[int, Any]:
     """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
 
@@ -126,36 +126,38 @@ def fetch(
     In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".
     """
-    same: dict[int, int] = {}
+    representative: dict[int, int] = {}
     if tied:
         first = dict[tuple[int, Goal], int]()
         ties = source.manifest.ties
-        same = {number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()}
-        goals = {number: goals[number] for number in same.values()}
-    stacks = source.manifest.arrays
+        representative = {
+            number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()
+        }
+        goals = {number: goals[number] for number in representative.values()}
+    stacks = source.manifest.decoded_stacks
     process, processes = (meeting.group.index, meeting.group.count) if meeting is not None else (0, 1)
     values: dict[int, Any] = {}
-    for some in rounds(source.manifest, goals):
-        steps, shared, leaves = _planned(source, some, options, values, meeting)
+    for some in split_tied_goals(source.manifest, goals):
+        steps, shared, leaves = _plan_reads(source, some, options, values, meeting)
         total = sum(step.n_bytes for step in steps)
         total += sum(one.read.n_bytes for each in shared.values() for portions in each for one in portions)
-        with undisturbed(source, options), reporting("restore", total, options.progress) as advance:
+        with detect_replacement(source, options), display_progress("restore", total, options.progress) as advance:
             require_metadata(source, leaves.stacks[process::processes], options)
             if shared and meeting is not None:
                 gather(source, stacks, shared, options, leaves, advance, meeting)
             if pooled is not None and meeting is not None:
-                with Arrivals(pooled, needed_by(source, steps), options, meeting) as arrivals:
-                    read(source, stacks, steps, options, leaves, advance, arrivals.before)
+                with PeerReads(pooled, requests_by_read(source, steps), options, meeting) as arrivals:
+                    read(source, stacks, steps, options, leaves, advance, arrivals.wait_for_next_read)
             else:
                 read(source, stacks, steps, options, leaves, advance)
-        leaves.empty_leaves()
+        leaves.create_empty_leaves()
     for number, goal in goals.items():
         if goal.weak:
             values[number] = _weakly_typed(values[number])
-    return values | {number: values[one] for number, one in same.items()}
+    return values | {number: values[one] for number, one in representative.items()}
 
 
-def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
+def split_tied_goals(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
     """The goals in rounds, so that no two leaves of a round share a row. Separate arrays are read separately."""
     ties = manifest.ties
     if not ties:
@@ -171,14 +173,14 @@ def rounds(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, G
     return [*by_round]
 
 
-def _planned(
+def _plan_reads(
     source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], meeting: Meeting | None
-) -> tuple[list[ReadStep], dict[Partition, list[Round]], _Leaves]:
+) -> tuple[list[ReadStep], dict[Partition, list[Round]], _LeafBuilder]:
     """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and the
     builder that stores the results in `values`. Values in the manifest are stored immediately."""
     manifest = source.manifest
-    stacks = manifest.arrays
-    by_stack: dict[int, _Rows] = {}
+    stacks = manifest.decoded_stacks
+    by_stack: dict[int, _GoalsByRow] = {}
     destinations = _Destinations(stacks, by_stack, options)
     for number, goal in goals.items():
         record = manifest.leaves[number]
@@ -186,27 +188,27 @@ def _planned(
             values[number] = _from_text(record, goal)
         else:
             by_stack.setdefault(record.stack, {})[record.row] = number, goal
-    wanted: list[tuple[Want, Goal]] = []
+    wanted: list[tuple[WantedRows, Goal]] = []
     for stack, rows_of in by_stack.items():
         for rows, goal in _ranges(rows_of):
             destination = destinations.of(goal, stack)
-            wanted.append((Want(stack, rows, destination.boxes, goal.cast, destination.kept), goal))
+            wanted.append((WantedRows(stack, rows, destination.boxes, goal.cast, destination.kept), goal))
     wants = [want for want, _ in wanted]
     shared: dict[Partition, list[Round]] = {}
     if options.read == "shared" and meeting is not None and meeting.group.count > 1:
         group = meeting.group
-        laid_out = [(want, process_cells(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
-        require_agreement(meeting, f"{digest(laid_out)} {options.host_bytes}")  # the rounds also depend on this
-        meeting.renew()
+        laid_out = [(want, goal_layout(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
+        require_agreement(meeting, f"{wants_digest(laid_out)} {options.host_bytes}")  # the rounds also depend on this
+        meeting.start_next()
         wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
         for partition, some in common.items():
             members = members_of(partition, group.index)
             shared[partition] = plan_rounds(stacks, some, members, options.host_bytes) if some else []
     steps = plan_read(stacks, wants, options.host_bytes)
-    return steps, shared, _Leaves(manifest, stacks, by_stack, destinations, values)
+    return steps, shared, _LeafBuilder(manifest, stacks, by_stack, destinations, values)
 
 
-def process_cells(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) -> Layout:
+def goal_layout(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) -> Layout:
     """The cells of a leaf, and the processes that need each: all of them if it has no sharding."""
     if goal.sharding is None:
         return Layout((1,) * len(shape), (tuple(processes),))
@@ -221,11 +223,11 @@ def _weakly_typed(array: Any) -> Any:
     return type(array)(aval, array.sharding, array._arrays, committed=array.committed, _skip_checks=True)
 
 
-_Rows = dict[int, tuple[int, Goal]]
+_GoalsByRow = dict[int, tuple[int, Goal]]
 """(leaf number, its goal) of rows of a stack."""
 
 
-def _ranges(goals: _Rows) -> Iterator[tuple[tuple[int, int], Goal]]:
+def _ranges(goals: _GoalsByRow) -> Iterator[tuple[tuple[int, int], Goal]]:
     """Ranges of consecutive rows that have the same goal."""
     begun = end = -1
     goal: Goal | None = None
@@ -251,33 +253,33 @@ def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[An
 # Handing over ---------------------------------------------------------------------------------------------
 
 
-_FEW_COLLECTIONS = 100_000
+_GC_THRESHOLD = 100_000
 """Objects created between two runs of Python's garbage collector while arrays are created; Python's default is 700."""
 
 
 @contextlib.contextmanager
-def seldom_collected() -> Generator[None]:
+def infrequent_gc() -> Generator[None]:
     """Run Python's garbage collector rarely in the block. It would repeatedly traverse all objects of the process while
     thousands of arrays are created. 20,000 leaves onto 8 devices take 1.3 s of CPU instead of 1.7."""
     usual = gc.get_threshold()
-    if not 0 < usual[0] < _FEW_COLLECTIONS:  # the collector is off, or another thread is in this block
+    if not 0 < usual[0] < _GC_THRESHOLD:  # the collector is off, or another thread is in this block
         yield
         return
     try:
-        gc.set_threshold(_FEW_COLLECTIONS, *usual[1:])
+        gc.set_threshold(_GC_THRESHOLD, *usual[1:])
         yield
     finally:
-        if gc.get_threshold()[0] == _FEW_COLLECTIONS:
+        if gc.get_threshold()[0] == _GC_THRESHOLD:
             gc.set_threshold(*usual)
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaves:
+class _LeafBuilder:
     """Creates the values of leaves from the read data."""
 
     _manifest: Manifest
     _stacks: Sequence[Stack]
-    _by_stack: Mapping[int, _Rows]
+    _by_stack: Mapping[int, _GoalsByRow]
     _destinations: _Destinations
     _values: dict[int, Any]
     _parts: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
@@ -290,7 +292,7 @@ class _Leaves:
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         """Turn rows into host arrays, or send them to the devices in one batched call."""
-        with seldom_collected():
+        with infrequent_gc():
             return self._deliver(step, buffers)
 
     def _deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
@@ -300,24 +302,24 @@ class _Leaves:
         pieces: list[tuple[list[int], Goal, int]] = []
         blocks: list[Any] = []
         for run, filled in zip(step.runs, buffers, strict=True):
-            for (begun, ended), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
-                leaves = [self._by_stack[step.stack][row][0] for row in range(begun, ended)]
+            for (start, stop), goal in _ranges({row: self._by_stack[step.stack][row] for row in range(*run.rows)}):
+                leaves = [self._by_stack[step.stack][row][0] for row in range(start, stop)]
                 destination = self._destinations.of(goal, step.stack)
                 # Boxes that only other processes need were read for them.
                 own = [run.boxes.index(box) for box in destination.boxes]
                 if not own:
                     continue
                 if run.streamed:
-                    for row, leaf in enumerate(leaves, begun):
+                    for row, leaf in enumerate(leaves, start):
                         self._finish_streamed(leaf, goal, step.stack, row, own)
                     continue
-                parts = [filled[box][begun - run.rows[0] : ended - run.rows[0]] for box in own]
-                rows = list(map(_rows, parts))
+                parts = [filled[box][start - run.rows[0] : stop - run.rows[0]] for box in own]
+                rows = list(map(_split_rows, parts))
                 if goal.kind == "numpy":
                     self._values.update(zip(leaves, rows[0], strict=True))
                 elif not goal.on_devices:
                     for leaf, view in zip(leaves, rows[0], strict=True):
-                        self._values[leaf] = on_host(view, goal.kind, self._manifest.leaves[leaf].path)
+                        self._values[leaf] = host_value(view, goal.kind, self._manifest.leaves[leaf].path)
                 elif destination.block_rows:
                     devices = None if destination.whole else destination.devices
                     placed = place_rows(parts, goal.sharding, devices, destination.block_rows)
@@ -367,16 +369,16 @@ class _Leaves:
             if part[1:] == box:
                 placed = jax.device_put([piece] * len(devices), list(devices))
             else:
-                piece = piece.view(carrier(piece.dtype))
+                piece = piece.view(transfer_dtype(piece.dtype))
                 starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
                 wholes = self._parts.get(key) or [None] * len(devices)
                 placed = jax.device_put([piece] * len(devices), list(devices))
                 each = zip(wholes, placed, devices, strict=True)
-                placed = [_updated(whole, part, starts, extent(box), device) for whole, part, device in each]
+                placed = [_insert_part(whole, part, starts, extent(box), device) for whole, part, device in each]
             touched[key] = self._parts[key] = placed
         return touched
 
-    def empty_leaves(self) -> None:
+    def create_empty_leaves(self) -> None:
         """Create leaves without elements, for which nothing was read."""
         wanted = [(number, *row) for number, rows in self._by_stack.items() for row in rows.values()]
         for number, leaf, goal in wanted:
@@ -386,7 +388,9 @@ class _Leaves:
             dtype = _wanted_dtype(stack, goal)
             destination = self._destinations.of(goal, number)
             if not goal.on_devices:
-                self._values[leaf] = on_host(np.empty(stack.shape, dtype), goal.kind, self._manifest.leaves[leaf].path)
+                self._values[leaf] = host_value(
+                    np.empty(stack.shape, dtype), goal.kind, self._manifest.leaves[leaf].path
+                )
             elif destination.whole:
                 self._finish(leaf, goal, number, [jax.device_put(np.empty(stack.shape, dtype), goal.sharding)])  # pyright: ignore
             else:
@@ -415,7 +419,7 @@ class _Leaves:
         self._values[leaf] = array
 
 
-def _rows(buffer: Array) -> Sequence[Array]:
+def _split_rows(buffer: Array) -> Sequence[Array]:
     """The rows of a buffer as arrays, even if they are scalars."""
     return list(buffer) if buffer.ndim > 1 else [buffer[row, ...] for row in range(len(buffer))]
 
@@ -423,13 +427,13 @@ def _rows(buffer: Array) -> Sequence[Array]:
 def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
     if array.dtype == dtype:
         return array
-    with moving_bits(own_mesh(array)):
+    with transfer_context(own_mesh(array)):
         return _bitcast(array, dtype)
 
 
-def _updated(whole: Any, part: Any, starts: tuple[int, ...], shape: tuple[int, ...], device: Any) -> Any:
+def _insert_part(whole: Any, part: Any, starts: tuple[int, ...], shape: tuple[int, ...], device: Any) -> Any:
     """An array on one device with a part copied into it. If it is None, the part is copied into zeros of this shape."""
-    with moving_bits(own_mesh(part)):
+    with transfer_context(own_mesh(part)):
         whole = jnp.zeros(shape, part.dtype, device=device) if whole is None else whole
         return _update(whole, part, starts)
 
@@ -451,7 +455,7 @@ def _cast(view: Array, goal: Goal) -> Array:
     return cast
 
 
-def on_host(array: Array, kind: str, path: str) -> Any:
+def host_value(array: Array, kind: str, path: str) -> Any:
     """The value of a host leaf from the read array. Raises DataError."""
     try:
         return KINDS[kind].from_array(array)

@@ -16,7 +16,7 @@ from jaxckpt._format.grid import (
     cut_down,
     hull,
     intersection,
-    touched,
+    touched_cells,
     volume,
 )
 from jaxckpt._format.stacks import Stack, objects_of
@@ -26,7 +26,7 @@ STEP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class WantedRows:
     """The boxes that this process needs of each of some consecutive rows, each box once for all devices."""
 
     stack: int
@@ -53,16 +53,16 @@ class Run:
     """Whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
 
     @property
-    def like(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
+    def merge_key(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
         """The properties that a want must share with this run to extend it."""
         return self.boxes, self.dtype, self.kept
 
     @property
-    def passing(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether its buffers are freed after their data is on the devices."""
         return not (self.kept or self.streamed)
 
-    def held(self, box: int) -> Box:
+    def buffer_box(self, box: int) -> Box:
         """The part of the stack in the buffer of a box."""
         return (self.rows, *self.boxes[box])
 
@@ -119,23 +119,23 @@ class ReadStep:
         return itertools.chain.from_iterable(read.regions for read in self.reads)
 
 
-def read_bytes(host_bytes: int) -> int:
+def max_read_bytes(host_bytes: int) -> int:
     """The largest read if this many bytes may be in flight: while one is read, one is decoded and two transferred."""
     return max(1, host_bytes // 4)
 
 
 def plan_read(
-    stacks: Sequence[Stack], wants: Iterable[Want], host_bytes: int, max_bytes: int | None = None
+    stacks: Sequence[Stack], wants: Iterable[WantedRows], host_bytes: int, max_bytes: int | None = None
 ) -> list[ReadStep]:
     """Steps that read every needed box once, and no chunk twice, in reads that fit `host_bytes` of memory.
 
     With `max_bytes`, no read is larger than that, unless it is a single chunk.
     """
-    by_stack: dict[int, list[Want]] = {}
+    by_stack: dict[int, list[WantedRows]] = {}
     for want in wants:
         if want.boxes and any(volume(box) for box in want.boxes):
             by_stack.setdefault(want.stack, []).append(want)
-    most = read_bytes(host_bytes)
+    most = max_read_bytes(host_bytes)
     steps: list[ReadStep] = []
     for number, found in sorted(by_stack.items()):
         stack = stacks[number]
@@ -145,9 +145,9 @@ def plan_read(
     return steps
 
 
-def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[list[Want]]:
+def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iterator[list[WantedRows]]:
     """Groups of wants. A group has at most `step_bytes`, or is one row of chunks, which is never split."""
-    group: list[Want] = []
+    group: list[WantedRows] = []
     held = 0
     chunk_rows = stack.chunk[0]
     for unit in _units(chunk_rows, wants):
@@ -171,10 +171,10 @@ def _grouped(stack: Stack, wants: Sequence[Want], step_bytes: int) -> Iterator[l
         yield group
 
 
-def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
+def _units(chunk_rows: int, wants: Sequence[WantedRows]) -> Iterator[list[WantedRows]]:
     """Each row of chunks that some want touches partly, with all wants in it; otherwise parts of one want that consist
     of whole rows of chunks."""
-    shared: list[Want] = []
+    shared: list[WantedRows] = []
     for want in wants:
         row, end = want.rows
         while row < end:
@@ -193,31 +193,31 @@ def _units(chunk_rows: int, wants: Sequence[Want]) -> Iterator[list[Want]]:
         yield shared
 
 
-def _step(number: int, stack: Stack, wants: Sequence[Want], buffer_bytes: int, max_bytes: int) -> ReadStep:
+def _step(number: int, stack: Stack, wants: Sequence[WantedRows], buffer_bytes: int, max_bytes: int) -> ReadStep:
     """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows
-        if runs and runs[-1].rows[1] == begun and runs[-1].like == (want.boxes, want.dtype, want.kept):
+        if runs and runs[-1].rows[1] == begun and runs[-1].merge_key == (want.boxes, want.dtype, want.kept):
             begun = runs.pop().rows[0]
         streamed = not want.kept and _bytes(stack, want) > buffer_bytes
         runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
-        boxes = [runs[run].held(box) for run, box in targets]
+        boxes = [runs[run].buffer_box(box) for run, box in targets]
         for box, served in cut_at_chunks(boxes, stack.chunk):
             regions.append(_region(runs, box, [targets[i] for i in served]))
-    n_bytes = sum(volume(run.held(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
-    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.passing)
+    n_bytes = sum(volume(run.buffer_box(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
+    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
     return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held)
 
 
-def _itemsize(stack: Stack, wanted: Want | Run) -> int:
+def _itemsize(stack: Stack, wanted: WantedRows | Run) -> int:
     return stack.itemsize if wanted.dtype is None else wanted.dtype.itemsize
 
 
-def _bytes(stack: Stack, wanted: Want | Run) -> int:
+def _bytes(stack: Stack, wanted: WantedRows | Run) -> int:
     """Bytes of the boxes of one row, in the requested dtype."""
     return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
 
@@ -231,7 +231,7 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: 
     """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
 
     def stored(box: Box) -> int:
-        chunks = math.prod(b - a for a, b in touched(box, stack.chunk))
+        chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk))
         return chunks * math.prod(stack.chunk) * stack.itemsize
 
     def read(group: Sequence[Region]) -> Read:
@@ -268,14 +268,14 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: 
 
 def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
     """The part of a buffer that a region serves."""
-    common = intersection(region.box, runs[at[0]].held(at[1]))
+    common = intersection(region.box, runs[at[0]].buffer_box(at[1]))
     assert common is not None
     return common
 
 
 def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
     """The part of a region in `box`; None if nothing of it is needed."""
-    boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].held(at[1])))}
+    boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].buffer_box(at[1])))}
     return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
 
 
@@ -343,7 +343,7 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
         for region in step.regions:
             for part, obj in objects_of(stack, region.box):
                 whole_object = part == obj
-                chunks = math.prod(b - a for a, b in touched(part, stack.chunk))
+                chunks = math.prod(b - a for a, b in touched_cells(part, stack.chunk))
                 read += chunks * stack.chunk_stored_bytes + stack.index_bytes
                 requests += 1 if whole_object else 1 + chunks
         total += ReadCost(step.n_bytes, read, requests=requests)

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, within
+from jaxckpt._format.grid import Box, extent, slices_within
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._format.stacks import indexed_objects_of
-from jaxckpt._restore.surviving import Files, Held, Request, requests
+from jaxckpt._restore.surviving import Availability, FileRequest, Files, split_request
 from jaxckpt._runtime.errors import DataError, StorageError
-from jaxckpt._storage.errors import readable
+from jaxckpt._storage.errors import clean_error_text
 from jaxckpt._storage.objects import ArrayReader, Objects, Pending
-from jaxckpt._storage.workers import All, Done, Then
+from jaxckpt._storage.workers import CompletedWork, JoinedWork, MappedWork
 
 
 class DamagedError(Exception):
@@ -27,7 +27,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PooledCheckpoint:
     """A jaxckpt checkpoint in several folders, of which this process sees some."""
 
     url: str
@@ -41,14 +41,14 @@ class Pooled:
     folders: Sequence[Objects]
     """The folders that this process sees."""
 
-    own: Sequence[int]
+    folder_of_file: Sequence[int]
     """For each file, the index of the folder from which this process reads it; -1 if no visible folder has it."""
 
-    held: Held
+    availability: Availability
     max_bytes: int
     """Approximate size of the largest request for data that other processes read."""
 
-    arrived: dict[Request, Array] = field(default_factory=dict[Request, Array])
+    received: dict[FileRequest, Array] = field(default_factory=dict[FileRequest, Array])
     """Data that other processes have sent and this process has not used yet."""
 
     damaged: dict[str, str] = field(default_factory=dict[str, str])
@@ -57,7 +57,7 @@ class Pooled:
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check nothing: local steps are read only by jaxckpt, which uses no zarr.json."""
 
-    def fate(self) -> str | None:
+    def change_since_open(self) -> str | None:
         return None
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
@@ -65,64 +65,64 @@ class Pooled:
 
     def path(self, number: int) -> str:
         """The path from which this process reads a file."""
-        return f"{self.folders[self.own[number]].url}/{self.files.keys[number]}"
+        return f"{self.folders[self.folder_of_file[number]].url}/{self.files.keys[number]}"
 
-    def lacking(self, stack: StackRecord, boxes: Iterable[Box]) -> list[Request]:
+    def missing_requests(self, stack: StackRecord, boxes: Iterable[Box]) -> list[FileRequest]:
         """The parts of these boxes that other processes must read."""
         numbers, array = self.files.numbers[stack.name], stack.stack()
         return [
             request
             for box in boxes
             for index, part, _ in indexed_objects_of(array, box)
-            if self.own[number := numbers["/".join(map(str, index))]] < 0
-            for request in requests(number, array, part, self.max_bytes)
+            if self.folder_of_file[number := numbers["/".join(map(str, index))]] < 0
+            for request in split_request(number, array, part, self.max_bytes)
         ]
 
-    def lacking_states(self, processes: Iterable[int]) -> list[Request]:
+    def missing_state_requests(self, processes: Iterable[int]) -> list[FileRequest]:
         """The states of these processes that other processes must read."""
         numbers = (self.files.starts[-1] + process for process in processes)
-        return [(number, ((0, self.files.lengths[number]),)) for number in numbers if self.own[number] < 0]
+        return [(number, ((0, self.files.lengths[number]),)) for number in numbers if self.folder_of_file[number] < 0]
 
-    def state(self, process: int) -> bytes:
+    def read_state(self, process: int) -> bytes:
         """The saved state of a process, from this process's folders or from the received data."""
         number = self.files.starts[-1] + process
         length, digest = self.manifest.process_states[process]
-        if self.own[number] < 0:
-            return self.arrived.pop((number, ((0, length),))).tobytes()
-        content = self.folders[self.own[number]].read(self.files.keys[number])
+        if self.folder_of_file[number] < 0:
+            return self.received.pop((number, ((0, length),))).tobytes()
+        content = self.folders[self.folder_of_file[number]].read(self.files.keys[number])
         if content is None or hashlib.sha256(content).hexdigest() != digest:
             self.damaged[self.path(number)] = "is missing" if content is None else "is not as it was saved"
             raise DataError(f"{self.path(number)} {self.damaged[self.path(number)]}")
         return content
 
-    def serve(self, wanted: Sequence[tuple[Request, Array]]) -> list[Pending]:
+    def serve(self, wanted: Sequence[tuple[FileRequest, Array]]) -> list[Pending]:
         """Start to read the requests of other processes, each into an array of bytes."""
-        by_stack: dict[int | None, list[tuple[Request, Array]]] = {}
+        by_stack: dict[int | None, list[tuple[FileRequest, Array]]] = {}
         for request, target in wanted:
             by_stack.setdefault(self.files.stack(request[0]), []).append((request, target))
         begun: list[Pending] = []
         for number, some in by_stack.items():
             if number is None:
                 for (file, _), target in some:
-                    target[...] = np.frombuffer(self.state(file - self.files.starts[-1]), np.uint8)
+                    target[...] = np.frombuffer(self.read_state(file - self.files.starts[-1]), np.uint8)
                 continue
             dtype = DTYPES[self.files.stacks[number].dtype]
             reader = _PooledReader(self, self.files.stacks[number])
             begun += reader.read([(box, data.view(dtype).reshape(extent(box))) for (_, box), data in some])
         return begun
 
-    def noted(self, number: int, pending: Pending) -> None:
+    def wait_and_record(self, number: int, pending: Pending) -> None:
         """Wait for a read of a file, and note its error in `damaged`."""
-        with self.noting(number):
+        with self.recording_damage(number):
             pending.result()
 
     @contextlib.contextmanager
-    def noting(self, number: int) -> Generator[None]:
+    def recording_damage(self, number: int) -> Generator[None]:
         """Note in `damaged` why a read of a file in the block failed, and raise the error."""
         try:
             yield
         except (DataError, StorageError, ValueError, NotImplementedError) as error:  # the last two are tensorstore's
-            self.damaged[self.path(number)] = readable(str(error))
+            self.damaged[self.path(number)] = clean_error_text(str(error))
             raise
 
 
@@ -130,7 +130,7 @@ class Pooled:
 class _PooledReader(ArrayReader):
     """Reads boxes of a stack, from the folders that this process sees, and otherwise from the received data."""
 
-    source: Pooled
+    source: PooledCheckpoint
     record: StackRecord
     readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader])
     """Readers by the index of the folder."""
@@ -138,28 +138,28 @@ class _PooledReader(ArrayReader):
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         source, stack = self.source, self.record.stack()
         by_object: dict[int, list[tuple[Box, Array, int]]] = {}
-        works: list[list[Pending]] = [[] for _ in wanted]
+        pending_by_box: list[list[Pending]] = [[] for _ in wanted]
         numbers = source.files.numbers[self.record.name]
         for at, (box, target) in enumerate(wanted):
             for index, part, _ in indexed_objects_of(stack, box):
                 number = numbers["/".join(map(str, index))]
-                into = target[within(part, box)]
-                if source.own[number] >= 0:
+                into = target[slices_within(part, box)]
+                if source.folder_of_file[number] >= 0:
                     by_object.setdefault(number, []).append((part, into, at))
                     continue
-                for request in requests(number, stack, part, source.max_bytes):
-                    data = source.arrived.pop(request).view(target.dtype).reshape(extent(request[1]))
-                    into[within(request[1], part)] = data
+                for request in split_request(number, stack, part, source.max_bytes):
+                    data = source.received.pop(request).view(target.dtype).reshape(extent(request[1]))
+                    into[slices_within(request[1], part)] = data
         for number, some in by_object.items():
-            with source.noting(number):
-                begun = self._reader(source.own[number]).read([(part, into) for part, into, _ in some])
+            with source.recording_damage(number):
+                begun = self._reader(source.folder_of_file[number]).read([(part, into) for part, into, _ in some])
             for (_, _, at), pending in zip(some, begun, strict=True):
-                works[at].append(Then(pending, functools.partial(source.noted, number)))
-        return [All(some) if some else Done(None) for some in works]
+                pending_by_box[at].append(MappedWork(pending, functools.partial(source.wait_and_record, number)))
+        return [JoinedWork(some) if some else CompletedWork(None) for some in pending_by_box]
 
     def _reader(self, folder: int) -> ArrayReader:
         if folder not in self.readers:
             self.readers[folder] = self.source.folders[folder].array_reader(
-                self.source.manifest.data, self.record.stack(), self.record.objects
+                self.source.manifest.data_folder, self.record.stack(), self.record.objects
             )
         return self.readers[folder]

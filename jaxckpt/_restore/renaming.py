@@ -10,12 +10,12 @@ from typing import TypeVar
 import msgspec
 
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.select import Rename, Select, Selector, renamed, selector
-from jaxckpt._format.tree import Structure, nested, numbers_of, objects_of, paths_of, prune, structure_of
-from jaxckpt._restore.objects import with_objects
-from jaxckpt._restore.pooled import Pooled
+from jaxckpt._format.select import Rename, Select, Selector, parse_select, rename_paths
+from jaxckpt._format.tree import Structure, nested_dicts, numbers_of, paths_of, prune, structure_of, user_objects_of
+from jaxckpt._restore.objects import structures_by_path
+from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.rules import Rules
-from jaxckpt._restore.source import Foreign, Native
+from jaxckpt._restore.source import ForeignCheckpoint, NativeCheckpoint
 from jaxckpt._runtime.errors import TreeError, show_path
 
 Renaming = Rename | Rules
@@ -27,19 +27,19 @@ def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
     return (None, rename) if isinstance(rename, Rules) else (rename, None)
 
 
-_Opened = TypeVar("_Opened", bound=Native | Foreign | Pooled)
+_Opened = TypeVar("_Opened", bound=NativeCheckpoint | ForeignCheckpoint | PooledCheckpoint)
 
 
-def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | Foreign:
+def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | ForeignCheckpoint:
     """A checkpoint with renamed leaves, or its view through rules. Raises MismatchError, TreeError."""
     if isinstance(rename, Rules):
         return rename.over(source)
-    return source if rename is None else replace(source, manifest=narrowed(source.manifest, None, rename))
+    return source if rename is None else replace(source, manifest=select_and_rename(source.manifest, None, rename))
 
 
-def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
+def select_and_rename(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
     """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
-    chosen = selected(manifest, None if select is None else selector(select))
+    chosen = selected_numbers(manifest, None if select is None else parse_select(select))
     structure, new_paths = renamed_tree(manifest, rename, chosen)
     require_single_root(manifest, new_paths, chosen)
     structure = prune(structure, {number: number for number in chosen})
@@ -51,7 +51,7 @@ def narrowed(manifest: Manifest, select: Select | None, rename: Rename | None) -
     return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
 
 
-def selected(manifest: Manifest, select: Selector | None) -> Sequence[int]:
+def selected_numbers(manifest: Manifest, select: Selector | None) -> Sequence[int]:
     """Numbers of the leaves that are selected by their saved paths. Raises TreeError if an entry selects none."""
     numbers = range(len(manifest.leaves))
     return numbers if select is None else [*itertools.compress(numbers, select.choose(manifest.numbers))]
@@ -65,13 +65,13 @@ def renamed_tree(manifest: Manifest, rename: Rename | None, chosen: Sequence[int
     """
     if rename is None:
         return manifest.tree, manifest.numbers
-    empty = {path: node for path, node in objects_of(manifest.tree) if next(numbers_of(node), None) is None}
-    paths = renamed(rename, [*manifest.numbers, *empty])
+    empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}
+    paths = rename_paths(rename, [*manifest.numbers, *empty])
     numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
-    units = with_objects(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
+    units = structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
     among = set(chosen)
     units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
-    return structure_of(nested(units)), numbers
+    return structure_of(nested_dicts(units)), numbers
 
 
 def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: Sequence[int]) -> None:

@@ -19,10 +19,10 @@ from jaxckpt._format.tree import Tree
 from jaxckpt._restore.gathering import require_agreement
 from jaxckpt._restore.goals import Goal, host_goals, resolve
 from jaxckpt._restore.placing import fetch
-from jaxckpt._restore.pooled import Pooled
+from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, source_at
-from jaxckpt._restore.target import Request, require_request
+from jaxckpt._restore.target import RestoreRequest, require_request
 from jaxckpt._runtime.errors import InputError, PeersDisagreeError
 from jaxckpt._runtime.events import record_event
 from jaxckpt._runtime.options import Options, options_or_default
@@ -107,20 +107,24 @@ def restore(
         >>> jaxckpt.restore("/tmp/jaxckpt-doc/restore", mesh=jax.make_mesh((1,), ("data",)))["w"].shape
         (8, 4)
     """
-    return carry_out(
-        path, Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied), options
+    return run_restore(
+        path,
+        RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied),
+        options,
     )
 
 
-def carry_out(path: Location | Pooled, request: Request, options: Options | None) -> Tree:
+def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, options: Options | None) -> Tree:
     """Restore what is requested. Every process."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     with Group.for_call(options, Call.of("restore", path)) as group:
         options = options_or_default(options)
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
-            if isinstance(path, Pooled):  # half of the memory is for data that the processes send to each other
+            if isinstance(
+                path, PooledCheckpoint
+            ):  # half of the memory is for data that the processes send to each other
                 source, digest = path, path.digest
                 options = replace(options, host_bytes=max(1, options.host_bytes // 2), read="each")
             else:
@@ -128,29 +132,29 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
             source = renamed_source(source, request.rules)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.goals.values())
-            _require_one(meeting.gather(f"{digest} {source.url}"), source.url)
-            chosen = meeting.share(f"{digest} {source.url}")
+            _require_same_checkpoint(meeting.gather(f"{digest} {source.url}"), source.url)
+            chosen = meeting.broadcast(f"{digest} {source.url}")
         with group.meeting("restoring") as meeting:
             expected, _, url = chosen.partition(" ")
             if digest != expected:  # process 0 found a different newest step
                 source, digest = source_at(url, options)
-                _require_one([chosen, f"{digest} {url}"], url)
+                _require_same_checkpoint([chosen, f"{digest} {url}"], url)
                 source = renamed_source(source, request.rules)
                 resolved = resolve(source.manifest, request, options)
-            initial = request.initial(resolved.lacking) if request.initial else []
-            pooled = path if isinstance(path, Pooled) else None
+            initial = request.initial(resolved.to_initialize) if request.initial else []
+            pooled = path if isinstance(path, PooledCheckpoint) else None
             values = fetch(source, resolved.goals, options, meeting, tied=request.tied, pooled=pooled)
             result = resolved.build(values, initial)
-            states = [(one, one.state(values)) for one in resolved.objects if one.takes_state]
-            require_agreement(meeting, _global_goals(resolved.goals) if group.count > 1 else "")
+            states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
+            require_agreement(meeting, _global_goals_digest(resolved.goals) if group.count > 1 else "")
             if states:
-                meeting.renew()
+                meeting.start_next()
                 for one, state in states:
-                    one.set(state)
+                    one.set_state(state)
                 meeting.barrier()
     record_event(
         "restore",
-        time.perf_counter() - begun,
+        time.perf_counter() - start_time,
         lambda: (
             f"restored {len(resolved.goals)} of the tree's {len(jax.tree.leaves(result))} leaves from {source.url},"
             f" which has {len(source.manifest.leaves)}"
@@ -161,7 +165,7 @@ def carry_out(path: Location | Pooled, request: Request, options: Options | None
     return result
 
 
-def _global_goals(goals: Mapping[int, Goal]) -> str:
+def _global_goals_digest(goals: Mapping[int, Goal]) -> str:
     """A digest of the leaves whose arrays span several processes, and of their goals. It must be equal everywhere."""
     numbers: dict[int, tuple[Goal, list[int]]] = {}  # by the id of the goal, which many leaves share
     for number, goal in goals.items():
@@ -173,7 +177,7 @@ def _global_goals(goals: Mapping[int, Goal]) -> str:
     return found.hexdigest()
 
 
-def _require_one(found: Sequence[str], url: str) -> None:
+def _require_same_checkpoint(found: Sequence[str], url: str) -> None:
     """Raise PeersDisagreeError if processes found different checkpoints at one path. Each of `found` is a digest and a
     path."""
     if len(set(found)) > len({one.partition(" ")[2] for one in found}):

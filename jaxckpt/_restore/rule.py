@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.paths import closest
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.pieces import Array
-from jaxckpt._restore.rule_layouts import Layout, axes_of
+from jaxckpt._restore.rule_layouts import AxisLayout, axes_of
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import require_whole_number
 
-Names = str | tuple[str, ...]
+Paths = str | tuple[str, ...]
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("source", "target", "scales"), (str, tuple, list)),
@@ -47,10 +47,10 @@ class Rule:
         'i model heads dim -> (heads dim) model'
     """
 
-    source: Names
+    source: Paths
     """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`."""
 
-    target: Names
+    target: Paths
     """The path of the target leaf. If only the source has a number such as `{i}`, the leaves are stacked along the axis
     of that name in the target's layout. If only the target has it, the source is unstacked along its axis of that name.
     Several paths are parts along `axis`."""
@@ -72,7 +72,7 @@ class Rule:
     dtype: str | None = None
     """The dtype of the target, cast as by NumPy. None: the dtype of the source."""
 
-    scales: Names = ()
+    scales: Paths = ()
     """For quantized sources, the paths of the scales, one for each path of `source`. Each value is first multiplied by
     the scale of its block, in float32. The target is float32 unless `dtype` is given. `inverse` does not quantize."""
 
@@ -107,7 +107,7 @@ class Rule:
         return Rule(
             source=self.target,
             target=self.source,
-            layout=str(Layout.parse(self.layout).inverse()) if self.layout else "",
+            layout=str(AxisLayout.parse(self.layout).inverse()) if self.layout else "",
             sizes={**self.sizes, **self.resized},
             resized={axis: self.sizes[axis] for axis in self.resized},
             axis=self.axis,
@@ -123,19 +123,19 @@ class Rule:
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise InputError(f"Rule.{what} must be of type {wanted}, found {reprlib.repr(value)}")
         for what, names in (("source", self.source), ("target", self.target), ("scales", self.scales)):
-            paths = names_in(names) if names else ()
+            paths = paths_in(names) if names else ()
             if not all(isinstance(path, str) and path for path in paths) or not (paths or what == "scales"):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
             if len({frozenset(captures(path)) for path in paths}) > 1:
                 raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
-        if self.scales and [set(captures(name)) for name in names_in(self.scales)] != [
-            set(captures(self.source)) for _ in names_in(self.source)
+        if self.scales and [set(captures(name)) for name in paths_in(self.scales)] != [
+            set(captures(self.source)) for _ in paths_in(self.source)
         ]:
             raise InputError(f"{self}: scales= must name one path for each source, with the same numbers")
         if self.block is not None and not self.scales:
             raise InputError(f"{self}: block= needs scales=")
-        several = max(len(names_in(self.source)), len(names_in(self.target))) > 1
-        if len(names_in(self.source)) > 1 and len(names_in(self.target)) > 1:
+        several = max(len(paths_in(self.source)), len(paths_in(self.target))) > 1
+        if len(paths_in(self.source)) > 1 and len(paths_in(self.target)) > 1:
             raise InputError(f"{self} joins several sources into several targets: make it two rules")
         if self.parts is not None and not several:
             raise InputError(f"{self} has parts=, but one source and one target")
@@ -146,14 +146,14 @@ class Rule:
             ("resized", self.resized.values()),
         ):
             for number in counts:
-                require_whole_number(number, f"{self}: a number in {what}=", least=1)
-        require_whole_number(self.axis, f"{self}: axis=", least=0)
+                require_whole_number(number, f"{self}: a number in {what}=", minimum=1)
+        require_whole_number(self.axis, f"{self}: axis=", minimum=0)
         _require_dtype(self.dtype, "Rule.dtype")
         if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
             raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
         one_sided = set(captures(self.source)) ^ set(captures(self.target))
         known = {*captures(self.source), *captures(self.target)}
-        layout = Layout.parse(self.layout) if self.layout else None
+        layout = AxisLayout.parse(self.layout) if self.layout else None
         if layout:
             only = set(axes_of(layout.source)) ^ set(axes_of(layout.target))
             known |= {*axes_of(layout.source), *axes_of(layout.target)}
@@ -172,7 +172,9 @@ class Rule:
                     " itself, and its size in the source in sizes="
                 )
         if unknown := sorted(map(str, self.sizes.keys() - known)):
-            raise InputError(f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest(unknown[0], known)}")
+            raise InputError(
+                f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest_hint(unknown[0], known)}"
+            )
 
     def computed(self, values: Array) -> Array:
         """Scaled and offset values of the target, before they are cast to its dtype."""
@@ -193,33 +195,34 @@ class Rule:
 def _require_dtype(name: object, what: str) -> None:
     if name is not None and not (isinstance(name, str) and name in DTYPES):
         raise InputError(
-            f"{what} {reprlib.repr(name)} is not the name of a dtype, such as 'bfloat16'{closest(str(name), DTYPES)}"
+            f"{what} {reprlib.repr(name)} is not the name of a dtype, such as"
+            f" 'bfloat16'{closest_hint(str(name), DTYPES)}"
         )
 
 
 # Names ----------------------------------------------------------------------------------------------------
 
 
-def _shown(names: Names) -> str:
-    first, *others = names_in(names)
+def _shown(names: Paths) -> str:
+    first, *others = paths_in(names)
     return " + ".join([first, "…", others[-1]] if len(others) > 3 else [first, *others])
 
 
-def names_in(names: Names) -> tuple[str, ...]:
+def paths_in(names: Paths) -> tuple[str, ...]:
     """The paths in `names`, as a tuple."""
     return (names,) if isinstance(names, str) else names
 
 
-def captures(names: Names) -> list[str]:
+def captures(names: Paths) -> list[str]:
     """The names of the captures, such as `i` for `{i}`, in paths."""
-    return list(dict.fromkeys(name for one in names_in(names) for name in _CAPTURE.findall(one)))
+    return list(dict.fromkeys(name for one in paths_in(names) for name in _CAPTURE.findall(one)))
 
 
-Numbers = tuple[tuple[str, int], ...]
+CaptureValues = tuple[tuple[str, int], ...]
 """(name, number) of each capture in a path, sorted by name."""
 
 
-def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
+def matching_paths(name: str, paths: Collection[str]) -> dict[CaptureValues, str]:
     """The paths that match a name with captures, by the numbers of the captures."""
     parts = _CAPTURE.split(name)
     if len(parts) == 1:
@@ -233,7 +236,7 @@ def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
             pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,17}})"
             seen.add(part)
     compiled = re.compile(pattern)
-    found: dict[Numbers, str] = {}
+    found: dict[CaptureValues, str] = {}
     for path in paths:
         match = compiled.fullmatch(path)
         if match:
@@ -241,6 +244,6 @@ def fitting(name: str, paths: Collection[str]) -> dict[Numbers, str]:
     return found
 
 
-def filled(name: str, numbers: Mapping[str, int]) -> str:
+def fill_captures(name: str, numbers: Mapping[str, int]) -> str:
     """The path with these numbers in place of the captures."""
     return _CAPTURE.sub(lambda match: str(numbers[match[1]]), name)

@@ -24,14 +24,14 @@ _DIMENSION = re.compile(r"\s*(?:\(([^()]*)\)|([A-Za-z_]\w*|1))")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AxisLayout:
     """How the dimensions of a source and of a target consist of the same axes."""
 
     source: Dims
     target: Dims
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> AxisLayout:
         """Parse a text such as "(h d) m -> m h d". Raises InputError."""
         sides = text.split("->")
         if len(sides) != 2:
@@ -39,8 +39,8 @@ class Layout:
         source, target = (_dims(side, text) for side in sides)
         return cls(source, target)
 
-    def inverse(self) -> Layout:
-        return Layout(self.target, self.source)
+    def inverse(self) -> AxisLayout:
+        return AxisLayout(self.target, self.source)
 
     def __str__(self) -> str:
         return f"{_text(self.source)} -> {_text(self.target)}"

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, intersection, relative, within
+from jaxckpt._format.grid import Box, intersection, relative, slices_within
 from jaxckpt._format.pieces import Array, assign
-from jaxckpt._restore.rule_layouts import Interval, Layout, axes_of, cover, tiles
-from jaxckpt._restore.source import ArrayData, StartedData
+from jaxckpt._restore.rule_layouts import AxisLayout, Interval, axes_of, cover, tiles
+from jaxckpt._restore.source import ArrayData, AsyncArrayData
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.workers import submit_waiting
 
 _WASTE = 2
 """The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
 
-_WHOLE_BYTES = 64 << 10
+_MIN_SPLIT_BYTES = 64 << 10
 """Smaller reads are not split, even if little of them is needed, because each read has a fixed cost."""
 
 _TEMPORARY_BYTES = 4 << 20
@@ -29,10 +29,10 @@ _TEMPORARY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MappedSource:
     """Source leaves of one shape and dtype, stacked and with their axes in the order of the target leaf."""
 
-    layout: Layout
+    layout: AxisLayout
     sizes: Mapping[str, int]
     stacked: tuple[str, ...]
     """The axes whose indices are separate source leaves."""
@@ -52,7 +52,7 @@ class Piece:
     fixed: Mapping[str, int]
     """The index along each axis that only the source has."""
 
-    computed: Callable[[Array], Array]
+    transform: Callable[[Array], Array]
     """Computes target values from source values, before they are cast to the target's dtype."""
 
     @property
@@ -65,7 +65,7 @@ class Piece:
         axes = axes_of(self.layout.target)
         own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
         for tile, intervals in tiles(self.layout.target, self.sizes, box):
-            region = target[(*within(tile, box), ...)]  # the "..." keeps a 0-d array an array
+            region = target[(*slices_within(tile, box), ...)]  # the "..." keeps a 0-d array an array
             region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
             for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
                 at = dict(zip(self.stacked, index, strict=True))
@@ -83,7 +83,7 @@ class Piece:
         }
         itemsize = DTYPES[self.dtype].itemsize
         n_bytes = math.prod(b - a for a, b in taken.values()) * itemsize
-        split = self._split(wanted, taken, n_bytes, target.size * itemsize)
+        split = self._axis_to_split(wanted, taken, n_bytes, target.size * itemsize)
         if split is not None:
             a, b = wanted[split]
             middle, number = (a + b) // 2, order.index(split)
@@ -99,15 +99,15 @@ class Piece:
         spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
         picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
-        source = self.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
+        source = self.transform(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
         assign(target, source)
 
-    def _split(
+    def _axis_to_split(
         self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
     ) -> str | None:
         """The axis to halve, if one read would be too large or would contain too much data that is not needed."""
         several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
-        if n_bytes > max(_WASTE * needed, _WHOLE_BYTES, self.unit_bytes):
+        if n_bytes > max(_WASTE * needed, _MIN_SPLIT_BYTES, self.unit_bytes):
             for dim in self.layout.source:
                 if any(taken[axis] != wanted[axis] for axis in dim):
                     return next(axis for axis in dim if axis in several)
@@ -115,10 +115,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped(StartedData):
+class MappedData(AsyncArrayData):
     """A target leaf: adjacent pieces along one dimension."""
 
-    pieces: Sequence[tuple[Box, Piece]]
+    pieces: Sequence[tuple[Box, MappedSource]]
     """The pieces, each with its box in the leaf."""
 
     is_padded: bool = False
@@ -133,7 +133,7 @@ class Mapped(StartedData):
         for held, piece in self.pieces:
             common = intersection(held, box)
             if common is not None:
-                piece.read(relative(common, held), target[(*within(common, box), ...)])
+                piece.read(relative(common, held), target[(*slices_within(common, box), ...)])
 
     def check(self) -> None:
         for _, piece in self.pieces:

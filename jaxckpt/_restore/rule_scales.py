@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, whole
+from jaxckpt._format.grid import Box, whole_box
 from jaxckpt._format.pieces import Array
 from jaxckpt._restore.source import ArrayData, ForeignArray
 from jaxckpt._runtime.errors import show_path
 
 
-def dequantised(
+def dequantize(
     path: str, array: ForeignArray, scales: ForeignArray | None, block: tuple[int, ...] | None
 ) -> ForeignArray | str:
     """A quantized leaf as float32, or the reason why its scales do not fit. A leaf of floats may have no scales.
@@ -33,7 +33,7 @@ def dequantised(
     if scales is None:
         if not is_float:
             return f"{show_path(path)} is {array.dtype}, and has no scales"
-        return replace(array, dtype="float32", data=_Dequantised(array, None, ()))
+        return replace(array, dtype="float32", data=_DequantizedData(array, None, ()))
     sides = scales.shape + (1,) * (len(array.shape) - len(scales.shape))
     if block is None and math.prod(sides) == 1:
         block, sides = array.shape, (1,) * len(array.shape)
@@ -43,11 +43,11 @@ def dequantised(
     if len(block) != len(array.shape) or sides != wanted:
         blocks = f"blocks of {list(block)}" if len(block) == len(array.shape) else f"block={list(block)}"
         return f"{show_path(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
-    return replace(array, dtype="float32", data=_Dequantised(array, scales, block))
+    return replace(array, dtype="float32", data=_DequantizedData(array, scales, block))
 
 
 @dataclass(frozen=True, slots=True)
-class _Dequantised(ArrayData):
+class _DequantizedData(ArrayData):
     """A quantized leaf: each value is multiplied by the scale of its block when it is read."""
 
     array: ForeignArray
@@ -64,7 +64,7 @@ class _Dequantised(ArrayData):
     def _scales(self, scales: ForeignArray, box: Box) -> Array:
         """The scales of a box, in a shape that NumPy broadcasts to it."""
         parts = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
-        own = whole(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
+        own = whole_box(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
         found = np.empty([b - a for a, b in own], DTYPES[scales.dtype])
         scales.data.read(own, found)
         found = found.astype(np.float32).reshape([b - a for a, b in parts])

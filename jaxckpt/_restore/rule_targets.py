@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Spec, whole
+from jaxckpt._format.grid import Box, Spec, whole_box
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._restore.rule import Numbers, Rule, captures, filled, names_in
-from jaxckpt._restore.rule_layouts import Interval, Layout, solve
-from jaxckpt._restore.rule_reading import Mapped, Piece
-from jaxckpt._restore.rule_scales import dequantised
-from jaxckpt._restore.source import ArrayData, Foreign, ForeignArray, Source, StackRow, as_foreign
+from jaxckpt._restore.rule import CaptureValues, Rule, captures, fill_captures, paths_in
+from jaxckpt._restore.rule_layouts import AxisLayout, Interval, solve
+from jaxckpt._restore.rule_reading import MappedData, MappedSource
+from jaxckpt._restore.rule_scales import dequantize
+from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, Source, StackRow, as_foreign
 from jaxckpt._runtime.errors import show_path
 
 # Leaves of the source -------------------------------------------------------------------------------------
 
 
-class Leaves:
+class SourceLeaves:
     """The arrays of a source, by path."""
 
     def __init__(self, source: Source) -> None:
@@ -37,8 +37,8 @@ class Leaves:
         record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
             return f"{show_path(path)} is a {record.kind}, not a numeric array"
-        if isinstance(self._source, Foreign):
-            block = self._source.blocks[record.stack][record.row]
+        if isinstance(self._source, ForeignCheckpoint):
+            block = self._source.row_data[record.stack][record.row]
         else:
             if record.stack not in self._readers:
                 self._readers[record.stack] = self._source.array_reader(record.stack)
@@ -49,8 +49,11 @@ class Leaves:
 # Leaves of the target -------------------------------------------------------------------------------------
 
 
-def made_by(
-    rule: Rule, matches: Sequence[Mapping[Numbers, str]], scales: Sequence[Mapping[Numbers, str]], leaves: Leaves
+def apply_rule(
+    rule: Rule,
+    matches: Sequence[Mapping[CaptureValues, str]],
+    scales: Sequence[Mapping[CaptureValues, str]],
+    leaves: SourceLeaves,
 ) -> Iterator[tuple[str, ForeignArray] | str]:
     """The target leaves of a rule, or texts that describe the problems."""
     kept = [name for name in captures(rule.source) if name in captures(rule.target)]
@@ -67,24 +70,24 @@ def made_by(
             group = sources.setdefault(tuple(of[name] for name in kept), [{} for _ in matches])
             group[number][tuple(of[name] for name in stacked)] = path
     for number, name in enumerate(kept):
-        yield from _missing(name, {values[number] for values in sources}, rule)
+        yield from _number_problems(name, {values[number] for values in sources}, rule)
     for values, group in sources.items():
         numbers = dict(zip(kept, values, strict=True))
-        absent = [name for name, paths in zip(names_in(rule.source), group, strict=True) if not paths]
+        absent = [name for name, paths in zip(paths_in(rule.source), group, strict=True) if not paths]
         if absent:
-            yield f"{filled(absent[0], numbers)} is missing"
+            yield f"{fill_captures(absent[0], numbers)} is missing"
             continue
         for number, name in enumerate(stacked):
-            yield from _missing(name, {index[number] for paths in group for index in paths}, rule)
-        stacks = [_stack(rule, stacked, paths, scale_of, leaves) for paths in group]
+            yield from _number_problems(name, {index[number] for paths in group for index in paths}, rule)
+        stacks = [_stack_sources(rule, stacked, paths, scale_of, leaves) for paths in group]
         wrong = [stack for stack in stacks if isinstance(stack, str)]
         if wrong:
             yield from wrong
             continue
-        yield from _of_group(rule, stacked, numbers, [stack for stack in stacks if not isinstance(stack, str)])
+        yield from _targets_of_group(rule, stacked, numbers, [stack for stack in stacks if not isinstance(stack, str)])
 
 
-def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
+def _number_problems(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
     """A problem if the values of a number in the paths are not exactly 0 to its given size - 1."""
     count = rule.sizes.get(name)
     if count is None:
@@ -96,7 +99,7 @@ def _missing(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stack:
+class _SourceStack:
     """Source leaves of one shape and dtype."""
 
     counts: tuple[int, ...]
@@ -105,13 +108,13 @@ class _Stack:
     name: str
 
 
-def _stack(
+def _stack_sources(
     rule: Rule,
     stacked: Sequence[str],
     paths: Mapping[tuple[int, ...], str],
     scale_of: Mapping[str, str | None],
-    leaves: Leaves,
-) -> _Stack | str:
+    leaves: SourceLeaves,
+) -> _SourceStack | str:
     """The leaves to stack, or the problem."""
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
     if missing := math.prod(counts) - len(paths):
@@ -127,7 +130,7 @@ def _stack(
         if path in scale_of and not isinstance(array, str):
             scaled = scale_of[path]
             scales = None if scaled is None else leaves.array(scaled)
-            array = scales if isinstance(scales, str) else dequantised(path, array, scales, rule.block)
+            array = scales if isinstance(scales, str) else dequantize(path, array, scales, rule.block)
         if isinstance(array, str):
             return array
         first = first or array
@@ -138,20 +141,20 @@ def _stack(
             return f"{show_path(path)} is {array.dtype}{list(array.shape)}, and others are {wanted}"
         blocks[index] = array.data
     assert first is not None
-    return _Stack(counts, blocks, first, show_path(next(iter(paths.values()))))
+    return _SourceStack(counts, blocks, first, show_path(next(iter(paths.values()))))
 
 
-def _of_group(
-    rule: Rule, stacked: tuple[str, ...], numbers: Mapping[str, int], stacks: Sequence[_Stack]
+def _targets_of_group(
+    rule: Rule, stacked: tuple[str, ...], numbers: Mapping[str, int], stacks: Sequence[_SourceStack]
 ) -> Iterator[tuple[str, ForeignArray] | str]:
     """The target leaves that are built from one set of source leaves."""
-    names = names_in(rule.target)
+    names = paths_in(rule.target)
     cuts = _cuts(rule, len(names), stacks[0])
     if isinstance(cuts, str):
         yield cuts
         return
     for name, cut in zip(names, cuts, strict=True):
-        pieces: list[Piece] = []
+        pieces: list[MappedSource] = []
         for stack in stacks:
             piece = _piece(rule, stacked, stack, cut)
             if isinstance(piece, str):
@@ -171,10 +174,10 @@ def _of_group(
         unstacked = [axis for axis in captures(name) if axis not in numbers]
         for values in itertools.product(*(range(pieces[0].sizes[axis]) for axis in unstacked)):
             fixed = dict(zip(unstacked, values, strict=True))
-            held: list[tuple[Box, Piece]] = []
+            held: list[tuple[Box, MappedSource]] = []
             end = 0
             for piece in pieces:
-                box = list(whole(piece.shape))
+                box = list(whole_box(piece.shape))
                 if len(pieces) > 1:
                     box[rule.axis] = end, (end := end + piece.shape[rule.axis])
                 held.append((tuple(box), replace(piece, fixed=fixed)))
@@ -188,16 +191,16 @@ def _of_group(
             array = ForeignArray(
                 rule.dtype or first.dtype,
                 tuple(shape),
-                Mapped(held, is_padded=bool(rule.resized)),
+                MappedData(held, is_padded=bool(rule.resized)),
                 "numpy" if first.kind == "numpy_scalar" and shape else first.kind,
                 chunk=_unit(pieces[0], first.chunk) if first.chunk else None,
                 mesh=mesh,
-                spec=_carried_over(mesh, first.spec, pieces[0], shape) if mesh else (),
+                spec=_carry_over_spec(mesh, first.spec, pieces[0], shape) if mesh else (),
             )
-            yield filled(name, {**numbers, **fixed}), array
+            yield fill_captures(name, {**numbers, **fixed}), array
 
 
-def _unit(piece: Piece, chunk: Sequence[int]) -> tuple[int, ...]:
+def _unit(piece: MappedSource, chunk: Sequence[int]) -> tuple[int, ...]:
     """The box of a target that corresponds to a chunk of its source, so that reads cut there read no source twice."""
     sizes = piece.sizes
     taken = dict.fromkeys(piece.stacked, 1)
@@ -213,7 +216,7 @@ def _unit(piece: Piece, chunk: Sequence[int]) -> tuple[int, ...]:
     return tuple(unit)
 
 
-def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[int]) -> Spec:
+def _carry_over_spec(mesh: MeshRecord, spec: Spec, piece: MappedSource, shape: Sequence[int]) -> Spec:
     """The spec of a target of this shape: a mesh axis stays with the outermost axis of the dimension that it splits.
 
     If the target lacks that axis, or its size is not divisible by the mesh axis, the target is not split.
@@ -229,13 +232,13 @@ def _carried_over(mesh: MeshRecord, spec: Spec, piece: Piece, shape: Sequence[in
     return tuple(entries)
 
 
-def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | None) -> Piece | str:
+def _piece(rule: Rule, stacked: tuple[str, ...], stack: _SourceStack, cut: Interval | None) -> MappedSource | str:
     """A stack, or its part along `rule.axis`, in the layout of the target; or the reason why it does not fit."""
     shape, start = list(stack.first.shape), [0] * len(stack.first.shape)
     if cut is not None:
         start[rule.axis], shape[rule.axis] = cut[0], cut[1] - cut[0]
     axes = tuple((f"_{number}",) for number in range(len(shape)))
-    layout = Layout.parse(rule.layout) if rule.layout else Layout(axes, axes)
+    layout = AxisLayout.parse(rule.layout) if rule.layout else AxisLayout(axes, axes)
     sizes = solve(layout.source, shape, {**rule.sizes, **dict(zip(stacked, stack.counts, strict=True))})
     if isinstance(sizes, str):
         return f"{stack.name} {sizes}"
@@ -245,10 +248,10 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _Stack, cut: Interval | 
         return f"{stack.name} is complex, and scale and offset are for real numbers"
     if first.dtype.startswith(("int", "uint", "bool")) and rule.dtype is None and (rule.scale, rule.offset) != (1, 0):
         return f"{stack.name} is {first.dtype}, and scale and offset produce floats: give the rule a dtype"
-    return Piece(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
+    return MappedSource(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
 
 
-def _cuts(rule: Rule, count: int, stack: _Stack) -> list[Interval] | list[None] | str:
+def _cuts(rule: Rule, count: int, stack: _SourceStack) -> list[Interval] | list[None] | str:
     """The part of the source along `rule.axis` for each target."""
     if count == 1:
         return [None]

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxckpt._format.paths import closest
-from jaxckpt._format.tree import nested
-from jaxckpt._restore.rule import Rule, fitting, names_in
-from jaxckpt._restore.rule_targets import Leaves, made_by
-from jaxckpt._restore.source import Foreign, ForeignArray, Source, compose
+from jaxckpt._format.paths import closest_hint
+from jaxckpt._format.tree import nested_dicts
+from jaxckpt._restore.rule import Rule, matching_paths, paths_in
+from jaxckpt._restore.rule_targets import SourceLeaves, apply_rule
+from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, Source, compose
 from jaxckpt._runtime.errors import InputError, MismatchError, Problem, show_count
 
 
@@ -60,30 +60,30 @@ class Rules:
         Args:
             dtype: The dtype of the source if a rule casts; None keeps the dtype of the target.
         """
-        tied = [name for rule in self.rules if rule.tied for name in names_in(rule.target)]
+        tied = [name for rule in self.rules if rule.tied for name in paths_in(rule.target)]
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
 
-    def over(self, source: Source) -> Foreign:
+    def over(self, source: Source) -> ForeignCheckpoint:
         """The view of a checkpoint through the rules. Raises a MismatchError that lists all problems."""
-        leaves = Leaves(source)
+        leaves = SourceLeaves(source)
         problems: list[Problem] = []
         targets: dict[str, ForeignArray] = {}
         claimed: dict[str, Rule] = {}
         for rule in self.rules:
-            matches = [fitting(name, leaves.paths) for name in names_in(rule.source)]
+            matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
             if not any(matches):
                 problems.append(
-                    Problem(None, f"{rule} matches nothing{closest(names_in(rule.source)[0], leaves.paths)}")
+                    Problem(None, f"{rule} matches nothing{closest_hint(paths_in(rule.source)[0], leaves.paths)}")
                 )
                 continue
-            scales = [fitting(name, leaves.paths) for name in names_in(rule.scales)]
+            scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
             paths = [] if rule.tied else [path for found in [*matches, *scales] for path in found.values()]
             problems += [
                 Problem(path, f"matches both {claimed[path]} and {rule}")
                 for path in paths
                 if claimed.setdefault(path, rule) is not rule
             ]
-            for made in made_by(rule, matches, scales, leaves):
+            for made in apply_rule(rule, matches, scales, leaves):
                 if isinstance(made, str):
                     problems.append(Problem(None, f"{rule}: {made}"))
                 elif made[0] in targets:
@@ -92,10 +92,10 @@ class Rules:
                     targets[made[0]] = made[1]
         dropped: set[str] = set()
         for name in self.drop:
-            found = fitting(name, leaves.paths)
+            found = matching_paths(name, leaves.paths)
             dropped |= set(found.values())
             if not found:
-                problems.append(Problem(None, f"drop {name!r} matches nothing{closest(name, leaves.paths)}"))
+                problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
         problems += [
             Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
         ]
@@ -107,5 +107,5 @@ class Rules:
                 problems,
                 "list unwanted leaves in Rules.drop",
             )
-        made = compose(source.url, nested(targets), source.manifest.format, metadata=source.manifest.metadata)
+        made = compose(source.url, nested_dicts(targets), source.manifest.format, metadata=source.manifest.metadata)
         return replace(made, origin=source)

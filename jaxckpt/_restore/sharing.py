@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from jaxckpt._format.grid import Box, Layout, cell_shape, grid_cells, volume
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.plan import Read, ReadCost, ReadStep, Want, plan_read, read_bytes, read_cost
+from jaxckpt._restore.plan import Read, ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
 
-ALIGNED_BYTES = 64
+READ_ALIGNMENT_BYTES = 64
 """Read data begins at multiples of this, so that JAX uses it on CPU devices without a copy."""
 
 JOINED_BYTES = 1 << 20
@@ -37,8 +37,8 @@ Partition = tuple[Members, ...]
 
 
 def share(
-    stacks: Sequence[Stack], wanted: Sequence[tuple[Want, Layout]], process: int, together: int | None = None
-) -> tuple[list[Want], dict[Partition, list[Want]]]:
+    stacks: Sequence[Stack], wanted: Sequence[tuple[WantedRows, Layout]], process: int, job_size: int | None = None
+) -> tuple[list[WantedRows], dict[Partition, list[WantedRows]]]:
     """The wants that a process reads for itself, and, for each partition, the shared wants of its community.
 
     `wanted` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes that
@@ -49,8 +49,8 @@ def share(
     for want, layout in wanted:
         if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
             joined.setdefault(want.stack, set()).update(layout.processes)
-    own: list[Want] = []
-    shared: dict[Partition, list[Want]] = {}
+    own: list[WantedRows] = []
+    shared: dict[Partition, list[WantedRows]] = {}
     for want, layout in wanted:
         stack = stacks[want.stack]
         if want.stack in joined and len(layout.processes) > 1:
@@ -58,7 +58,7 @@ def share(
         else:
             partition = _partition(stack, layout)
         members = members_of(partition, process)
-        possible = together is None or covers(partition, together)
+        possible = job_size is None or covers(partition, job_size)
         if possible and 0 not in stack.shape and any(len(some) > 1 for some in partition):
             wants = shared.setdefault(partition, [])
             if len(members) > 1:
@@ -68,7 +68,7 @@ def share(
     return own, shared
 
 
-def digest(wanted: Sequence[tuple[Want, Layout]]) -> str:
+def wants_digest(wanted: Sequence[tuple[WantedRows, Layout]]) -> str:
     """A digest that is equal in all processes if `share` finds the same communities and wants in each."""
     found = hashlib.sha256()
     for want, layout in wanted:
@@ -150,34 +150,34 @@ Round = list[Portion]
 """The reads of a community between two meetings of the job."""
 
 
-def plan_rounds(stacks: Sequence[Stack], wants: Sequence[Want], members: Members, host_bytes: int) -> list[Round]:
+def plan_rounds(stacks: Sequence[Stack], wants: Sequence[WantedRows], members: Members, host_bytes: int) -> list[Round]:
     """Evenly distributed reads of everything that a community needs, with no chunk in two of them.
 
     In a round, each process reads consecutive data, at most about a quarter of `host_bytes`. Several rounds allow
     reading the next round while the current one is sent.
     """
-    most = read_bytes(host_bytes)
+    most = max_read_bytes(host_bytes)
     wanted = sum(
         (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
     )
     round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
     finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
     rounds: list[Round] = []
-    undealt: list[tuple[ReadStep, Read, list[int]]] = []
+    unassigned: list[tuple[ReadStep, Read, list[int]]] = []
     size = 0
     for step in plan_read(stacks, wants, host_bytes, finest):
         for read in step.reads:
             sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
-            ends = list(itertools.accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
-            if undealt and size + ends[-1] > round_bytes:
-                rounds.append(_dealt(undealt, size, members))
-                undealt, size = [], 0
-            undealt.append((step, read, ends))
+            ends = list(itertools.accumulate(-(-size // READ_ALIGNMENT_BYTES) * READ_ALIGNMENT_BYTES for size in sizes))
+            if unassigned and size + ends[-1] > round_bytes:
+                rounds.append(_assign_readers(unassigned, size, members))
+                unassigned, size = [], 0
+            unassigned.append((step, read, ends))
             size += ends[-1]
-    return [*rounds, _dealt(undealt, size, members)] if undealt else rounds
+    return [*rounds, _assign_readers(unassigned, size, members)] if unassigned else rounds
 
 
-def _dealt(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
+def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
     """Assign reads, with the ends of their regions, in order to the members in order."""
     portions: Round = []
     filled = dict.fromkeys(members, 0)
@@ -192,7 +192,7 @@ def _dealt(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, member
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Transfer:
     """The data that a community sends with one program."""
 
     portions: Round
@@ -201,7 +201,7 @@ class Piece:
     """The range (first, end) that each process sends of the bytes that it has read in the round."""
 
 
-def pieces(portions: Round, members: Members, max_bytes: int) -> Iterator[Piece]:
+def split_into_transfers(portions: Round, members: Members, max_bytes: int) -> Iterator[Transfer]:
     """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
     count = len(members)
     width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
@@ -215,7 +215,7 @@ def pieces(portions: Round, members: Members, max_bytes: int) -> Iterator[Piece]
         for portion in together:
             first, _ = spans.get(portion.reader, (portion.start, 0))
             spans[portion.reader] = first, portion.start + portion.n_bytes
-        yield Piece(together, spans)
+        yield Transfer(together, spans)
 
 
 def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, host_bytes: int) -> ReadCost:
@@ -226,7 +226,7 @@ def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, 
     # Host memory: two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
     in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
     held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
-    held += min(read_bytes(host_bytes), received)
+    held += min(max_read_bytes(host_bytes), received)
     held += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
     cost = read_cost(stacks, steps, host_bytes)
     return replace(cost, received_bytes=received, peak_host_bytes=max(held, cost.peak_host_bytes))

@@ -27,16 +27,24 @@ from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
-from jaxckpt._format.values import PYTHON, encode_value
-from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, Problem, TreeError, show_count, show_path
+from jaxckpt._format.values import PYTHON_KINDS, encode_value
+from jaxckpt._runtime.errors import (
+    DataError,
+    InputError,
+    NotACheckpointError,
+    Problem,
+    TreeError,
+    show_count,
+    show_path,
+)
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader, Pending
-from jaxckpt._storage.store_path import local_path, store_at
-from jaxckpt._storage.steps import is_step, step_meant
+from jaxckpt._storage.steps import is_step, resolve_step
 from jaxckpt._storage.store import Store
-from jaxckpt._storage.workers import All, Aside, submit
+from jaxckpt._storage.store_path import local_path, store_at
+from jaxckpt._storage.workers import JoinedWork, StorageThread, submit
 
 
 class Source(Protocol):
@@ -58,14 +66,14 @@ class Source(Protocol):
         """A reader of boxes of a stack, like `Objects.array_reader`."""
         ...
 
-    def fate(self) -> str | None:
+    def change_since_open(self) -> str | None:
         """What happened to the checkpoint after it was opened: "deleted", "replaced by another" or "stripped of some of
         its leaves"; None if it is unchanged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
+class NativeCheckpoint:
     """A jaxckpt checkpoint."""
 
     store: Store
@@ -78,7 +86,7 @@ class Native:
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
         records = [self.manifest.stacks[number] for number in stacks]
-        keys = [f"{self.manifest.data}/{record.name}/zarr.json" for record in records]
+        keys = [f"{self.manifest.data_folder}/{record.name}/zarr.json" for record in records]
         problems: list[Problem] = []
         for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
@@ -92,9 +100,9 @@ class Native:
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         manifest = self.manifest
         stored = manifest.stacks[stack].objects
-        return self.store.array_reader(manifest.data, manifest.arrays[stack], stored, plan)
+        return self.store.array_reader(manifest.data_folder, manifest.decoded_stacks[stack], stored, plan)
 
-    def fate(self) -> str | None:
+    def change_since_open(self) -> str | None:
         try:
             now, _ = load_manifest(self.store)
         except NotACheckpointError:
@@ -133,16 +141,16 @@ class ArrayData(abc.ABC):
         return
 
 
-class StartedData(ArrayData):
+class AsyncArrayData(ArrayData):
     """Data that can be read asynchronously, without a thread of jaxckpt."""
 
     @abc.abstractmethod
     def start(self, box: Box, target: Array) -> Pending:
-        """Start to fill `target` with a box. This call and its result raise errors that `storage_errors` translates."""
+        """Start to fill `target` with a box. It and its result raise tensorstore's errors."""
 
 
 @dataclass(frozen=True, slots=True)
-class StackRow(StartedData):
+class StackRow(AsyncArrayData):
     """A leaf of a jaxckpt checkpoint."""
 
     reader: ArrayReader
@@ -157,7 +165,7 @@ class StackRow(StartedData):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory(ArrayData):
+class InMemoryData(ArrayData):
     """A small array that was read together with the index files."""
 
     array: Array
@@ -202,12 +210,12 @@ def as_foreign(leaf: SavedLeaf, data: ArrayData) -> ForeignArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignCheckpoint:
     """A checkpoint of another library."""
 
     url: str
     manifest: Manifest
-    blocks: Sequence[Sequence[ArrayData]] = field(repr=False)
+    row_data: Sequence[Sequence[ArrayData]] = field(repr=False)
     """The data of each row of each stack."""
 
     files: Sequence[str] = field(default=(), repr=False)
@@ -220,14 +228,14 @@ class Foreign:
         pass
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
-        return _BlockReader(self.blocks[stack])
+        return _RowReader(self.row_data[stack])
 
-    def fate(self) -> str | None:
-        return None if self.origin is None else self.origin.fate()
+    def change_since_open(self) -> str | None:
+        return None if self.origin is None else self.origin.change_since_open()
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockReader(ArrayReader):
+class _RowReader(ArrayReader):
     rows: Sequence[ArrayData]
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
@@ -238,11 +246,11 @@ class _BlockReader(ArrayReader):
             yield self.rows[row], into if target.ndim > 1 else into.reshape(())
 
     def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending:
-        started = [block.start(box, into) for block, into in parts if isinstance(block, StartedData)]
-        rest = [(block, into) for block, into in parts if not isinstance(block, StartedData)]
+        started = [block.start(box, into) for block, into in parts if isinstance(block, AsyncArrayData)]
+        rest = [(block, into) for block, into in parts if not isinstance(block, AsyncArrayData)]
         if rest:
             started.append(submit(functools.partial(_read_all, rest, box)))
-        return All(started)
+        return JoinedWork(started)
 
 
 def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
@@ -250,11 +258,11 @@ def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
         block.read(box, into)
 
 
-BLOCK_BYTES = 4 << 20
+READ_UNIT_BYTES = 4 << 20
 """Bytes per read of an array without a unit."""
 
 
-def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: Iterable[str] = ()) -> Foreign:
+def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: Iterable[str] = ()) -> ForeignCheckpoint:
     """A foreign checkpoint from its tree: nested dicts, lists and tuples of ForeignArrays, and of Python values and
     NumPy arrays that were already read.
 
@@ -287,7 +295,9 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         )
         rows.append(array.data)
     if problems:
-        raise TreeError.of(f"{len(problems)} of the {show_count(len(leaves), 'leaf')} of {url} cannot be read", problems)
+        raise TreeError.of(
+            f"{len(problems)} of the {show_count(len(leaves), 'leaf')} of {url} cannot be read", problems
+        )
     manifest = Manifest(
         format=format,
         version=0,
@@ -301,22 +311,22 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
         stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
     )
-    return Foreign(url, manifest, list(stacks.values()), tuple(files))
+    return ForeignCheckpoint(url, manifest, list(stacks.values()), tuple(files))
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
     """(a leaf as an array, or the reason why it cannot be one; the kind and text of a small Python value, or None)."""
     if isinstance(value, np.ndarray):
-        value = ForeignArray(dtype_name(value.dtype), value.shape, Memory(value), "numpy")
+        value = ForeignArray(dtype_name(value.dtype), value.shape, InMemoryData(value), "numpy")
     elif isinstance(value, np.generic):
         array = np.asarray(value)
-        value = ForeignArray(dtype_name(array.dtype), (), Memory(array), "numpy_scalar")
-    elif type(value) in PYTHON:
+        value = ForeignArray(dtype_name(array.dtype), (), InMemoryData(array), "numpy_scalar")
+    elif type(value) in PYTHON_KINDS:
         inline = encode_value(value)
         if inline is not None:
             return "", inline
         raw = np.frombuffer(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value, np.uint8)
-        return ForeignArray("uint8", raw.shape, Memory(raw), type(value).__name__), None  # pyright: ignore[reportArgumentType]
+        return ForeignArray("uint8", raw.shape, InMemoryData(raw), type(value).__name__), None  # pyright: ignore[reportArgumentType]
     if not isinstance(value, ForeignArray):
         return f"is of type {type(value).__module__}.{type(value).__qualname__}", None
     if value.dtype not in DTYPES:
@@ -333,14 +343,14 @@ def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None]
     dtype, shape, chunk = key
     itemsize = DTYPES[dtype].itemsize
     if chunk is None:
-        chunk = _run(shape, itemsize)
+        chunk = _contiguous_sides(shape, itemsize)
     return StackRecord(f"{number:04d}", dtype, list(shape), rows, [1, *chunk], [1, *chunk], "", {})
 
 
-def _run(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def _contiguous_sides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Sides of a box of at most BLOCK_BYTES that is contiguous in C order."""
     sides: list[int] = []
-    left = BLOCK_BYTES // itemsize
+    left = READ_UNIT_BYTES // itemsize
     for side in reversed(shape):
         sides.append(max(1, min(side, left)))
         left = left // side if side and left >= side else 0
@@ -349,13 +359,13 @@ def _run(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 # Opening --------------------------------------------------------------------------------------------------
 
-Location = str | os.PathLike[str] | Foreign
+Location = str | os.PathLike[str] | ForeignCheckpoint
 """The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
 `jaxckpt.rank_files`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ForeignFormat:
     """A foreign format that records its own global layout."""
 
     name: str
@@ -363,7 +373,7 @@ class Format:
     recognizes: Callable[[str, Collection[str]], bool]
     """Whether a local path has this format, given the names in its folder; no names for a file."""
 
-    open: Callable[[str], Native | Foreign] | None = None
+    open: Callable[[str], NativeCheckpoint | ForeignCheckpoint] | None = None
     """Reads the format; None if it can only be written."""
 
     owned_names: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
@@ -376,11 +386,11 @@ class Format:
     """Suffixes of paths to which `convert` writes this format by default."""
 
 
-formats: list[Format] = []
+formats: list[ForeignFormat] = []
 """The foreign formats that can be read, in the order of detection. `_foreign.registry` fills it."""
 
 
-def source_at(location: Location, options: Options) -> tuple[Native | Foreign, str]:
+def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
     """The source at a location, and a digest of its manifest, which is composed for another library's checkpoint.
 
     A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps.
@@ -388,25 +398,27 @@ def source_at(location: Location, options: Options) -> tuple[Native | Foreign, s
     Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
     hangs for `options.timeout_seconds`.
     """
-    if isinstance(location, Foreign):
+    if isinstance(location, ForeignCheckpoint):
         return location, _digest(location)
     store = store_at(location, options)
-    with Aside(options.timeout_seconds) as aside:
-        return aside.do(f"opening {store.url}", lambda: _opened(location, store, options))
+    with StorageThread(options.timeout_seconds) as aside:
+        return aside.run(f"opening {store.url}", lambda: _open_source(location, store, options))
 
 
-def _opened(location: str | os.PathLike[str], store: Store, options: Options) -> tuple[Native | Foreign, str]:
+def _open_source(
+    location: str | os.PathLike[str], store: Store, options: Options
+) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
-        return _native(store, options)
+        return _open_native(store, options)
     except NotACheckpointError:
         for _ in range(_TRIES):
-            if (step := step_meant(store)) is None:
+            if (step := resolve_step(store)) is None:
                 break
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
-                return _native(step, options)
+                return _open_native(step, options)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
-        foreign = None if options.manifest_sha256 else _of_another_library(location)
+        foreign = None if options.manifest_sha256 else _open_foreign(location)
         if foreign is None:
             raise
         return foreign, _digest(foreign)
@@ -416,20 +428,20 @@ _TRIES = 5
 """The most attempts to find the newest step of a run, if the step is deleted before its manifest is read."""
 
 
-def step_of(source: Source, hint: str) -> tuple[Native, Store, int]:
+def step_of(source: Source, hint: str) -> tuple[NativeCheckpoint, Store, int]:
     """A checkpoint that is a step of a run, with the run and the step's number. Raises InputError, with a hint."""
-    above = source.store.above() if isinstance(source, Native) else None
-    if not isinstance(source, Native) or above is None or not is_step(above[1]):
+    above = source.store.parent_and_name() if isinstance(source, NativeCheckpoint) else None
+    if not isinstance(source, NativeCheckpoint) or above is None or not is_step(above[1]):
         raise InputError(f"{source.url} is not a step in a run's directory: {hint}")
     return source, above[0], int(above[1])
 
 
-def _native(store: Store, options: Options) -> tuple[Native, str]:
+def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]:
     manifest, content = load_manifest(store, options.manifest_sha256)
-    return Native(store, manifest), hashlib.sha256(content).hexdigest()
+    return NativeCheckpoint(store, manifest), hashlib.sha256(content).hexdigest()
 
 
-def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | None:
+def _open_foreign(location: str | os.PathLike[str]) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a local path."""
     path = local_path(location)
     if path is None:
@@ -443,5 +455,5 @@ def _of_another_library(location: str | os.PathLike[str]) -> Native | Foreign | 
     return next((form.open(path) for form in formats if form.open and form.recognizes(path, names)), None)
 
 
-def _digest(source: Native | Foreign) -> str:
+def _digest(source: NativeCheckpoint | ForeignCheckpoint) -> str:
     return hashlib.sha256(msgspec.json.encode(source.manifest)).hexdigest()

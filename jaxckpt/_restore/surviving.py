@@ -16,17 +16,17 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, volume
-from jaxckpt._format.manifest import state_name
+from jaxckpt._format.manifest import state_file_name
 from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._format.stacks import Stack
 
-Held = np.ndarray[Any, np.dtype[np.uint8]]
+Availability = np.ndarray[Any, np.dtype[np.uint8]]
 """[process, file / 8]: one bit per file, set if the process can read it."""
 
-ALIGNED_BYTES = 16
+PARCEL_ALIGNMENT_BYTES = 16
 """Sent data begins at multiples of this, so that elements of all dtypes are aligned."""
 
-SERVERS = 4
+MAX_SENDERS = 4
 """The most senders for one process, if more processes have its data, because each distance between two processes needs
 a separate program."""
 
@@ -40,9 +40,9 @@ class Candidate(NamedTuple):
     """SHA-256 of the manifest."""
 
 
-def candidates(heard: Iterable[Iterable[Candidate]]) -> list[Candidate]:
+def candidates(reports: Iterable[Iterable[Candidate]]) -> list[Candidate]:
     """The saves that processes have found, newest first. For one step, saves in more folders come first."""
-    counts = collections.Counter(itertools.chain.from_iterable(heard))
+    counts = collections.Counter(itertools.chain.from_iterable(reports))
     return sorted(counts, key=lambda one: (one.step, counts[one], one.save_id, one.digest), reverse=True)
 
 
@@ -75,10 +75,12 @@ class Files:
         for record in manifest.stacks:
             starts.append(len(keys))
             numbers[record.name] = {place: number for number, place in enumerate(record.objects, len(keys))}
-            keys += [f"{manifest.data}/{record.name}/c/{place}" for place in record.objects]
+            keys += [f"{manifest.data_folder}/{record.name}/c/{place}" for place in record.objects]
             lengths += [length for length, _ in record.objects.values()]
         starts.append(len(keys))
-        keys += [f"{manifest.data}/{state_name(process)}" for process in range(len(manifest.process_states))]
+        keys += [
+            f"{manifest.data_folder}/{state_file_name(process)}" for process in range(len(manifest.process_states))
+        ]
         lengths += [length for length, _ in manifest.process_states]
         return cls(keys, lengths, numbers, starts, manifest.stacks)
 
@@ -86,24 +88,24 @@ class Files:
         """The stack of a file; None for a process state."""
         return None if number >= self.starts[-1] else bisect.bisect_right(self.starts, number) - 1
 
-    def request_bytes(self, request: Request) -> int:
+    def request_bytes(self, request: FileRequest) -> int:
         """Number of bytes that a request asks for."""
         stack = self.stack(request[0])
         return volume(request[1]) * (1 if stack is None else DTYPES[self.stacks[stack].dtype].itemsize)
 
 
-Request = tuple[int, Box]
+FileRequest = tuple[int, Box]
 """The number of a file, and a box of its stack within it; for a process state, all its bytes."""
 
 
-def requests(number: int, stack: Stack, box: Box, max_bytes: int) -> Iterator[Request]:
+def split_request(number: int, stack: Stack, box: Box, max_bytes: int) -> Iterator[FileRequest]:
     """The requests for a box of an object, each of at most `max_bytes` or one chunk."""
     grids = stack.object, stack.chunk
     for part in cut_down(box, grids, lambda part: volume(part) * stack.itemsize <= max_bytes):
         yield number, part
 
 
-def missing(held: Held, count: int) -> list[int]:
+def missing_files(held: Availability, count: int) -> list[int]:
     """The files, out of this many, that no process can read."""
     return np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(held), count=count) == 0).tolist()
 
@@ -115,43 +117,43 @@ def missing(held: Held, count: int) -> list[int]:
 class Parcel:
     """The data that one process sends to another in one program."""
 
-    requests: list[tuple[Request, int, int]]
+    requests: list[tuple[FileRequest, int, int]]
     """Requests, each with the offset and the number of its bytes."""
 
     n_bytes: int = 0
 
-    def add(self, request: Request, n_bytes: int) -> None:
+    def add(self, request: FileRequest, n_bytes: int) -> None:
         self.requests.append((request, self.n_bytes, n_bytes))
-        self.n_bytes += -(-n_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self.n_bytes += -(-n_bytes // PARCEL_ALIGNMENT_BYTES) * PARCEL_ALIGNMENT_BYTES
 
 
 Hop = dict[tuple[int, int], Parcel]
 """The parcels of one program, by sender and receiver. No process sends or receives twice."""
 
 
-def server(number: int, getter: int, held: Held) -> int:
-    """The process that reads a file for `getter`: one of the next few processes that have it. The number of the file
+def choose_sender(number: int, receiver: int, held: Availability) -> int:
+    """The process that reads a file for `receiver`: one of the next few processes that have it. The number of the file
     decides which."""
     holders = np.flatnonzero(held[:, number // 8] & (128 >> number % 8))
-    first = int(np.searchsorted(holders, getter))
-    return int(holders[(first + number % min(SERVERS, len(holders))) % len(holders)])
+    first = int(np.searchsorted(holders, receiver))
+    return int(holders[(first + number % min(MAX_SENDERS, len(holders))) % len(holders)])
 
 
-def hops(
-    wanted: Sequence[Iterable[Request]], held: Held, n_bytes: Callable[[Request], int], max_bytes: int
+def plan_hops(
+    wanted: Sequence[Iterable[FileRequest]], held: Availability, bytes_of: Callable[[FileRequest], int], max_bytes: int
 ) -> list[Hop]:
     """The hops that send each process its requests, in parcels of at most `max_bytes` or of one request."""
     parcels: dict[tuple[int, int], list[Parcel]] = {}
-    for getter, asked in enumerate(wanted):
+    for receiver, asked in enumerate(wanted):
         for request in asked:
-            some = parcels.setdefault((server(request[0], getter, held), getter), [])
-            size = n_bytes(request)
+            some = parcels.setdefault((choose_sender(request[0], receiver, held), receiver), [])
+            size = bytes_of(request)
             if not some or some[-1].n_bytes + size > max_bytes:
                 some.append(Parcel([]))
             some[-1].add(request, size)
     by_distance: dict[int, dict[tuple[int, int], list[Parcel]]] = {}
-    for (giver, getter), some in parcels.items():
-        by_distance.setdefault((getter - giver) % len(wanted), {})[giver, getter] = some
+    for (sender, receiver), some in parcels.items():
+        by_distance.setdefault((receiver - sender) % len(wanted), {})[sender, receiver] = some
     return [
         {pair: some[turn] for pair, some in sorted(alike.items()) if turn < len(some)}
         for _, alike in sorted(by_distance.items())

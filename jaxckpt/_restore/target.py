@@ -17,33 +17,33 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts
 from jaxckpt._format.leaf_types import LeafType, leaf_type
 from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.paths import closest, component, heads, longest_head
+from jaxckpt._format.paths import closest_hint, escape_key, longest_prefix, path_prefixes
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.select import Rename, Select, Selector, origins, selector
+from jaxckpt._format.select import Rename, Select, Selector, origins, parse_select
 from jaxckpt._format.specs import Specs, mesh_axes
 from jaxckpt._format.tree import (
     Container,
     Leaf,
     Structure,
     Tree,
-    bare,
     flatten,
     keys_of,
     numbers_of,
-    objects_of,
     prune,
     subtree,
     unflatten,
+    unwrap_object,
+    user_objects_of,
 )
-from jaxckpt._restore.objects import TargetObject, asked_below, revived
-from jaxckpt._restore.renaming import renamed_tree, require_single_root, selected
+from jaxckpt._restore.objects import TargetObject, revive_object, shardings_below
+from jaxckpt._restore.renaming import renamed_tree, require_single_root, selected_numbers
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import InputError, Problem, show_path
 from jaxckpt._runtime.options import Options, require_bool
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RestoreRequest:
     """The arguments of a restore."""
 
     target: Tree = None
@@ -72,7 +72,7 @@ class Uncommitted(jax.ShapeDtypeStruct):
     """In a target: an uncommitted array, without its data."""
 
 
-def require_request(request: Request) -> None:
+def require_request(request: RestoreRequest) -> None:
     """Raise InputError for arguments that are invalid for every checkpoint."""
     require_bool(request.strict, "strict")
     require_bool(request.tied, "tied")
@@ -85,7 +85,7 @@ def require_request(request: Request) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
+class LeafRequests:
     """The requests for saved leaves, in three lists, because creating a record per leaf would take too long."""
 
     paths: Sequence[str]
@@ -99,18 +99,18 @@ class Asks:
 
 
 Build = Callable[[Mapping[int, Any], Sequence[Any]], Tree]
-"""Creates the tree from the leaves' values by leaf number, and from the leaves of `Request.initial`."""
+"""Creates the tree from the leaves' values by leaf number, and from the leaves of `RestoreRequest.initial`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """The requested leaves, their requests, and how the tree is built from them."""
 
-    asks: Asks
+    requests: LeafRequests
     build: Build
 
-    lacking: Sequence[int] = ()
-    """Numbers of the target's leaves that `Request.initial` creates."""
+    to_initialize: Sequence[int] = ()
+    """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
 
     objects: Sequence[TargetObject] = ()
     """Objects of the target whose state was saved."""
@@ -118,7 +118,7 @@ class Match:
     remedies: Sequence[str] = ()
     """Remedies for the problems as a whole."""
 
-    is_met: bool = True
+    has_any_match: bool = True
     """False if the target has leaves that a checkpoint can contain, and none of them is in this one."""
 
 
@@ -129,19 +129,19 @@ def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[in
     """Builds the tree of only the chosen leaves."""
     some = len(chosen) < len(manifest.leaves)
     pruned = prune(structure, {number: number for number in chosen}) if some else structure
-    return lambda values, initial: unflatten(pruned, values, functools.partial(revived, manifest))
+    return lambda values, initial: unflatten(pruned, values, functools.partial(revive_object, manifest))
 
 
 def given_casts(
-    manifest: Manifest, match: Match, request: Request, options: Options
+    manifest: Manifest, match: Match, request: RestoreRequest, options: Options
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each requested path whose dtype `dtype=` changes, and the problems."""
     if request.dtype is None:
         return {}, []
-    states = [*(node for _, node in objects_of(manifest.tree)), *(one.structure for one in match.objects)]
+    states = [*(node for _, node in user_objects_of(manifest.tree)), *(one.structure for one in match.objects)]
     kept = {number for state in states for number in numbers_of(state)}
     castable: list[Castable] = []
-    for path, number in zip(match.asks.paths, match.asks.numbers, strict=True):
+    for path, number in zip(match.requests.paths, match.requests.numbers, strict=True):
         leaf = SavedLeaf(manifest, manifest.leaves[number])
         is_array = leaf.is_array and leaf.kind in CASTABLE and number not in kept
         castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None))
@@ -151,20 +151,20 @@ def given_casts(
 # Matching paths -------------------------------------------------------------------------------------------
 
 
-def match_paths(manifest: Manifest, request: Request) -> tuple[Match, list[Problem]]:
+def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, list[Problem]]:
     """The saved leaf for each leaf of the target, or all selected leaves without a target.
 
     The problems are missing and extra leaves. Raises TreeError if an entry of select= or rename= matches nothing.
     """
-    select = None if request.select is None else selector(request.select)
-    chosen = selected(manifest, select)
+    select = None if request.select is None else parse_select(request.select)
+    chosen = selected_numbers(manifest, select)
     structure, numbers = renamed_tree(manifest, request.rename, chosen)
     wanted = numbers
     if len(chosen) < len(numbers):
         among = set(chosen)
         wanted = {path: number for path, number in numbers.items() if number in among}
     if request.target is None:
-        asks = Asks([*wanted], [*wanted.values()], [None] * len(wanted))
+        asks = LeafRequests([*wanted], [*wanted.values()], [None] * len(wanted))
         require_single_root(manifest, numbers, chosen)
         return Match(asks, build_selected(structure, manifest, chosen)), []
     return _Matching(manifest, request, select, structure, numbers, wanted).match()
@@ -175,7 +175,7 @@ class _Matching:
     """A target and the checkpoint that it is compared with."""
 
     manifest: Manifest
-    request: Request
+    request: RestoreRequest
     select: Selector | None
     structure: Structure
     """The tree of the checkpoint, renamed."""
@@ -194,31 +194,31 @@ class _Matching:
         wanted = self.wanted
         by_number = {number: path for path, number in wanted.items()} if types else {}
         containers: set[str] | None = None
-        asks = Asks(paths := list[str](), numbers := list[int](), asked := list[Any]())
+        requests = LeafRequests(paths := list[str](), numbers := list[int](), requested := list[Any]())
         subtrees: dict[int, Structure] = {}
         objects: dict[int, TargetObject] = {}
         missing: list[Leaf] = []
         refused: list[Problem] = []
-        met = set[str]()
+        handled_paths = set[str]()
         values: dict[int, Any] = {}
         """The values of leaves that keep the target's value, by their index."""
-        lacking: list[int] = []
+        to_initialize: list[int] = []
         sources: list[int | None] = []
         """Number of the saved leaf for each leaf of the target, if it comes from one."""
         for place, leaf in enumerate(leaves):
             if types and type(leaf.value) in types:
                 sources.append(None)
                 values[place] = leaf.value
-                found = self._object(leaf, types[type(leaf.value)], by_number)
+                found = self._match_object(leaf, types[type(leaf.value)], by_number)
                 if isinstance(found, TargetObject):
                     objects[place] = found
                     below = [*numbers_of(found.structure)]
                     numbers.extend(below)
                     paths.extend(by_number[number] for number in below)
-                    asked.extend([None] * len(below))
+                    requested.extend([None] * len(below))
                 elif isinstance(found, Problem):
                     refused.append(found)
-                    met.update([leaf.path, *self._below(leaf.path, wanted)])
+                    handled_paths.update([leaf.path, *self._leaves_below(leaf.path, wanted)])
                 elif found:
                     missing.append(leaf)
                 continue
@@ -228,46 +228,48 @@ class _Matching:
             if number is not None:
                 paths.append(path)
                 numbers.append(number)
-                asked.append(leaf.value)
+                requested.append(leaf.value)
                 continue
-            containers = _above(wanted) if containers is None else containers
+            containers = _containers_of(wanted) if containers is None else containers
             if isinstance(leaf.value, (Sharding, Format)):
-                below = self._below(leaf.path, wanted)
+                below = self._leaves_below(leaf.path, wanted)
                 if below or _is_empty(self.structure, leaf.path):
                     paths.extend(below)
                     numbers.extend(wanted[path] for path in below)
-                    asked.extend(asked_below(self.manifest, numbers[-len(below) :] if below else [], leaf.value))
+                    requested.extend(
+                        shardings_below(self.manifest, numbers[-len(below) :] if below else [], leaf.value)
+                    )
                     subtrees[place] = self._subtree(leaf.path, below)
                     continue
             elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in containers):
-                refused.append(Problem(leaf.path, not_a_leaf(leaf.value, is_container=True)))
+                refused.append(Problem(leaf.path, unrestorable_reason(leaf.value, is_container=True)))
                 continue
             values[place] = leaf.value
             if leaf.path in containers or self._is_missing(leaf):
                 missing.append(leaf)
             elif _is_abstract(leaf.value) and self.request.initial is not None:
-                lacking.append(place)
+                to_initialize.append(place)
 
         def build(restored: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
-            own = values | dict(zip(lacking, initial, strict=True))
-            revive = functools.partial(revived, self.manifest)
+            own = values | dict(zip(to_initialize, initial, strict=True))
+            revive = functools.partial(revive_object, self.manifest)
             own |= {place: unflatten(part, restored, revive) for place, part in subtrees.items()}
-            own |= {place: one.made(restored) for place, one in objects.items()}
+            own |= {place: one.restored_leaf(restored) for place, one in objects.items()}
             made = [own[place] if number is None else restored[number] for place, number in enumerate(sources)]
             return jax.tree_util.tree_unflatten(treedef, made)
 
         extra: list[str] = []
         if self.request.strict and len(paths) < len(wanted):
-            met.update(paths)
-            extra = [path for path in wanted if path not in met]
-        problems = [*self._missing(missing), *self._extra(extra, shape), *refused]
+            handled_paths.update(paths)
+            extra = [path for path in wanted if path not in handled_paths]
+        problems = [*self._missing_problems(missing), *self._extra(extra, shape), *refused]
         if not (problems or paths or subtrees or objects or all(callable(leaf.value) for leaf in leaves)):
-            problems = [replace(problem, remedy="") for problem in self._missing(leaves)]
+            problems = [replace(problem, remedy="") for problem in self._missing_problems(leaves)]
             remedies = ["rename= maps leaves that have other names in the checkpoint"]
-            return Match(asks, build, remedies=remedies, is_met=False), problems
-        return Match(asks, build, lacking, [*objects.values()], [*self._remedies(missing, extra)]), problems
+            return Match(requests, build, remedies=remedies, has_any_match=False), problems
+        return Match(requests, build, to_initialize, [*objects.values()], [*self._remedies(missing, extra)]), problems
 
-    def _object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
+    def _match_object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
         """The saved state for an object of the target, or a problem. Without a saved state: True if that is an error,
         False if the object keeps its state because it is not selected or the restore is not strict."""
         try:
@@ -275,7 +277,7 @@ class _Matching:
         except KeyError:
             saved = None
         if saved is None:
-            left_out = leaf.path in self.numbers or self._below(leaf.path, self.numbers)
+            left_out = leaf.path in self.numbers or self._leaves_below(leaf.path, self.numbers)
             return self.request.strict and not left_out and self._is_selected(leaf.path)
         numbers = [*numbers_of(saved)]
         left = [number for number in numbers if number not in by_number]
@@ -287,7 +289,7 @@ class _Matching:
             leaf.path, f"is an object, and select= leaves out {len(left)} of the {len(numbers)} leaves of its state"
         )
 
-    def _below(self, path: str, among: Mapping[str, int]) -> list[str]:
+    def _leaves_below(self, path: str, among: Mapping[str, int]) -> list[str]:
         return [leaf for leaf in among if leaf.startswith(f"{path}/")] if path else list(among)
 
     def _subtree(self, path: str, below: Sequence[str]) -> Structure:
@@ -299,7 +301,7 @@ class _Matching:
         # A function, such as an activation in an Equinox module, is not state that a checkpoint could lack.
         if callable(leaf.value) or leaf.path in self.numbers or not self._is_selected(leaf.path):
             return False
-        if isinstance(leaf.value, (Sharding, Format)) and self._below(leaf.path, self.numbers):
+        if isinstance(leaf.value, (Sharding, Format)) and self._leaves_below(leaf.path, self.numbers):
             return False
         return self.request.strict or (_is_abstract(leaf.value) and self.request.initial is None)
 
@@ -316,11 +318,11 @@ class _Matching:
     # Problems ---------------------------------------------------------------------------------------------
 
     @property
-    def _loosen(self) -> str:
+    def _strict_remedy(self) -> str:
         owner = "target" if self.request.initial is None else "init"
         return f"strict=False keeps the {owner}'s value for missing leaves and leaves out extra ones"
 
-    def _missing(self, leaves: Sequence[Leaf]) -> Iterator[Problem]:
+    def _missing_problems(self, leaves: Sequence[Leaf]) -> Iterator[Problem]:
         """Leaves of the target that the checkpoint lacks, the first of them with hints."""
         for place, leaf in enumerate(leaves):
             hint = ""
@@ -329,8 +331,8 @@ class _Matching:
                     saved = subtree(self.structure, leaf.path)
                     hint = "; None was saved there" if saved is None else "; a container was saved there"
                 except KeyError:
-                    hint = closest(leaf.path, self.wanted)
-            remedy = self._loosen if self.request.strict else ""
+                    hint = closest_hint(leaf.path, self.wanted)
+            remedy = self._strict_remedy if self.request.strict else ""
             if _is_abstract(leaf.value) and self.request.initial is None:
                 remedy = "a ShapeDtypeStruct or a Sharding has no value to keep: give an array, or leave it out"
             yield Problem(leaf.path, f"is not in the checkpoint{hint}", remedy)
@@ -339,9 +341,9 @@ class _Matching:
         """Leaves of the checkpoint that the target, which has this structure, lacks."""
         empty = dict(_empty_places(shape, "")) if paths else {}
         for path in paths:
-            at = longest_head(path, empty)
+            at = longest_prefix(path, empty)
             hint = "" if at is None else f", which has {empty[at]} at {show_path(at)}"
-            yield Problem(path, f"is in the checkpoint but not in the target{hint}", self._loosen)
+            yield Problem(path, f"is in the checkpoint but not in the target{hint}", self._strict_remedy)
 
     def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
         if missing and self.select is not None and callable(self.request.rename):
@@ -406,7 +408,7 @@ def is_class(value: object) -> bool:
     return isinstance(value, (type, np.dtype))
 
 
-def not_a_leaf(value: object, *, is_container: bool) -> str:
+def unrestorable_reason(value: object, *, is_container: bool) -> str:
     """The reason why a value in a target cannot be restored."""
     kind = type(value).__qualname__
     if is_class(value):
@@ -419,11 +421,11 @@ def not_a_leaf(value: object, *, is_container: bool) -> str:
     )
 
 
-def _above(paths: Iterable[str]) -> set[str]:
+def _containers_of(paths: Iterable[str]) -> set[str]:
     """The paths of all containers of these leaves."""
     above = set[str]()
     for path in paths:
-        for head in itertools.islice(heads(path), 1, None):
+        for head in itertools.islice(path_prefixes(path), 1, None):
             if head in above:
                 break
             above.add(head)
@@ -440,11 +442,11 @@ def _is_empty(structure: Structure, path: str) -> bool:
 
 def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
     """Paths at which a tree has None or a container without children, with a word for which of the two."""
-    node = bare(node)
+    node = unwrap_object(node)
     if node is None:
         yield path, "None"
     elif isinstance(node, Container):
         if not node.children:
             yield path, f"an empty {node.name or node.type}"
         for key, child in zip(keys_of(node), node.children, strict=True):
-            yield from _empty_places(child, f"{path}/{component(key)}" if path else component(key))
+            yield from _empty_places(child, f"{path}/{escape_key(key)}" if path else escape_key(key))

@@ -110,7 +110,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
             if name != "staging_bytes" or self.staging_bytes is not None:
-                object.__setattr__(self, name, require_whole_number(getattr(self, name), f"Options.{name}", least=1))
+                object.__setattr__(self, name, require_whole_number(getattr(self, name), f"Options.{name}", minimum=1))
         require_rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
         for name in ("timeout_seconds", "retry_seconds"):
             object.__setattr__(self, name, require_seconds(getattr(self, name), f"Options.{name}"))
@@ -154,15 +154,15 @@ def options_or_default(options: Options | None) -> Options:
     return options
 
 
-def require_whole_number(value: object, what: str, *, least: int, most: int | None = None) -> int:
+def require_whole_number(value: object, what: str, *, minimum: int, maximum: int | None = None) -> int:
     """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
     except TypeError:
         number = None
-    if number is None or number < least or (most is not None and number > most):
-        expected = "above zero" if least == 1 else f"not below {least}"
-        at_most = "" if most is None else f" and not above {most}"
+    if number is None or number < minimum or (maximum is not None and number > maximum):
+        expected = "above zero" if minimum == 1 else f"not below {minimum}"
+        at_most = "" if maximum is None else f" and not above {maximum}"
         raise InputError(f"{what} must be a whole number {expected}{at_most}, found {reprlib.repr(value)}")
     return number
 

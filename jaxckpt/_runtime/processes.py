@@ -43,7 +43,7 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.stalls import Watch
-from jaxckpt._runtime.threads import Caller, Task, start_thread
+from jaxckpt._runtime.threads import RunningCall, Task, start_thread
 
 _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
@@ -84,16 +84,16 @@ class _CallCounter:
     def __init__(self, client: Any) -> None:
         self.client = client
         self.calls = itertools.count()
-        self.like = dict[Call, int]()
+        self.counts = dict[Call, int]()
 
     def count_call(self, call: Call) -> tuple[int, Call]:
-        number = self.like.get(call, 0)
-        self.like[call] = number + 1
+        number = self.counts.get(call, 0)
+        self.counts[call] = number + 1
         return next(self.calls), replace(call, number=number)
 
 
 _call_counter = _CallCounter(None)
-_running_calls: list[tuple[Caller, Group]] = []
+_running_calls: list[tuple[RunningCall, Group]] = []
 """The calls that are running, in any thread."""
 
 
@@ -117,7 +117,7 @@ class Group:
     watch: Watch
     """The storage operation of this process. If it stalls, the other processes are notified."""
 
-    meetings: int = 0
+    n_meetings: int = 0
     notified_error: BaseException | None = None
     """The error that the other processes were notified of, if any."""
 
@@ -134,7 +134,7 @@ class Group:
         Raises InputError if it is made from within another call.
         """
         global _call_counter
-        within = next((other for caller, other in _running_calls.copy() if caller.is_here()), None)
+        within = next((other for caller, other in _running_calls.copy() if caller.is_in_this_thread()), None)
         if within is not None:
             raise InputError(
                 f"{call.verb} of {call.where!r} was called from inside {within.call.verb} of {within.call.where!r}, by"
@@ -154,13 +154,13 @@ class Group:
         )
 
     def __enter__(self) -> Self:
-        _running_calls.append((Caller(depth=1), self))
+        _running_calls.append((RunningCall(depth=1), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # Also removes calls that could not leave because of an interrupt.
         for entry in _running_calls.copy():
-            if entry[0].is_here() or not entry[0].present():
+            if entry[0].is_in_this_thread() or not entry[0].is_running():
                 with contextlib.suppress(ValueError):  # another thread has
                     _running_calls.remove(entry)
         if error is not None and error is not self.notified_error and not self.is_handed_over and self.count > 1:
@@ -169,19 +169,19 @@ class Group:
 
     def meeting(self, what: str) -> Meeting:
         """The next meeting. `what` names the activity in messages ("saving")."""
-        self.meetings += 1
-        return Meeting(self, what, f"{self.prefix}/{self.meetings}", first=self.meetings == 1)
+        self.n_meetings += 1
+        return Meeting(self, what, f"{self.prefix}/{self.n_meetings}", is_first=self.n_meetings == 1)
 
 
 @dataclass(slots=True)
 class Meeting:
     """One round: all send a text, process 0 decides, all receive its text. Every process must call `gather` once, then
-    `share` once."""
+    `broadcast` once."""
 
     group: Group
     what: str
     key: str
-    first: bool = False
+    is_first: bool = False
     """Whether this is the first meeting of its call, in which the processes also compare their calls."""
 
     _has_sent: bool = False
@@ -194,52 +194,54 @@ class Meeting:
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _poster: Task[None] | None = None
-    _attendee: Caller | None = None
+    _running_call: RunningCall | None = None
     """The call of the function that takes part in the meeting."""
 
-    _mute: Exception | None = None
+    _post_error: Exception | None = None
     """The error that stopped the thread that posts."""
 
     def __enter__(self) -> Self:
         if self.group.count > 1:
-            self._attendee = Caller(depth=1)
-            self._poster = Task(self._speak)
+            self._running_call = RunningCall(depth=1)
+            self._poster = Task(self._run_poster)
             start_thread(self._poster.run, "jaxckpt-voice")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._poster is None or self._attendee is None:
+        if self._poster is None or self._running_call is None:
             return
         if error is not None:
             self.group.notified_error = error
-            self._fail(error)
-        self._attendee.leave()
-        self._end(error)
+            self._post_failure(error)
+        self._running_call.mark_ended()
+        self._stop_posting(error)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
         if self._poster is not None and not self._is_service_lost:
             self._poster.wait(self.group.timeout_seconds)
-        if error is None and self._mute is not None and self.group.index == 0:
-            raise self._service_failed(self._mute) from self._mute  # the others never received the shared text
+        if error is None and self._post_error is not None and self.group.index == 0:
+            raise self._service_failed(
+                self._post_error
+            ) from self._post_error  # the others never received the shared text
 
-    def renew(self) -> None:
+    def start_next(self) -> None:
         """Become the next meeting, after all have gathered and shared, without a gap in the heartbeats."""
         if self._poster is None:
             return
-        self._end(None)
+        self._stop_posting(None)
         if not self._poster.done():
             raise self._service_failed(TimeoutError(f"no answer for {self.group.timeout_seconds:g} s"))
         following = self.group.meeting(self.what)
-        self.key, self.first, self._posts = following.key, False, following._posts
+        self.key, self.is_first, self._posts = following.key, False, following._posts
         self._has_sent = self._has_broadcast = self._is_service_lost = False
         self._n_posted = 0
-        self._poster = Task(self._speak)
+        self._poster = Task(self._run_poster)
         start_thread(self._poster.run, "jaxckpt-voice")
 
-    def _fail(self, error: BaseException) -> None:
+    def _post_failure(self, error: BaseException) -> None:
         """Notify the processes that still wait for this one."""
-        failure = _failure(self.group.index, error)
+        failure = _failure_message(self.group.index, error)
         if not self._has_sent:
             self._post("in", failure)
         if self.group.index == 0 and not self._has_broadcast:
@@ -257,13 +259,13 @@ class Meeting:
         self._has_sent = True
         if group.index != 0:
             return []
-        texts = self._hear_all()
+        texts = self._gather_texts()
         # Only process 0 reads these. All have answered this meeting, so all have left the previous one.
         group.client.key_value_delete(f"{self.key}/in/")
-        group.client.key_value_delete(f"{group.prefix}/{group.meetings - 1}/")
+        group.client.key_value_delete(f"{group.prefix}/{group.n_meetings - 1}/")
         return texts
 
-    def share(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """Wait for the text of process 0; the texts of other processes are ignored. Raises if process 0 raised."""
         if self.group.count == 1:
             return text
@@ -271,20 +273,20 @@ class Meeting:
             self._post("out", {"ok": text})
             self._has_broadcast = True
             return text
-        return self._hear_first()
+        return self._await_broadcast()
 
     def barrier(self) -> None:
         """Wait until all processes have reached this point. No text is exchanged."""
         self.gather("")
-        self.share("")
+        self.broadcast("")
 
     def _post(self, folder: str, message: dict[str, Any]) -> None:
-        if self.first:
+        if self.is_first:
             call = self.group.call
             message = {**message, "call": f"{call.verb} {call.where!r}", "number": call.number}
         self._posts.put((folder, json.dumps(message)))
 
-    def _speak(self) -> None:
+    def _run_poster(self) -> None:
         """Post the texts, and heartbeats in between."""
         group, beats = self.group, 0
         interval = min(max(5.0, group.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, group.timeout_seconds / 4)
@@ -293,11 +295,11 @@ class Meeting:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
-                    gone = self._attendee is not None and not self._attendee.present()
+                    gone = self._running_call is not None and not self._running_call.is_running()
                     # The caller may hang, or an interrupt may have ended it. The others must not wait for it.
-                    error = KeyboardInterrupt("interrupted") if gone else group.watch.stalled()
+                    error = KeyboardInterrupt("interrupted") if gone else group.watch.stall_error()
                     if error is not None:
-                        self._fail(error)
+                        self._post_failure(error)
                         self._posts.put(None)
                         continue
                     post = "beat", json.dumps({"beat": (beats := beats + 1)})
@@ -305,44 +307,44 @@ class Meeting:
                     break
                 self._set(*post)
             if beats and group.index != 0:
-                group.client.key_value_delete(self._name("beat", group.index))
+                group.client.key_value_delete(self._key_of("beat", group.index))
         except Exception as error:
-            self._mute = error
+            self._post_error = error
 
     def _set(self, folder: str, text: str) -> None:
         if self.group.index == 0 and folder != "in":
             self._n_posted += 1
             key = f"{self.key}/out/{self._n_posted}"
         else:
-            key = self._name(folder, self.group.index)
+            key = self._key_of(folder, self.group.index)
         self.group.client.key_value_set(key, text, allow_overwrite=True)
 
-    def _name(self, folder: str, process: int) -> str:
+    def _key_of(self, folder: str, process: int) -> str:
         """The key under which a process posts in a folder."""
         return f"{self.key}/{folder}/{process // _BLOCK}/{process}"
 
-    def _hear_first(self) -> str:
+    def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
-        number, since, came = 1, time.monotonic(), self.group.meetings > 1
+        number, since, has_joined = 1, time.monotonic(), self.group.n_meetings > 1
         while True:
             self.group.require_not_cancelled()
-            waited, patience = time.monotonic() - since, self._patience(came)
+            waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
             # The more processes wait, the less often each asks. All receive a posted text immediately.
-            most = min(self.group.count / 16, _LONGEST_POLL_SECONDS, waited, patience - waited)
+            most = min(self.group.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
             text = self._get(f"{self.key}/out/{number}", max(most, self.group.count / _REQUESTS_PER_SECOND))
             if text is None:
-                if time.monotonic() - since > patience:
+                if time.monotonic() - since > timeout_seconds:
                     self._is_service_lost = True
-                    raise _raised(self._silences({0: patience}), self.what)
+                    raise _combined_error(self._timeout_failures({0: timeout_seconds}), self.what)
                 continue
             message = json.loads(text)
             if "error" in message:
-                raise _raised([message], self.what)
+                raise _combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]
-            number, since, came = number + 1, time.monotonic(), True
+            number, since, has_joined = number + 1, time.monotonic(), True
 
-    def _hear_all(self) -> list[str]:
+    def _gather_texts(self) -> list[str]:
         """The texts of the processes, in process order. Raises one error for all that failed or stopped responding.
 
         The timeouts run concurrently, from each process's last heartbeat: many dead processes take no longer than one.
@@ -350,14 +352,14 @@ class Meeting:
         everyone = range(self.group.count)
         blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
         answers = dict[int, str]()
-        watched = dict.fromkeys(everyone, _Watched(None, time.monotonic()))
-        silences: dict[int, float] = {}
+        last_beats = dict.fromkeys(everyone, _LastBeat(None, time.monotonic()))
+        timed_out: dict[int, float] = {}
         while blocks:
             self.group.require_not_cancelled()
             block = blocks[0]
-            answers |= self._so_far(f"in/{min(block) // _BLOCK}")
+            answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
             block.difference_update(answers)
-            while block and (text := self._get(self._name("in", min(block)))) is not None:
+            while block and (text := self._get(self._key_of("in", min(block)))) is not None:
                 answers[min(block)] = text
                 block.remove(min(block))
             if not block:
@@ -365,36 +367,36 @@ class Meeting:
                 continue
             blocks.rotate(-1)  # other blocks may be complete while the first one is not
             awaited = list(itertools.chain.from_iterable(blocks))
-            beats, now = self._so_far("beat"), time.monotonic()
+            beats, now = self._read_posted("beat"), time.monotonic()
             for process in awaited:
-                if beats.get(process) != watched[process].beat:
-                    watched[process] = _Watched(beats.get(process), now)
-            patience = {process: self._patience(self._came(watched[process])) for process in awaited}
-            if all(now - watched[process].since > patience[process] for process in awaited):
+                if beats.get(process) != last_beats[process].beat:
+                    last_beats[process] = _LastBeat(beats.get(process), now)
+            timeouts = {process: self._timeout_seconds(self._has_joined(last_beats[process])) for process in awaited}
+            if all(now - last_beats[process].since > timeouts[process] for process in awaited):
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
-                    answers |= self._so_far(f"in/{min(block) // _BLOCK}")
-                silences = {process: patience[process] for process in sorted(awaited) if process not in answers}
+                    answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
+                timed_out = {process: timeouts[process] for process in sorted(awaited) if process not in answers}
                 break
-        self._is_service_lost = 0 in silences
+        self._is_service_lost = 0 in timed_out
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
-        failures = self._silences(silences) + self._different_calls(sorted(answers), messages)
+        failures = self._timeout_failures(timed_out) + self._mismatch_failures(sorted(answers), messages)
         failures += [message for message in messages if "error" in message]
         if failures:
-            raise _raised(failures, self.what)
+            raise _combined_error(failures, self.what)
         return [message["ok"] for message in messages]
 
-    def _came(self, watched: _Watched) -> bool:
+    def _has_joined(self, last_beat: _LastBeat) -> bool:
         """Whether a process has joined this call."""
-        return watched.beat is not None or self.group.meetings > 1
+        return last_beat.beat is not None or self.group.n_meetings > 1
 
-    def _patience(self, came: bool) -> float:
+    def _timeout_seconds(self, has_joined: bool) -> float:
         """Seconds without a heartbeat after which a process counts as dead.
 
         A process that has not joined yet may be busy with something else. A process that has joined sends heartbeats.
         """
-        return min(self.group.timeout_seconds, _STOPPED_SECONDS) if came else self.group.timeout_seconds
+        return min(self.group.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.group.timeout_seconds
 
-    def _silences(self, silent: dict[int, float]) -> list[dict[str, Any]]:
+    def _timeout_failures(self, silent: dict[int, float]) -> list[dict[str, Any]]:
         """Failure messages for processes that did not respond, one for all that were silent for the same time."""
         by_seconds = dict[float, list[int]]()
         for process, seconds in silent.items():
@@ -409,7 +411,7 @@ class Meeting:
             for seconds, processes in by_seconds.items()
         ]
 
-    def _different_calls(self, processes: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _mismatch_failures(self, processes: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The failure message that lists the processes whose calls differ."""
         by_call = dict[str, list[int]]()
         numbers = dict[str, int]()
@@ -433,8 +435,8 @@ class Meeting:
 
     def _get(self, key: str, seconds: float = 0.0) -> str | None:
         """The text posted under a key. Waits for this many seconds, at least a moment; None if nothing is posted."""
-        if self._mute is not None:
-            raise self._service_failed(self._mute) from self._mute
+        if self._post_error is not None:
+            raise self._service_failed(self._post_error) from self._post_error
         milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.group.timeout_seconds / 4))
         try:
             return self.group.client.blocking_key_value_get(key, milliseconds)
@@ -443,7 +445,7 @@ class Meeting:
                 return None
             raise self._service_failed(error) from error
 
-    def _so_far(self, folder: str) -> dict[int, str]:
+    def _read_posted(self, folder: str) -> dict[int, str]:
         """The texts posted in a folder so far, by process. Only for process 0, because this request has no timeout."""
         try:
             found = self.group.client.key_value_dir_get(f"{self.key}/{folder}/")
@@ -459,7 +461,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _LastBeat:
     """A process that others wait for: its last heartbeat, and when that heartbeat was first seen."""
 
     beat: str | None
@@ -470,13 +472,13 @@ class _Watched:
 _KINDS = {kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)}
 
 
-def _failure(process: int, error: BaseException) -> dict[str, Any]:
+def _failure_message(process: int, error: BaseException) -> dict[str, Any]:
     if type(error).__name__ in _KINDS:
         return {"error": str(error), "kind": type(error).__name__}
     return {"error": f"process {process} failed with {type(error).__name__}: {error}", "kind": "PeerFailedError"}
 
 
-def _raised(failures: list[dict[str, Any]], what: str) -> Exception:
+def _combined_error(failures: list[dict[str, Any]], what: str) -> Exception:
     """One error for all failures, of the type of the first."""
     errors = list(dict.fromkeys(failure["error"] for failure in failures))
     several = f"{len(errors)} failures while {what}:\n{show_lines(errors)}"

@@ -59,35 +59,37 @@ Report = Callable[[int], None]
 """A function that is called with the number of bytes that have just moved."""
 
 
-def unseen(moved: int) -> None:
+def report_nothing(moved: int) -> None:
     """Report nothing."""
 
 
 @contextmanager
-def reporting(verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None) -> Generator[Report]:
+def display_progress(
+    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None
+) -> Generator[Report]:
     """A function to call as bytes move. It updates the display that `progress` selects, which ends with the block.
 
     `progress` is `Options.progress`.
     """
     if callable(progress):
-        yield _counting(verb, total_bytes, progress)
+        yield _make_report(verb, total_bytes, progress)
     elif not progress:
-        yield unseen
+        yield report_nothing
     elif sys.stderr.isatty():
         with _bar(verb, total_bytes) as report:
             yield report
     else:
-        yield _counting(verb, total_bytes, _Lines())
+        yield _make_report(verb, total_bytes, _LineLogger())
 
 
-def _counting(verb: str, total_bytes: int, tell: Callable[[Progress], None]) -> Report:
+def _make_report(verb: str, total_bytes: int, callback: Callable[[Progress], None]) -> Report:
     begun = time.monotonic()
     done = 0
 
     def report(moved: int) -> None:
         nonlocal done
         done += moved
-        tell(Progress(verb, done, total_bytes, time.monotonic() - begun))
+        callback(Progress(verb, done, total_bytes, time.monotonic() - begun))
 
     return report
 
@@ -95,20 +97,20 @@ def _counting(verb: str, total_bytes: int, tell: Callable[[Progress], None]) -> 
 LINE_SECONDS = 10.0
 
 
-class _Lines:
+class _LineLogger:
     """Logs a line every `LINE_SECONDS` and one at the end (logger "jaxckpt"), or prints it to stderr if INFO is off."""
 
     def __init__(self) -> None:
         self._next = LINE_SECONDS
 
-    def __call__(self, at: Progress) -> None:
-        if at.seconds < self._next and at.done_bytes < at.total_bytes:
+    def __call__(self, progress: Progress) -> None:
+        if progress.seconds < self._next and progress.done_bytes < progress.total_bytes:
             return
-        self._next = at.seconds + LINE_SECONDS
+        self._next = progress.seconds + LINE_SECONDS
         if _log.isEnabledFor(logging.INFO):
-            _log.info("%s", at)
+            _log.info("%s", progress)
         else:
-            print(f"jaxckpt: {at}", file=sys.stderr, flush=True)
+            print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -20,33 +20,33 @@ class Watch:
     def __init__(self, seconds: float) -> None:
         """An operation counts as stalled if no byte moves for `seconds`."""
         self._seconds = seconds
-        self._doing: str | None = None
+        self._operation: str | None = None
         self._since = 0.0
         self._error: StorageError | None = None
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Generator[None]:
+    def operation(self, what: str) -> Generator[None]:
         """Watch the storage operation in the block, for example "writing to /ckpt". Nothing can stall outside a block.
 
         Raises StorageError at the end of a block that stalled, even if the operation resumed, because the stall may
         already have been reported to other processes.
         """
-        outside = self._doing
-        self._doing, self._since = what, time.monotonic()
+        outside = self._operation
+        self._operation, self._since = what, time.monotonic()
         try:
             yield
             if self._error is not None:
                 raise self._error
         finally:
-            self._doing, self._since = outside, time.monotonic()
+            self._operation, self._since = outside, time.monotonic()
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Note that some bytes have moved."""
         self._since = time.monotonic()
 
-    def stalled(self) -> StorageError | None:
+    def stall_error(self) -> StorageError | None:
         """The error of the operation that has stalled, if any."""
-        doing, since = self._doing, self._since
+        doing, since = self._operation, self._since
         if self._error is None and doing is not None and time.monotonic() - since >= self._seconds:
             self._error = StorageError(
                 errno.ETIMEDOUT,

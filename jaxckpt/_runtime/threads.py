@@ -29,11 +29,11 @@ class Latch:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._wakes = queue.SimpleQueue[None]()
+        self._wakeups = queue.SimpleQueue[None]()
 
     def set(self) -> None:
         self.is_set = True
-        self._wakes.put(None)
+        self._wakeups.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, or for `timeout` seconds; returns whether it is set."""
@@ -43,10 +43,10 @@ class Latch:
             if left <= 0:
                 return False
             try:
-                self._wakes.get(timeout=left)
+                self._wakeups.get(timeout=left)
             except queue.Empty:
                 continue
-            self._wakes.put(None)  # for others that wait
+            self._wakeups.put(None)  # for others that wait
         return True
 
 
@@ -97,21 +97,21 @@ def start_thread(run: Callable[[], object], name: str) -> None:
     _thread.start_new_thread(named, ())
 
 
-def uninterrupted(work: Callable[[], T]) -> T:
+def run_uninterrupted(work: Callable[[], T]) -> T:
     """Do work in a separate thread and wait for it. An interrupt ends the wait, but never the work."""
-    if threading.current_thread() is not threading.main_thread() or ending():
+    if threading.current_thread() is not threading.main_thread() or is_shutting_down():
         return work()
     task = Task(work)
     start_thread(task.run, "jaxckpt-aside")
     return task.result()
 
 
-def ending() -> bool:
+def is_shutting_down() -> bool:
     """Whether the interpreter is shutting down: it runs the functions registered with atexit, or has run them."""
     return not threading.main_thread().is_alive()
 
 
-class Caller:
+class RunningCall:
     """A running function call that other threads can check."""
 
     def __init__(self, depth: int = 0) -> None:
@@ -119,17 +119,17 @@ class Caller:
         self._thread = threading.get_ident()
         self._frame: FrameType | None = sys._getframe(1 + depth)  # pyright: ignore[reportPrivateUsage]
 
-    def is_here(self) -> bool:
+    def is_in_this_thread(self) -> bool:
         """Whether the current thread is the one that made the call."""
-        return self._thread == threading.get_ident() and self.present()
+        return self._thread == threading.get_ident() and self.is_running()
 
-    def present(self) -> bool:
-        """Whether the call has not returned yet. A call that was interrupted may not have called `leave`."""
+    def is_running(self) -> bool:
+        """Whether the call has not returned yet. A call that was interrupted may not have called `mark_ended`."""
         frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return self._frame is not None and frame is not None
 
-    def leave(self) -> None:
+    def mark_ended(self) -> None:
         """Mark the call as ended, and release its frame with all its variables."""
         self._frame = None

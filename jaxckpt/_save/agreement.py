@@ -25,7 +25,7 @@ from jaxckpt._runtime.processes import process_names
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 
-_BUCKETS = 64
+_MAX_GROUPS = 64
 """Largest number of checksums that a process sends for the values of one set of holders."""
 
 _REASONS = {
@@ -44,18 +44,18 @@ _ADVICE: dict[str, str] = dict.fromkeys(
 )
 
 
-class Agreement(msgspec.Struct, frozen=True):
+class Fingerprint(msgspec.Struct, frozen=True):
     """The message of one process."""
 
     digests: dict[str, str]
     """Digest of each compared thing, by its key in `_REASONS`."""
 
-    values: list[int | None]
+    checksums: list[int | None]
     """For each bucket of values, a checksum; None in a process that does not hold them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class ValueGroup:
     """A group of compared values."""
 
     holders: frozenset[int]
@@ -65,9 +65,9 @@ class Bucket:
     """(path, value as text) of each leaf."""
 
 
-def agreement(
+def compute_fingerprint(
     draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
-) -> tuple[Agreement, list[Bucket]]:
+) -> tuple[Fingerprint, list[ValueGroup]]:
     """The message of this process, and the groups of values in it."""
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
     given = {
@@ -78,7 +78,7 @@ def agreement(
         ),
         "shardings": (
             [(layout.grid, layout.holders) for layout in layouts],
-            [(layouts[leaf.layout], leaf.moved) for leaf in draft.arrays],
+            [(layouts[leaf.layout], leaf.is_exchanged) for leaf in draft.arrays],
         ),
         "ties": [*draft.ties.items()],
         "options": (plan.stacks, plan.members),  # the part of the plan that the entries above do not determine
@@ -86,14 +86,14 @@ def agreement(
         "process_state": None if state_names is None else sorted(state_names),
     }
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
-    buckets = list(_buckets(draft, process))
+    groups = list(_value_groups(draft, process))
     sums = [
         zlib.crc32(repr([value for _, value in bucket.values]).encode())
         if not bucket.holders or process in bucket.holders
         else None
-        for bucket in buckets
+        for bucket in groups
     ]
-    return Agreement(digests, sums), buckets
+    return Fingerprint(digests, sums), groups
 
 
 def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -102,23 +102,30 @@ def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
     return [(number, *forms[first]) for number, first in draft.ties.items()]
 
 
-def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> None:
+def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
     """In process 0, raise PeersDisagreeError unless all processes sent the same message."""
     for name, reason in _REASONS.items():
-        others = [process for process, one in enumerate(given) if one.digests[name] != given[0].digests[name]]
+        others = [
+            process for process, one in enumerate(fingerprints) if one.digests[name] != fingerprints[0].digests[name]
+        ]
         if others:
             raise PeersDisagreeError(
                 f"{process_names(others)} {'differs' if len(others) == 1 else 'differ'} from process 0 in {reason};"
                 f" every process must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
             )
     problems: list[str] = []
-    for number, bucket in enumerate(buckets):
-        sums = {process: one.values[number] for process, one in enumerate(given) if one.values[number] is not None}
+    for number, bucket in enumerate(groups):
+        sums = {
+            process: one.checksums[number]
+            for process, one in enumerate(fingerprints)
+            if one.checksums[number] is not None
+        }
         first = min(sums, default=0)
         others = [process for process, found in sums.items() if found != sums[first]]
         if others:
             leaves = [
-                show_path(path) + (f" ({value[:40]} in process 0)" if not first else "") for path, value in bucket.values
+                show_path(path) + (f" ({value[:40]} in process 0)" if not first else "")
+                for path, value in bucket.values
             ]
             shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
             problems.append(f"{shown}: {process_names(others)} and process {first} differ")
@@ -130,7 +137,7 @@ def require_agreement(given: Sequence[Agreement], buckets: Sequence[Bucket]) -> 
         )
 
 
-def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
+def _value_groups(draft: Draft, process: int) -> Iterator[ValueGroup]:
     """The compared values: Python values, and replicated integer scalars."""
     held: dict[frozenset[int], list[tuple[str, str]]] = {}
     for record in draft.records:
@@ -139,7 +146,7 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
     for number, value in draft.values.items():
         # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
         # because the object's future behavior depends on them.
-        in_state = number in draft.in_state and not getattr(value, "committed", False)
+        in_state = number in draft.state_leaves and not getattr(value, "committed", False)
         if in_state or draft.records[number].kind in ("str", "bytes"):
             text = f"checksum {zlib.crc32(np.asarray(value).tobytes())}"  # too long to be shown
             held.setdefault(frozenset(), []).append((draft.records[number].path, text))
@@ -150,9 +157,9 @@ def _buckets(draft: Draft, process: int) -> Iterator[Bucket]:
             text = str(int(value.addressable_data(0))) if process in holders else ""
             held.setdefault(holders, []).append((draft.records[number].path, text))
     for holders, values in held.items():
-        size = -(-len(values) // _BUCKETS)
+        size = -(-len(values) // _MAX_GROUPS)
         for first in range(0, len(values), size):
-            yield Bucket(holders, values[first : first + size])
+            yield ValueGroup(holders, values[first : first + size])
 
 
 def _is_replicated_count(value: jax.Array) -> bool:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from jaxckpt._runtime.errors import InputError, StorageError
 from jaxckpt._runtime.progress import Progress
 from jaxckpt._runtime.stalls import Watch
-from jaxckpt._runtime.threads import POLL_SECONDS, Latch, ending, start_thread
-from jaxckpt._storage.workers import renew_workers
+from jaxckpt._runtime.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
+from jaxckpt._storage.workers import replace_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class SaveInfo:
 class PendingSave:
     """A save that runs in a background thread: the result of `save_async`."""
 
-    def __init__(self, path: str, total_bytes: int, begun: float, watch: Watch) -> None:
+    def __init__(self, path: str, total_bytes: int, start_time: float, watch: Watch) -> None:
         self.path = path
         """The path or URL of the checkpoint."""
 
         self.skipped = False
         """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
 
-        self._begun = begun
+        self._start_time = start_time
         self._watch = watch
         self._total_bytes = total_bytes
         self._done_bytes = 0
@@ -93,7 +93,7 @@ class PendingSave:
         self._ended = Latch()
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
-        self._blocked = 0.0
+        self._blocked_seconds = 0.0
 
     @property
     def done(self) -> bool:
@@ -103,7 +103,7 @@ class PendingSave:
     @property
     def progress(self) -> Progress:
         """Bytes that this process has written, and its total."""
-        seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
+        seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
         return Progress("save", self._done_bytes, self._total_bytes, seconds)
 
     def wait(self, timeout: float | None = None) -> SaveInfo:
@@ -125,30 +125,30 @@ class PendingSave:
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
             )
         own_threads = [job.thread for job in _jobs.copy() if job.pending is self]
-        if not self.done and threading.get_ident() in (_writer, *own_threads):
+        if not self.done and threading.get_ident() in (_writer_thread, *own_threads):
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
         is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and timeout == timeout  # pyright: ignore
         if timeout is not None and not is_number:
             raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
-        wake()
+        wake_thread()
         if not self._await_end(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
-        _settled(self)
+        _mark_reported(self)
         if self._error is not None:
             raise self._error
         assert self._info is not None
-        return self.timed(self._info)
+        return self.with_times(self._info)
 
-    def timed(self, info: SaveInfo) -> SaveInfo:
+    def with_times(self, info: SaveInfo) -> SaveInfo:
         """The result, with the times that are known so far."""
-        seconds = time.perf_counter() - self._begun if self._seconds is None else self._seconds
-        return replace(info, seconds=seconds, blocked_seconds=self._blocked)
+        seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
+        return replace(info, seconds=seconds, blocked_seconds=self._blocked_seconds)
 
     def abandon(self) -> None:
         """Stop waiting for this save, even at the end of the program."""
         global _abandoned
         _abandoned = True
-        _settled(self)
+        _mark_reported(self)
 
     def await_end(self) -> SaveInfo | None:
         """Wait until the save has ended. Returns its result, or None if it failed."""
@@ -162,8 +162,8 @@ class PendingSave:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             if self._ended.wait(left):
                 return True
-            if error := self._watch.stalled():
-                _desert(self, error)
+            if error := self._watch.stall_error():
+                _abandon_hung_save(self, error)
                 return True
             if left <= 0:
                 return False
@@ -171,16 +171,16 @@ class PendingSave:
     def skip(self) -> None:
         """Mark the save as skipped."""
         self.skipped = True
-        self._seconds = time.perf_counter() - self._begun
+        self._seconds = time.perf_counter() - self._start_time
         self._ended.set()
 
-    def moved(self, n_bytes: int) -> None:
+    def add_done_bytes(self, n_bytes: int) -> None:
         """Add to the count of written bytes."""
         self._done_bytes += n_bytes
 
-    def returned(self) -> None:
+    def mark_returned(self) -> None:
         """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
-        self._blocked = time.perf_counter() - self._begun
+        self._blocked_seconds = time.perf_counter() - self._start_time
 
     def end(self, outcome: SaveInfo | BaseException) -> None:
         """Note the end of the save. Only the first call has an effect."""
@@ -190,7 +190,7 @@ class PendingSave:
             self._info = outcome
         else:
             self._error = outcome
-        self._seconds = time.perf_counter() - self._begun
+        self._seconds = time.perf_counter() - self._start_time
         self._ended.set()
 
     @property
@@ -210,24 +210,24 @@ class _Job:
     """A queued or running save of the thread."""
 
     def __init__(
-        self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, aside: bool
+        self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, detached: bool
     ) -> None:
         self.pending = pending
         self.awaited = awaited
         """Whether its caller waits for it and receives its error."""
 
-        self.aside = aside
+        self.detached = detached
         """Whether later saves do not wait for it."""
 
         self._work: Callable[[PendingSave], SaveInfo] | None = work
-        self._taken = threading.Lock()
+        self._run_lock = threading.Lock()
 
         self.thread: int | None = None
         """The thread that runs it."""
 
     def run(self) -> None:
         """Run it, unless another thread already does."""
-        if not self._taken.acquire(blocking=False):
+        if not self._run_lock.acquire(blocking=False):
             return
         self.thread = threading.get_ident()
         work, self._work = self._work, None  # frees the saved data
@@ -246,32 +246,32 @@ _jobs: list[_Job] = []
 """In order: saves that have not ended, and background saves whose end has not been reported yet. Appending is
 atomic, so an interrupt comes either before or after a save is submitted."""
 
-_wakes = queue.SimpleQueue[bool]()
+_wakeups = queue.SimpleQueue[bool]()
 """True wakes the thread, False ends it."""
 
-_starting = threading.Lock()
-_ran_out: Latch | None = None
+_start_lock = threading.Lock()
+_thread_ended: Latch | None = None
 """Set when the thread ends; None while there is none."""
 
-_writer: int | None = None
+_writer_thread: int | None = None
 """The thread that runs saves."""
 
 _abandoned = False
 _exit_status = 0
 
 
-def hand_over(
-    pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, aside: bool = False
+def submit_save(
+    pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, detached: bool = False
 ) -> None:
     """Run a save in the thread, or in the current thread if the interpreter is shutting down.
 
     A save whose caller waits for it does not wait for saves of other threads: it gets its own thread. So does a save
     with `aside`, for which later saves do not wait.
     """
-    job = _Job(pending, work, awaited=awaited, aside=aside)
-    if aside:
+    job = _Job(pending, work, awaited=awaited, detached=detached)
+    if detached:
         _jobs.append(job)
-        if ending():
+        if is_shutting_down():
             job.run()
             return
         try:
@@ -282,65 +282,65 @@ def hand_over(
         return
     others = any(not other.pending.done for other in _jobs.copy())
     _jobs.append(job)
-    if awaited and others and not ending():
+    if awaited and others and not is_shutting_down():
         start_thread(functools.partial(_run_alone, job), "jaxckpt-save-alone")
     else:
-        wake()
+        wake_thread()
 
 
-def wake() -> None:
+def wake_thread() -> None:
     """Ensure that a thread runs the submitted saves. An interrupt may have prevented that."""
     if not any(not job.pending.done for job in _jobs.copy()):
         return
-    if ready():
-        _wakes.put(True)
+    if ensure_thread():
+        _wakeups.put(True)
         return
     for job in _jobs.copy():
         job.run()
 
 
-def ready() -> bool:
+def ensure_thread() -> bool:
     """Start the thread, if there is none. It keeps running, because a start can take Python's switch interval of 5 ms.
 
     Returns whether the thread exists: Python 3.12 starts no threads during its shutdown. Before that, raises
     RuntimeError if the system cannot start a thread.
     """
-    global _ran_out
-    with _starting:
-        if _ran_out is None:
-            ran_out = Latch()
+    global _thread_ended
+    with _start_lock:
+        if _thread_ended is None:
+            thread_ended = Latch()
             try:
-                start_thread(functools.partial(_run, _wakes, ran_out), "jaxckpt-save")
+                start_thread(functools.partial(_run, _wakeups, thread_ended), "jaxckpt-save")
             except RuntimeError:
-                if not ending():
+                if not is_shutting_down():
                     raise
                 return False
-            _ran_out = ran_out
+            _thread_ended = thread_ended
     return True
 
 
-def _run(wakes: queue.SimpleQueue[bool], ran_out: Latch) -> None:
-    global _writer
-    _writer = threading.get_ident()
+def _run(wakeups: queue.SimpleQueue[bool], thread_ended: Latch) -> None:
+    global _writer_thread
+    _writer_thread = threading.get_ident()
     try:
-        while wakes.get():
+        while wakeups.get():
             for job in _jobs.copy():
-                if job.aside:
+                if job.detached:
                     continue
                 job.run()
                 if job.awaited and job.pending.done:  # another thread may be running it
-                    _settled(job.pending)
+                    _mark_reported(job.pending)
             job = None  # frees the saved data
     finally:
-        ran_out.set()
+        thread_ended.set()
 
 
 def _run_alone(job: _Job) -> None:
     job.run()
-    _settled(job.pending)
+    _mark_reported(job.pending)
 
 
-def _settled(pending: PendingSave) -> None:
+def _mark_reported(pending: PendingSave) -> None:
     """Note that the end of a save has been reported."""
     for job in _jobs.copy():
         if job.pending is pending:
@@ -348,25 +348,25 @@ def _settled(pending: PendingSave) -> None:
                 _jobs.remove(job)
 
 
-def _desert(pending: PendingSave, error: StorageError) -> None:
+def _abandon_hung_save(pending: PendingSave, error: StorageError) -> None:
     """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
-    global _ran_out, _wakes
-    with _starting:
-        if not pending.done and any(job.pending is pending and job.thread == _writer for job in _jobs.copy()):
-            _wakes.put(False)  # in case the thread resumes
-            _wakes, _ran_out = queue.SimpleQueue(), None
-        renew_workers()
+    global _thread_ended, _wakeups
+    with _start_lock:
+        if not pending.done and any(job.pending is pending and job.thread == _writer_thread for job in _jobs.copy()):
+            _wakeups.put(False)  # in case the thread resumes
+            _wakeups, _thread_ended = queue.SimpleQueue(), None
+        replace_workers()
         pending.end(error)
 
 
-def under_way(*, aside: bool = False) -> list[PendingSave]:
+def unreported_saves(*, include_detached: bool = False) -> list[PendingSave]:
     """The background saves that have not ended or whose end has not been reported."""
-    return [job.pending for job in _jobs.copy() if not job.awaited and aside >= job.aside]
+    return [job.pending for job in _jobs.copy() if not job.awaited and include_detached >= job.detached]
 
 
-def settle() -> None:
+def await_saves() -> None:
     """Wait for the background saves. Raises the error of a failed one, unless it has been reported."""
-    for pending in under_way():
+    for pending in unreported_saves():
         try:
             pending.wait()
         except Exception as error:
@@ -376,7 +376,7 @@ def settle() -> None:
             raise
 
 
-def give_up(pending: PendingSave) -> bool:
+def await_cleanup(pending: PendingSave) -> bool:
     """Wait until a cancelled save has cleaned up. Its caller raises the reason.
 
     Returns whether the save had been submitted.
@@ -384,9 +384,9 @@ def give_up(pending: PendingSave) -> bool:
     found = [job for job in _jobs.copy() if job.pending is pending]
     for job in found:
         job.awaited = True
-        wake()
+        wake_thread()
         pending.await_end()
-    _settled(pending)
+    _mark_reported(pending)
     return bool(found) or pending.done
 
 
@@ -401,8 +401,8 @@ def finish_at_exit() -> None:
 
 def _wait_at_exit() -> None:
     """Wait for the running saves, and report failures that no caller has received."""
-    global _abandoned, _exit_status, _ran_out
-    for pending in under_way(aside=True):
+    global _abandoned, _exit_status, _thread_ended
+    for pending in unreported_saves(include_detached=True):
         try:
             pending.wait()
         except KeyboardInterrupt:
@@ -413,15 +413,15 @@ def _wait_at_exit() -> None:
             print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
             traceback.print_exc()
             _exit_status = 1
-    if not _abandoned and _ran_out is not None:
+    if not _abandoned and _thread_ended is not None:
         # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
-        _wakes.put(False)
-        _ran_out.wait()
-        _ran_out = None
+        _wakeups.put(False)
+        _thread_ended.wait()
+        _thread_ended = None
 
 
 @atexit.register
-def _leave_with_status() -> None:
+def _exit_with_status() -> None:
     # Registered when jaxckpt is imported, so it runs after functions that were registered later. Python prints errors
     # in such functions but still exits with 0. It also cannot exit cleanly while the thread is writing.
     if _exit_status or _abandoned:
@@ -431,12 +431,12 @@ def _leave_with_status() -> None:
         os._exit(_exit_status or 128 + signal.SIGTERM)
 
 
-def _forget_parent() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: discard the thread and its saves, which belong to the parent."""
-    global _starting, _ran_out, _wakes, _writer
-    _starting = threading.Lock()
-    _ran_out = _writer = None
-    _wakes = queue.SimpleQueue()
+    global _start_lock, _thread_ended, _wakeups, _writer_thread
+    _start_lock = threading.Lock()
+    _thread_ended = _writer_thread = None
+    _wakeups = queue.SimpleQueue()
     for job in _jobs:  # no thread of this process will ever end it
         where = f"the save to {job.pending.path} runs in process {os.getppid()}, from which this process was forked"
         job.pending.end(InputError(f"{where}: wait for it there"))
@@ -444,4 +444,4 @@ def _forget_parent() -> None:
     atexit.unregister(_wait_at_exit)
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)

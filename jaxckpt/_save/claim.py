@@ -7,28 +7,28 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxckpt._format.names import MANIFEST, WRITER, data_of, is_data
+from jaxckpt._format.names import MANIFEST, WRITER, data_folder_of, is_data_folder
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, show_count
 from jaxckpt._storage.objects import Objects
-from jaxckpt._storage.steps import is_step, step_meant
-from jaxckpt._storage.store import Store, Writer
+from jaxckpt._storage.steps import is_step, resolve_step
+from jaxckpt._storage.store import DataClaim, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What a save has claimed at its path: the data folder, and the manifest that it replaces. Only process 0 claims.
-    The other processes have no `writer`. In a spread save, each process claims its own folder."""
+    The other processes have no `data_claim`. In a spread save, each process claims its own folder."""
 
     save_id: str = ""
-    writer: Writer | None = None
+    data_claim: DataClaim | None = None
     previous: bytes | None = None
     """The manifest that this save replaces."""
 
-    leftovers: bool = False
+    has_leftovers: bool = False
     """Whether there is data whose writer may be alive. After this save is published, that writer cannot publish."""
 
-    own: bool = False
+    is_spread: bool = False
     """Whether the save is spread, and the path belongs to this process. Another process may publish it at any moment,
     so only the next save clears the remains."""
 
@@ -39,18 +39,18 @@ class Claim:
 
     def release(self, *, keep: bool) -> None:
         """Release the claim. Deletes the old data with `keep`, and the new data otherwise."""
-        if self.writer is None:
+        if self.data_claim is None:
             return
         # The next save sweeps what cannot be deleted now. Such an error must not hide why a save failed.
         with contextlib.suppress(StorageError, CorruptError):
-            self.writer.release(keep=keep or self.own)
-            if not keep or self.own:
+            self.data_claim.release(keep=keep or self.is_spread)
+            if not keep or self.is_spread:
                 return
-            old = None if self.previous is None else data_of(self.previous)
+            old = None if self.previous is None else data_folder_of(self.previous)
             if old is not None:
-                self.writer.store.delete(old)
-            if self.leftovers:
-                self.writer.store.sweep(self.writer.data)
+                self.data_claim.store.delete(old)
+            if self.has_leftovers:
+                self.data_claim.store.sweep(self.data_claim.data)
 
 
 def new_save_id() -> str:
@@ -62,18 +62,18 @@ def claim(store: Store, stacks: Iterable[Stack], save_id: str, *, overwrite: boo
 
     Raises CheckpointExistsError, StorageError.
     """
-    previous = _previous(store, overwrite)
-    leftovers = store.sweep(None if previous is None else data_of(previous))
-    return _with_arrays(Claim(save_id, store.begin(save_id, previous), previous, leftovers), store, stacks)
+    previous = _previous_manifest(store, overwrite)
+    has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
+    return _create_arrays(Claim(save_id, store.begin_save(save_id, previous), previous, has_leftovers), store, stacks)
 
 
 def claim_own(store: Store, stacks: Iterable[Stack], save_id: str) -> Claim:
     """Create the data folder in this process's folder. Every process. Raises StorageError."""
     previous = store.read(MANIFEST)
-    return _with_arrays(Claim(save_id, store.begin(save_id, previous), previous, own=True), store, stacks)
+    return _create_arrays(Claim(save_id, store.begin_save(save_id, previous), previous, is_spread=True), store, stacks)
 
 
-def _with_arrays(made: Claim, store: Store, stacks: Iterable[Stack]) -> Claim:
+def _create_arrays(made: Claim, store: Store, stacks: Iterable[Stack]) -> Claim:
     try:
         for stack in stacks:
             store.create_array(made.data, stack)
@@ -87,7 +87,7 @@ _ORBAX_NOTE = "_CHECKPOINT_METADATA"
 """The file that an ocp.Checkpointer may write at any time into the folder of its handler."""
 
 
-def _previous(store: Store, overwrite: bool) -> bytes | None:
+def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     """The manifest that this save will replace. Raises CheckpointExistsError if it may not replace it."""
     if store.is_file():
         raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
@@ -99,13 +99,14 @@ def _previous(store: Store, overwrite: bool) -> bytes | None:
     steps = [name for name in names if is_step(name)]
     if steps:
         raise CheckpointExistsError(
-            f"{store.url} is the directory of a run, with {show_count(len(steps), 'step')}, and is not overwritten: save a"
+            f"{store.url} is the directory of a run, with {show_count(len(steps), 'step')}, and is not overwritten:"
+            " save a"
             f" step with Checkpointer.save, replace one with save({store.url + '/' + steps[-1]!r}, …, overwrite=True),"
             " or give another folder"
         )
-    if not names and "@" in store.url and step_meant(store) is not None:
+    if not names and "@" in store.url and resolve_step(store) is not None:
         raise CheckpointExistsError(f"{store.url} names a step of a run, so nothing can be saved there: give a folder")
-    foreign = [name for name in names if not is_data(name) and name != _ORBAX_NOTE]
+    foreign = [name for name in names if not is_data_folder(name) and name != _ORBAX_NOTE]
     if foreign:
         raise CheckpointExistsError(
             f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"

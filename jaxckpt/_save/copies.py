@@ -8,7 +8,7 @@ their own replica. The remaining copies are sent to the owner's peers over the d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,12 +25,12 @@ so one permutation transfers the data of all pairs."""
 class Domains:
     """The failure domain of each process, and the number of other domains with a copy of each object."""
 
-    of: tuple[str, ...]
+    by_process: tuple[str, ...]
     copies: int
 
     def require_enough(self) -> None:
         """Raise InputError if there are too few domains for this number of copies."""
-        found = len(set(self.of))
+        found = len(set(self.by_process))
         if found <= self.copies:
             raise InputError(
                 f"copies={self.copies} puts each object into {show_count(self.copies + 1, 'failure domain')}, but the"
@@ -70,14 +70,14 @@ def plan_copies(
     """The plan with everything that this process writes from its own data, and its copies. `plan_of` returns the plan
     of another process."""
     peers, channels = _peers(domains), _channels(domains)
-    number = {pair: channel for channel, pairs in enumerate(channels) for pair in pairs}
+    channel_of = {pair: channel for channel, pairs in enumerate(channels) for pair in pairs}
     sent: list[list[Object]] = [[] for _ in channels]
     received: list[list[Object]] = [[] for _ in channels]
     replicas: list[Object] = []
     for obj in plan.objects:
         for peer in _copy_holders(domains, process, _holders(plan, obj))[1]:
-            sent[number[process, peer]].append(obj)
-    sources = {owner for owner in range(len(domains.of)) if process in peers[owner]}
+            sent[channel_of[process, peer]].append(obj)
+    sources = {owner for owner in range(len(domains.by_process)) if process in peers[owner]}
     for group in {group for layout in plan.layouts for group in layout.groups if process in group}:
         sources.update(owner for owner in group if process in _copy_holders(domains, owner, group)[0])
     for owner in sorted(sources):
@@ -86,7 +86,7 @@ def plan_copies(
             if process in by_replica:
                 replicas.append(obj)
             elif process in by_peer:
-                received[number[owner, process]].append(obj)
+                received[channel_of[owner, process]].append(obj)
     copies = Copies(tuple(replicas), channels, tuple(map(tuple, sent)), tuple(map(tuple, received)))
     return replace(plan, objects=(*plan.objects, *replicas)), copies
 
@@ -107,7 +107,7 @@ def _holders(plan: SavePlan, obj: Object) -> tuple[int, ...]:
 def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The processes that keep copies of an object, all in different domains: (those that hold its data by its sharding,
     peers that receive it)."""
-    used = {domains.of[owner]}
+    used = {domains.by_process[owner]}
     ring, place = _ring(domains, holders)
     following = itertools.chain(ring[place[owner] + 1 :], ring[: place[owner]])
     replicas = _first_in_new_domains(following, domains, used, domains.copies)
@@ -115,15 +115,13 @@ def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tup
     return replicas, peers
 
 
-def _first_in_new_domains(
-    processes: Iterable[int], domains: Domains, used: set[str], count: int
-) -> tuple[int, ...]:
+def _first_in_new_domains(processes: Iterable[int], domains: Domains, used: set[str], count: int) -> tuple[int, ...]:
     found: list[int] = []
     for process in processes:
         if len(found) == count:
             break
-        if domains.of[process] not in used:
-            used.add(domains.of[process])
+        if domains.by_process[process] not in used:
+            used.add(domains.by_process[process])
             found.append(process)
     return tuple(found)
 
@@ -131,25 +129,25 @@ def _first_in_new_domains(
 @lru_cache(maxsize=1024)
 def _ring(domains: Domains, holders: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
     """A ring of processes, domain by domain, and the position of each."""
-    ring = tuple(sorted(holders, key=lambda process: (domains.of[process], process)))
+    ring = tuple(sorted(holders, key=lambda process: (domains.by_process[process], process)))
     return ring, {process: place for place, process in enumerate(ring)}
 
 
 @lru_cache(maxsize=64)
 def _peers(domains: Domains) -> tuple[tuple[int, ...], ...]:
     """For each process, one peer per copy. Its own domain and those of its peers all differ."""
-    count = len(domains.of)
+    count = len(domains.by_process)
     ring, place = _ring(domains, tuple(range(count)))
-    sizes = {label: domains.of.count(label) for label in set(domains.of)}
+    sizes = {label: domains.by_process.count(label) for label in set(domains.by_process)}
     shift = max(sizes.values())
     if (domains.copies + 1) * shift <= count:  # a rotation of the ring by this leaves every domain, with equal loads
         turns = range(1, domains.copies + 1)
         return tuple(tuple(ring[(place[p] + turn * shift) % count] for turn in turns) for p in range(count))
-    members = {label: [process for process in ring if domains.of[process] == label] for label in sizes}
+    members = {label: [process for process in ring if domains.by_process[process] == label] for label in sizes}
     taken = dict.fromkeys(sizes, 0)
     chosen: dict[int, tuple[int, ...]] = {}
-    for process in sorted(ring, key=lambda process: -sizes[domains.of[process]]):
-        others = sorted((taken[label] / sizes[label], label) for label in sizes if label != domains.of[process])
+    for process in sorted(ring, key=lambda process: -sizes[domains.by_process[process]]):
+        others = sorted((taken[label] / sizes[label], label) for label in sizes if label != domains.by_process[process])
         found: list[int] = []
         for _, label in others[: domains.copies]:
             found.append(members[label][taken[label] % sizes[label]])

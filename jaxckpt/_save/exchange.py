@@ -35,7 +35,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 @contextlib.contextmanager
-def moving_bits(mesh: Mesh | None) -> Generator[None]:
+def transfer_context(mesh: Mesh | None) -> Generator[None]:
     """A context for JAX calls that move data. It sets the mesh of the data, if any, instead of the caller's mesh. It
     overrides a caller's configuration that checks for NaN or infinity, narrows numbers to 32 bits, or forbids
     transfers."""
@@ -56,26 +56,26 @@ def _mesh_of(device: Any) -> Mesh:
     return Mesh(np.array([device]), ("own",))
 
 
-def links(devices: Sequence[Any]) -> int:
+def n_sending_devices(devices: Sequence[Any]) -> int:
     """How many devices of a process send bytes: one on CPUs, where all share one memory and one connection."""
     return 1 if devices[0].platform == "cpu" else len(devices)
 
 
-def box_everywhere(value: jax.Array, box: Box) -> jax.Array:
+def replicate_box(value: jax.Array, box: Box) -> jax.Array:
     """A box of an array, replicated on its mesh. Every process calls this with equal arguments in the same order.
 
     `value` must have a NamedSharding over all processes.
     """
     sharding: Any = value.sharding
-    with moving_bits(sharding.mesh):
+    with transfer_context(sharding.mesh):
         # Accelerators compute 64-bit indices as pairs of 32 bits, which needs more memory.
         wide = max(value.shape, default=0) >= 1 << 31
         starts = np.array([start for start, _ in box], np.int64 if wide else np.int32)
-        return jax.block_until_ready(cutter(sharding, extent(box))(value, starts))
+        return jax.block_until_ready(box_replicator(sharding, extent(box))(value, starts))
 
 
 @functools.lru_cache(maxsize=256)
-def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
+def box_replicator(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
     """The jitted function (array, starts) → the box of these sides, replicated."""
     mesh = sharding.mesh
     spec = spec_of(sharding.spec)
@@ -90,16 +90,16 @@ def cutter(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
             index = 0
             for axis in spec[dim] if dim < len(spec) else ():
                 index = index * mesh.shape[axis] + lax.axis_index(axis)
-            begun = starts[dim] - index * x.shape[dim]
-            found.append((begun, jnp.clip(begun, 0, max(0, x.shape[dim] - side))))
+            offset = starts[dim] - index * x.shape[dim]
+            found.append((offset, jnp.clip(offset, 0, max(0, x.shape[dim] - side))))
         # Cut before any computation. Otherwise XLA creates a second array as large as the device's whole piece.
         part = lax.dynamic_slice(x, [first for _, first in found], list(map(min, x.shape, sides)))
         # jax before 0.7.1 has no jax.memory, and its operations also accept arrays in host memory.
         if memory_kind(sharding) is not None and hasattr(jax, "memory"):
             part = jax.device_put(part, jax.memory.Space.Device)
         bits = _as_bits(part)
-        for dim, (side, (begun, first)) in enumerate(zip(sides, found, strict=True)):
-            wanted = begun - first + jnp.arange(side, dtype=starts.dtype)
+        for dim, (side, (offset, first)) in enumerate(zip(sides, found, strict=True)):
+            wanted = offset - first + jnp.arange(side, dtype=starts.dtype)
             bits = jnp.take(bits, jnp.clip(wanted, 0, max(0, part.shape[dim] - 1)), axis=dim)
             here = (wanted >= 0) & (wanted < part.shape[dim])
             mine = mine & here.reshape([side if d == dim else 1 for d in range(len(sides))])

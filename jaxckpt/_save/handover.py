@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxckpt._runtime.stalls import Watch
-from jaxckpt._runtime.threads import POLL_SECONDS, Caller
-from jaxckpt._save.staging import Staged
+from jaxckpt._runtime.threads import POLL_SECONDS, RunningCall
+from jaxckpt._save.staging import StagedObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Handover:
         self._deadline = deadline
         self._watch = watch
         self._held_bytes = 0
-        self._given = queue.SimpleQueue[Staged | _End]()
+        self._items = queue.SimpleQueue[StagedObject | _End]()
         self._freed = queue.SimpleQueue[int]()
         self._closed = False
-        self._cancelled: BaseException | None = None
-        self._feeder = Caller(depth=1)
+        self._cancel_error: BaseException | None = None
+        self._feeder = RunningCall(depth=1)
 
     # The thread that feeds -------------------------------------------------------------------------------
 
-    def feed(self, staged: Iterable[Staged], begin: Callable[[], None]) -> None:
+    def feed(self, staged: Iterable[StagedObject], begin: Callable[[], None]) -> None:
         """Put all objects. `begin` starts the other thread as late as possible, because it slows down this thread.
 
         An error before `begin` ends the save. After `begin`, the other thread is notified and also raises the error.
@@ -55,35 +55,35 @@ class Handover:
                     begun = True
                 if not self._make_room(one):
                     break  # the queue is closed, or the deadline has passed
-                self._given.put(one)
+                self._items.put(one)
                 self._held_bytes += one.copied_bytes
             else:
-                self._given.put(end)
+                self._items.put(end)
                 if not begun:
                     begin()
         except BaseException as error:
-            self._given.put(_End(error))
+            self._items.put(_End(error))
             raise
         finally:
-            self._feeder.leave()
+            self._feeder.mark_ended()
 
-    def _fits(self, one: Staged) -> bool:
+    def _fits(self, staged: StagedObject) -> bool:
         return (
-            self._max_bytes is None or not self._held_bytes or self._held_bytes + one.copied_bytes <= self._max_bytes
+            self._max_bytes is None or not self._held_bytes or self._held_bytes + staged.copied_bytes <= self._max_bytes
         )
 
-    def _make_room(self, one: Staged) -> bool:
+    def _make_room(self, staged: StagedObject) -> bool:
         """Wait until an object fits. Returns whether it does."""
-        while not self._fits(one) and not self._closed and not self._watch.stalled():
+        while not self._fits(staged) and not self._closed and not self._watch.stall_error():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
-                self._given.put(_End(TimeoutError("the data was copied but not written before the deadline")))
+                self._items.put(_End(TimeoutError("the data was copied but not written before the deadline")))
                 return False
             try:
                 self._held_bytes -= self._freed.get(timeout=left)
             except queue.Empty:
                 continue
-        return not self._closed and not self._watch.stalled()
+        return not self._closed and not self._watch.stall_error()
 
     @property
     def closed(self) -> bool:
@@ -92,20 +92,20 @@ class Handover:
 
     def cancel(self, error: BaseException) -> None:
         """Make the other thread raise this error at its next check."""
-        self._cancelled = error
+        self._cancel_error = error
 
     # The thread that takes -------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Staged]:
+    def __iter__(self) -> Iterator[StagedObject]:
         while True:
-            self.check()
+            self.require_not_cancelled()
             try:
-                one = self._given.get(timeout=POLL_SECONDS)
+                one = self._items.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                if self._feeder.present():
+                if self._feeder.is_running():
                     continue
                 try:  # once more, because the caller may have put an object just before it ended
-                    one = self._given.get_nowait()
+                    one = self._items.get_nowait()
                 except queue.Empty:
                     raise KeyboardInterrupt("the thread that called save was interrupted") from None
             if not isinstance(one, _End):
@@ -115,22 +115,22 @@ class Handover:
             else:
                 return
 
-    def check(self) -> None:
+    def require_not_cancelled(self) -> None:
         """Raise the reason if the save was cancelled."""
-        if self._cancelled is not None:
-            raise self._cancelled
+        if self._cancel_error is not None:
+            raise self._cancel_error
 
-    def starves(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the queue is empty. The next object may be waiting because it does not fit into the limit."""
-        return self._given.empty()
+        return self._items.empty()
 
-    def landed(self, one: Staged) -> None:
+    def mark_written(self, staged: StagedObject) -> None:
         """Note that an object was written and its copies were freed."""
-        self._freed.put(one.copied_bytes)
+        self._freed.put(staged.copied_bytes)
 
     def close(self) -> None:
         """Stop taking objects, and discard those in the queue."""
         self._closed = True
         self._freed.put(0)
-        while not self._given.empty():
-            self._given.get()
+        while not self._items.empty():
+            self._items.get()

@@ -26,14 +26,14 @@ from jaxckpt._format.pieces import Bytes
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import PeerFailedError
 from jaxckpt._save.copies import Channel, Copies
-from jaxckpt._save.exchange import links, moving_bits
+from jaxckpt._save.exchange import n_sending_devices, transfer_context
 from jaxckpt._save.plan import Object
-from jaxckpt._save.staging import Staged
+from jaxckpt._save.staging import StagedObject
 
 ROUND_BYTES = 32 << 20
 """Bytes per round and process. The device needs twice this memory, and the host three times."""
 
-_STATE_HEAD = 8
+_STATE_HEADER_BYTES = 8
 """Bytes for the length of a process's state, which comes first in each of its streams."""
 
 
@@ -44,16 +44,16 @@ class Round(msgspec.Struct, frozen=True, array_like=True):
     n_bytes: int
     """Bytes that each process sends. The last round of a stream is padded, so that few compiled programs suffice."""
 
-    givers: list[int]
+    senders: list[int]
     """The processes that send."""
 
     def pairs(self, channels: Sequence[Channel]) -> Channel:
         """(sender, receiver) of this round."""
-        return tuple(pair for pair in channels[self.channel] if pair[0] in self.givers)
+        return tuple(pair for pair in channels[self.channel] if pair[0] in self.senders)
 
 
 @dataclass(slots=True)
-class Passing:
+class Transfer:
     """The exchange between the processes of a save, decided when its path is claimed."""
 
     rounds: Sequence[Round] = ()
@@ -68,9 +68,9 @@ def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int
     for channel, pairs in enumerate(channels):
         left = {giver: stream_bytes[giver][channel] for giver, _ in pairs}
         for start in range(0, max(left.values(), default=0), max_bytes):
-            givers = [giver for giver, n_bytes in left.items() if n_bytes > start]
+            senders = [giver for giver, n_bytes in left.items() if n_bytes > start]
             n_bytes = min(max_bytes, rounded_bytes(max(left.values()) - start))
-            rounds.append((start, Round(channel, n_bytes, givers)))
+            rounds.append((start, Round(channel, n_bytes, senders)))
     rounds.sort(key=lambda one: one[0])  # the channels in turn, so that data for several channels is freed early
     return [one for _, one in rounds]
 
@@ -83,19 +83,19 @@ def rounded_bytes(n_bytes: int) -> int:
 
 def stream_bytes(copies: Copies, state: bytes | None) -> list[int]:
     """Bytes that this process sends over each channel."""
-    head = 0 if state is None else _STATE_HEAD + len(state)
+    head = 0 if state is None else _STATE_HEADER_BYTES + len(state)
     return [head + sum(obj.n_bytes for obj in sent) for sent in copies.sent]
 
 
-def pass_on(
-    staged: Generator[Staged],
+def transfer_copies(
+    staged: Generator[StagedObject],
     stacks: Sequence[Stack],
     copies: Copies,
     rounds: Sequence[Round],
     process: int,
     state: bytes | None,
     keep_state: Callable[[int, bytes], None],
-) -> Generator[Staged]:
+) -> Generator[StagedObject]:
     """The objects staged here and those that peers send. Every process iterates to the end or closes this.
 
     `keep_state` is called with the number of another process and the state of that process.
@@ -103,26 +103,26 @@ def pass_on(
     if not rounds:
         yield from staged
         return
-    head = b"" if state is None else len(state).to_bytes(_STATE_HEAD, "little") + state
+    header = b"" if state is None else len(state).to_bytes(_STATE_HEADER_BYTES, "little") + state
     outgoing: list[_Outgoing | None] = [None] * len(copies.channels)
     incoming: list[_Incoming | None] = [None] * len(copies.channels)
     wanted: dict[Object, list[_Outgoing]] = {}
     for number, pairs in enumerate(copies.channels):
-        for giver, getter in pairs:
-            if giver == process:
-                outgoing[number] = out = _Outgoing(head)
+        for sender, receiver in pairs:
+            if sender == process:
+                outgoing[number] = out = _Outgoing(header)
                 for obj in copies.sent[number]:
                     wanted.setdefault(obj, []).append(out)
-            if getter == process:
-                keep = None if state is None else functools.partial(keep_state, giver)
+            if receiver == process:
+                keep = None if state is None else functools.partial(keep_state, sender)
                 incoming[number] = _Incoming(copies.received[number], stacks, keep)
     permutations = Permutations(process)
     left = deque(rounds)
     try:
         while left:
             one = left[0]
-            out = outgoing[one.channel] if process in one.givers else None
-            while out is not None and out.waiting < one.n_bytes and (found := next(staged, None)) is not None:
+            out = outgoing[one.channel] if process in one.senders else None
+            while out is not None and out.waiting_bytes < one.n_bytes and (found := next(staged, None)) is not None:
                 for stream in wanted.get(found.obj, ()):
                     stream.add(replace(found, groups=[*found.groups]))
                 yield found
@@ -145,13 +145,13 @@ class _Outgoing:
     """The data that a process sends over a channel, as one stream."""
 
     def __init__(self, head: bytes) -> None:
-        self._parts = deque[Bytes | Staged]([np.frombuffer(head, np.uint8)])
-        self.waiting = len(head)
+        self._parts = deque[Bytes | StagedObject]([np.frombuffer(head, np.uint8)])
+        self.waiting_bytes = len(head)
         """Bytes that have been added and not yet taken."""
 
-    def add(self, one: Staged) -> None:
-        self._parts.append(one)
-        self.waiting += one.obj.n_bytes
+    def add(self, staged: StagedObject) -> None:
+        self._parts.append(staged)
+        self.waiting_bytes += staged.obj.n_bytes
 
     def take(self, n_bytes: int) -> Bytes:
         """The next bytes, padded with zeros."""
@@ -159,12 +159,12 @@ class _Outgoing:
         filled = 0
         while filled < n_bytes and self._parts:
             part = self._parts.popleft()
-            if isinstance(part, Staged):
+            if isinstance(part, StagedObject):
                 part = np.ascontiguousarray(part.data().array()).reshape(-1).view(np.uint8)
             now = part[: n_bytes - filled]
             taken[filled : filled + len(now)] = now
             filled += len(now)
-            self.waiting -= len(now)
+            self.waiting_bytes -= len(now)
             if len(now) < len(part):
                 self._parts.appendleft(part[len(now) :])
         taken[filled:] = 0
@@ -172,11 +172,11 @@ class _Outgoing:
 
 
 @dataclass(slots=True)
-class _Filled:
+class _ReceiveBuffer:
     """Bytes that come in several rounds."""
 
     data: Bytes
-    count: int = 0
+    filled_bytes: int = 0
 
 
 class _Incoming:
@@ -188,38 +188,40 @@ class _Incoming:
         self._objects = deque(objects)
         self._stacks = stacks
         self._keep_state = keep_state
-        self._state: _Filled | None = None
-        self._current: _Filled | None = None if keep_state is None else _Filled(np.empty(_STATE_HEAD, np.uint8))
+        self._state: _ReceiveBuffer | None = None
+        self._current: _ReceiveBuffer | None = (
+            None if keep_state is None else _ReceiveBuffer(np.empty(_STATE_HEADER_BYTES, np.uint8))
+        )
 
-    def add(self, got: Bytes) -> Generator[Staged]:
+    def add(self, got: Bytes) -> Generator[StagedObject]:
         """Add received bytes. Yields the objects that are complete."""
         while len(got):
             if self._current is None:
                 if not self._objects:
                     return  # the rest is padding
-                self._current = _Filled(np.empty(self._objects[0].n_bytes, np.uint8))
+                self._current = _ReceiveBuffer(np.empty(self._objects[0].n_bytes, np.uint8))
             current = self._current
-            now = got[: len(current.data) - current.count]
-            current.data[current.count : current.count + len(now)] = now
-            current.count += len(now)
+            now = got[: len(current.data) - current.filled_bytes]
+            current.data[current.filled_bytes : current.filled_bytes + len(now)] = now
+            current.filled_bytes += len(now)
             got = got[len(now) :]
-            if current.count < len(current.data):
+            if current.filled_bytes < len(current.data):
                 return
             self._current = None
             if self._keep_state is None:
                 yield self._staged(self._objects.popleft(), current.data)
             elif self._state is None:
-                self._state = self._current = _Filled(
+                self._state = self._current = _ReceiveBuffer(
                     np.empty(int.from_bytes(current.data.tobytes(), "little"), np.uint8)
                 )
             else:
                 self._keep_state(current.data.tobytes())
                 self._keep_state = None
 
-    def _staged(self, obj: Object, data: Bytes) -> Staged:
+    def _staged(self, obj: Object, data: Bytes) -> StagedObject:
         dtype = np.dtype(DTYPES[self._stacks[obj.stack].dtype])
         array = data.view(dtype).reshape(extent(obj.box))
-        return Staged(obj, dtype, extent(obj.box)[0], [[(obj.box, array, ...)]], obj.n_bytes)
+        return StagedObject(obj, dtype, extent(obj.box)[0], [[(obj.box, array, ...)]], obj.n_bytes)
 
 
 # Over the interconnect ------------------------------------------------------------------------------------
@@ -233,16 +235,16 @@ class Permutations:
         for device in jax.devices():
             devices.setdefault(device.process_index, []).append(device)
         self._process = process
-        self._width = 1 << min(map(links, devices.values())).bit_length() - 1
+        self._width = 1 << min(map(n_sending_devices, devices.values())).bit_length() - 1
         self._mesh = Mesh(np.array([devices[one][: self._width] for one in sorted(devices)]), ("process", "own"))
         self._devices = devices[process][: self._width]
 
-    def run(self, pairs: Channel, n_bytes: int, given: Bytes | None) -> Bytes | None:
+    def run(self, pairs: Channel, n_bytes: int, data: Bytes | None) -> Bytes | None:
         """Send bytes, or zeros, and return the bytes from the sender of this process, if any. Every process."""
-        mine = np.zeros(n_bytes, np.uint8) if given is None else given
+        mine = np.zeros(n_bytes, np.uint8) if data is None else data
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:
-            with moving_bits(self._mesh):
+            with transfer_context(self._mesh):
                 places = [SingleDeviceSharding(device) for device in self._devices]
                 parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
                 words = jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), along, parts)

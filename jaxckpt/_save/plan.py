@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Layout, Numbers, cell_shape, coarsen
-from jaxckpt._format.stacks import PACK_BYTES, Stack, shape_stack
+from jaxckpt._format.grid import Box, IntArray, Layout, cell_shape, coarsen
+from jaxckpt._format.stacks import PACK_BELOW_BYTES, Stack, shape_stack
 from jaxckpt._runtime.options import Options
 
-WRITE_COPIES = 4
+WRITE_MEMORY_FACTOR = 4
 """Host memory for writing an object, as a multiple of its bytes: tensorstore gathers and encodes each chunk, and malloc
 keeps about as much again in the arenas of its threads. Measured as peak resident memory for a tree of 2 GiB: 470–670
 MiB with 256 MiB of objects in flight, 130–210 MiB with 64 MiB, which took 10 % longer."""
@@ -31,22 +31,22 @@ MiB with 256 MiB of objects in flight, 130–210 MiB with 64 MiB, which took 10 
 SHARED_BYTES = 32 << 10
 """Smallest object that is created to make shares even."""
 
-SHARES = (1, 2, 4, 8, 16, 40)
+SHARE_DIVISORS = (1, 2, 4, 8, 16, 40)
 """Candidate numbers of objects per process, smallest first. An object with several possible writers has at most the
 bytes of a process divided by this number. Loads are even to within one object, so the largest number balances any tree.
 The smallest number that balances almost as well is used, because each object costs requests. A leaf that four processes
 hold becomes four objects."""
 
-UNEVEN = 1.02
+MAX_IMBALANCE = 1.02
 """Largest accepted load of the busiest process: when the size of objects is chosen, as a multiple of the busiest load
 with the smallest objects; while objects are assigned, as a multiple of the mean load."""
 
 SHARED_OBJECTS = 2_560
-"""Approximate number of objects in the whole job that are created to make shares even: 64 processes get `SHARES` each.
-Each object costs one request, and one more from each process that reads it, and object stores limit requests per
-second. S3 needs 47 s to accept 40 objects from each of 4,096 processes (benchmarks/cluster.py)."""
+"""Approximate number of objects in the whole job that are created to make shares even: 64 processes get
+`SHARE_DIVISORS` each. Each object costs one request, and one more from each process that reads it, and object stores
+limit requests per second. S3 needs 47 s to accept 40 objects from each of 4,096 processes (benchmarks/cluster.py)."""
 
-ROUNDS = 4
+MAX_BALANCE_ROUNDS = 4
 """Largest number of balancing rounds. Each round moves excess load to overlapping sets of holders. With three devices
 per piece and four per process, the busiest process is 12 % above the mean after one round, 4 % after two, and 0.5 %
 after three."""
@@ -64,7 +64,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     layout: Layout
     """The cells in which it is stored, and the processes that could write each."""
 
-    moved: bool = False
+    is_exchanged: bool = False
     """Whether the processes must first exchange its data, collectively."""
 
     component: int = 0
@@ -86,7 +86,7 @@ class Object:
     """Bytes of array data."""
 
     @property
-    def place(self) -> str:
+    def index_key(self) -> str:
         """Its grid index, in the form that manifests use."""
         return "/".join(map(str, self.index))
 
@@ -99,7 +99,7 @@ class SavePlan:
     members: tuple[tuple[int, ...], ...]
     """For each stack, the leaf number of each row."""
 
-    moved: tuple[bool, ...]
+    exchanged: tuple[bool, ...]
     """For each stack, whether its leaves are exchanged between processes first."""
 
     layouts: tuple[Layout, ...]
@@ -119,18 +119,20 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes."""
     groups: dict[tuple[str, tuple[int, ...], Layout, bool, int], list[int]] = {}
     for leaf in leaves:
-        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.moved, leaf.component), []).append(leaf.number)
+        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.component), []).append(
+            leaf.number
+        )
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
-    most = min(options.object_bytes, max(1, options.host_bytes // WRITE_COPIES))
-    sizes = [total // min(share * max(1, writers), SHARED_OBJECTS) for share in SHARES]
+    most = min(options.object_bytes, max(1, options.host_bytes // WRITE_MEMORY_FACTOR))
+    sizes = [total // min(share * max(1, writers), SHARED_OBJECTS) for share in SHARE_DIVISORS]
     *larger, finest = dict.fromkeys(min(most, max(SHARED_BYTES, size)) for size in sizes)
-    chosen = _dealt(groups, most, finest, options, process, processes)
+    chosen = _plan_for_sizes(groups, most, finest, options, process, processes)
     if any(len(holders) > 1 for layout in chosen.layouts for holders in layout.groups):
         busiest = max(chosen.process_bytes)
         for max_shared_bytes in larger:
-            found = _dealt(groups, most, max_shared_bytes, options, process, processes)
-            if max(found.process_bytes) <= UNEVEN * busiest:
+            found = _plan_for_sizes(groups, most, max_shared_bytes, options, process, processes)
+            if max(found.process_bytes) <= MAX_IMBALANCE * busiest:
                 return found
     return chosen
 
@@ -139,23 +141,25 @@ _Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
 """Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and component."""
 
 
-def _dealt(groups: _Groups, most: int, max_shared_bytes: int, options: Options, process: int, processes: int) -> SavePlan:
+def _plan_for_sizes(
+    groups: _Groups, max_object_bytes: int, max_shared_bytes: int, options: Options, process: int, processes: int
+) -> SavePlan:
     """The plan for these largest sizes of objects with one possible writer, and with several."""
     stacks: list[Stack] = []
     layouts: list[Layout] = []
     for (dtype, shape, layout, _, _), numbers in groups.items():
         pieces = layout
-        if math.prod(cell_shape(layout, shape)) * DTYPES[dtype].itemsize < PACK_BYTES:
+        if math.prod(cell_shape(layout, shape)) * DTYPES[dtype].itemsize < PACK_BELOW_BYTES:
             layout = coarsen(layout)
         name = f"{len(stacks):04d}-{dtype}-{'x'.join(map(str, shape)) or 'scalar'}"
         shared = min(map(len, layout.groups)) > 1  # its objects must be small, so that the shares become even
-        object_bytes = max_shared_bytes if shared else most
+        object_bytes = max_shared_bytes if shared else max_object_bytes
         stacks.append(shape_stack(name, dtype, shape, len(numbers), layout, pieces, object_bytes, options))
         layouts.append(layout)
     cuts = [
         _Cut(number, *both) for number, both in enumerate(zip(stacks, layouts, strict=True)) if 0 not in both[0].shape
     ]
-    loads, own = _deal(cuts, process, processes)
+    loads, own = _assign_objects(cuts, process, processes)
     return SavePlan(
         tuple(stacks),
         tuple(tuple(numbers) for numbers in groups.values()),
@@ -174,7 +178,7 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
 # Equal objects --------------------------------------------------------------------------------------------
 
 
-_Own = tuple[Numbers, Numbers]
+_Own = tuple[IntArray, IntArray]
 """Objects of a stack that this process writes, one per row: its cell, and its position along each side of the cell."""
 
 
@@ -223,18 +227,18 @@ def _objects(cut: _Cut, own: Sequence[_Own]) -> Iterator[Object]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sharers:
+class _HolderSets:
     """Disjoint sets of holders, with equal numbers of processes and of cells."""
 
-    processes: Numbers
+    processes: IntArray
     """A row for each set: its processes, ascending."""
 
-    cells: Numbers
+    cells: IntArray
     """A row for each set: the cells that it holds, ascending."""
 
 
 @lru_cache(maxsize=256)
-def _sharers(layout: Layout) -> tuple[_Sharers, ...]:
+def _holder_sets(layout: Layout) -> tuple[_HolderSets, ...]:
     """The sets of several holders of a layout, in groups that are as large as possible."""
     order = np.argsort(layout.group_of, kind="stable")
     cells = np.split(order, np.cumsum(np.bincount(layout.group_of))[:-1])
@@ -249,12 +253,14 @@ def _sharers(layout: Layout) -> tuple[_Sharers, ...]:
             used.update((process, used.get(process, 0) | free) for process in holders)
             rows.setdefault((free, len(holders), len(cells[number])), []).append(number)
     return tuple(
-        _Sharers(np.array([layout.groups[number] for number in row]), np.stack([cells[number] for number in row]))
+        _HolderSets(np.array([layout.groups[number] for number in row]), np.stack([cells[number] for number in row]))
         for row in rows.values()
     )
 
 
-def _deal(cuts: Sequence[_Cut], process: int, processes: int) -> tuple[Numbers, Mapping[int, Sequence[_Own]]]:
+def _assign_objects(
+    cuts: Sequence[_Cut], process: int, processes: int
+) -> tuple[IntArray, Mapping[int, Sequence[_Own]]]:
     """Bytes that each process writes, and the objects of each stack that one process writes, by stack number.
 
     Objects with a single holder are assigned first. The others follow, largest first, each to the least loaded of its
@@ -263,73 +269,73 @@ def _deal(cuts: Sequence[_Cut], process: int, processes: int) -> tuple[Numbers, 
     loads = np.zeros(processes, np.int64)
     own: dict[int, list[_Own]] = {}
 
-    def keep(cut: _Cut, cells: Numbers, within: Numbers) -> None:
+    def keep(cut: _Cut, cells: IntArray, within: IntArray) -> None:
         own.setdefault(cut.number, []).append((cells, within))
 
     alone = Counter[Layout]()
     for cut in cuts:
         alone[cut.layout] += math.prod(cut.sides) * cut.stack.itemsize
     for layout, cell_bytes in alone.items():
-        holder = _only_holders(layout)
+        holder = _single_holders(layout)
         loads += np.bincount(holder[holder >= 0], minlength=processes) * cell_bytes
     for cut in cuts:
-        cells = np.flatnonzero(_only_holders(cut.layout) == process)
+        cells = np.flatnonzero(_single_holders(cut.layout) == process)
         if len(cells):
-            places = _places(np.arange(math.prod(cut.counts)), tuple((0, count) for count in cut.counts))
+            places = _positions(np.arange(math.prod(cut.counts)), tuple((0, count) for count in cut.counts))
             keep(cut, np.repeat(cells, len(places)), np.tile(places, (len(cells), 1)))
-    deals = [
-        _Deal(cut, size, places, sharers)
+    batches = [
+        _Batch(cut, size, places, sharers)
         for cut in cuts
-        if (found := _sharers(cut.layout))
+        if (found := _holder_sets(cut.layout))
         for size, places in cut.batches()
         for sharers in found
     ]
-    deals.sort(key=lambda deal: -deal.size)
-    for _ in range(ROUNDS):
-        for deal in deals:
-            deal.share_out(loads)
-        if loads.max() * processes <= UNEVEN * loads.sum():
+    batches.sort(key=lambda deal: -deal.size)
+    for _ in range(MAX_BALANCE_ROUNDS):
+        for deal in batches:
+            deal.rebalance(loads)
+        if loads.max() * processes <= MAX_IMBALANCE * loads.sum():
             break
-    for deal in deals:
-        for row, column in np.argwhere(deal.sharers.processes == process):
+    for deal in batches:
+        for row, column in np.argwhere(deal.holder_sets.processes == process):
             first = deal.shares[row, :column].sum()
-            cell, number = np.divmod(np.arange(first, first + deal.shares[row, column]), deal.in_cell)
-            keep(deal.cut, deal.sharers.cells[row, cell], _places(number, deal.places))
+            cell, number = np.divmod(np.arange(first, first + deal.shares[row, column]), deal.n_per_cell)
+            keep(deal.cut, deal.holder_sets.cells[row, cell], _positions(number, deal.places))
     return loads, own
 
 
-class _Deal:
+class _Batch:
     """Equal objects of a stack, and how many of them each of their holders writes."""
 
-    def __init__(self, cut: _Cut, size: int, places: Box, sharers: _Sharers) -> None:
+    def __init__(self, cut: _Cut, size: int, places: Box, sharers: _HolderSets) -> None:
         self.cut = cut
         self.size = size
         self.places = places
-        self.sharers = sharers
-        self.in_cell = math.prod(stop - start for start, stop in places)
+        self.holder_sets = sharers
+        self.n_per_cell = math.prod(stop - start for start, stop in places)
         self.shares = np.zeros(sharers.processes.shape, np.int32)  # there may be tens of thousands of deals
 
-    def share_out(self, loads: Numbers) -> None:
+    def rebalance(self, loads: IntArray) -> None:
         """Assign these objects again, given the loads from all other objects."""
-        others = loads[self.sharers.processes] - self.shares * np.int64(self.size)
-        shares = _fill(others, self.sharers.cells.shape[1] * self.in_cell, self.size)
-        loads[self.sharers.processes] = others + shares * self.size
+        others = loads[self.holder_sets.processes] - self.shares * np.int64(self.size)
+        shares = _water_fill(others, self.holder_sets.cells.shape[1] * self.n_per_cell, self.size)
+        loads[self.holder_sets.processes] = others + shares * self.size
         self.shares = shares.astype(np.int32)
 
 
 @lru_cache(maxsize=256)
-def _only_holders(layout: Layout) -> Numbers:
+def _single_holders(layout: Layout) -> IntArray:
     """For each cell, its single holder, or -1 if it has several."""
     return np.array([holders[0] if len(holders) == 1 else -1 for holders in layout.groups])[layout.group_of]
 
 
-def _places(numbers: Numbers, ranges: Box) -> Numbers:
+def _positions(numbers: IntArray, ranges: Box) -> IntArray:
     """The positions in a cell, one per row, for these numbers in row-major order of a range of positions."""
     found = np.unravel_index(numbers, tuple(stop - start for start, stop in ranges))
     return np.stack(found, axis=1) + np.array([start for start, _ in ranges])
 
 
-def _fill(loads: Numbers, count: int, size: int) -> Numbers:
+def _water_fill(loads: IntArray, count: int, size: int) -> IntArray:
     """How many of `count` equal objects each column gets, so that the loads in a row become even.
 
     Fills loads up to a common level, like water. Objects that remain because of rounding go, one each, to the columns

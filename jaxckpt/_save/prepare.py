@@ -21,15 +21,15 @@ from jaxckpt._runtime.options import Options, require_bool
 from jaxckpt._runtime.processes import Group
 from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
-from jaxckpt._save.agreement import Agreement, Bucket, agreement
+from jaxckpt._save.agreement import Fingerprint, ValueGroup, compute_fingerprint
 from jaxckpt._save.background import SaveInfo
 from jaxckpt._save.copies import Copies, Domains, plan_copies
-from jaxckpt._save.describe import Draft, Recent, describe
-from jaxckpt._save.peers import Passing
+from jaxckpt._save.describe import Draft, DraftCache, describe
+from jaxckpt._save.peers import Transfer
 from jaxckpt._save.plan import Object, SavePlan, plan_save
-from jaxckpt._save.reuse import Last, Reuse, plan_reuse
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import store_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Spread:
 
     domains: Domains
 
-    decide: Callable[[], str]
+    choose_kept: Callable[[], str]
     """Process 0 calls this when all processes are ready. Returns the step that stays, as text for `clear`."""
 
     clear: Callable[[str], None]
     """Deletes all steps except the one that stays from the folder of this process. Every process calls this with the
-    result of `decide` before it writes."""
+    result of `choose_kept` before it writes."""
 
-    published: Callable[[str, Sequence[Object]], None]
+    on_published: Callable[[str, Sequence[Object]], None]
     """Every process calls this after the checkpoint is published, with its save id and the objects that this process
     owns."""
 
@@ -71,16 +71,16 @@ class SaveRequest:
     components: tuple[str, ...] = ()
     """Paths of subtrees that are stored separately, so that they can be dropped later."""
 
-    recent: Recent | None = None
+    draft_cache: DraftCache | None = None
     """Cache for the description of the tree."""
 
-    last: Last | None = None
+    reuse_cache: ReuseCache | None = None
     """Cache for the published objects."""
 
-    check: Callable[[], None] | None = None
+    precheck: Callable[[], None] | None = None
     """Process 0 calls this first. If it raises, all processes raise."""
 
-    then: Callable[[], None] | None = None
+    on_published: Callable[[], None] | None = None
     """Process 0 calls this after the checkpoint is published, before the save counts as done."""
 
     on_done: Callable[[SaveInfo], object] | None = None
@@ -95,7 +95,7 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedSave:
     """A planned save: everything that is needed to run it, except the data."""
 
     request: SaveRequest
@@ -106,10 +106,10 @@ class Prepared:
     reuse: Reuse
     """The objects that this process need not write again."""
 
-    agreement: Agreement
+    fingerprint: Fingerprint
     """What must be equal in every process."""
 
-    values: Sequence[Bucket]
+    value_groups: Sequence[ValueGroup]
     """The values that must be equal in every process."""
 
     state: bytes | None
@@ -117,7 +117,7 @@ class Prepared:
 
     options: Options
     clock: Clock
-    claimed: Latch
+    claim_ended: Latch
     """Set when the path is claimed, or when it is certain that it will not be."""
 
     threaded: bool
@@ -127,12 +127,12 @@ class Prepared:
     """For a spread save, the copies that this process writes, sends and receives. `plan.objects` then also has
     replicas."""
 
-    passing: Passing = field(default_factory=Passing)
+    transfer: Transfer = field(default_factory=Transfer)
 
     @property
-    def collective(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether the processes exchange data while they stage it."""
-        return any(self.plan.moved) or bool(self.copies and self.copies.channels)
+        return any(self.plan.exchanged) or bool(self.copies and self.copies.channels)
 
     @property
     def written_bytes(self) -> int:
@@ -146,53 +146,68 @@ def require_on_done(on_done: object) -> None:
         raise InputError(f"on_done must be a function that takes a SaveInfo, found {on_done!r}")
 
 
-def prepare(request: SaveRequest, options: Options, group: Group) -> Prepared:
+def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
     clock = Clock()
-    background_saves.settle()
-    if group.index == 0 and request.check is not None:
-        request.check()
-    threaded = background_saves.ready()  # fails here if no thread can be started
+    background_saves.await_saves()
+    if group.index == 0 and request.precheck is not None:
+        request.precheck()
+    threaded = background_saves.ensure_thread()  # fails here if no thread can be started
     with clock.timed("plan"):
         store = store_at(request.path, options)
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         draft = request.draft or describe(
-            request.tree, request.mesh, request.specs, options, request.components, request.recent, request.dtype
+            request.tree, request.mesh, request.specs, options, request.components, request.draft_cache, request.dtype
         )
-        plan, copies = _planned(draft, options, group, request.spread and request.spread.domains)
-        reuse = plan_reuse(store, draft, plan, options, request.last)
-        given, values = Agreement({}, []), list[Bucket]()
+        plan, copies = _cached_plan(draft, options, group, request.spread and request.spread.domains)
+        reuse = plan_reuse(store, draft, plan, options, request.reuse_cache)
+        own_fingerprint, values = Fingerprint({}, []), list[ValueGroup]()
         if group.count > 1:
             names = None if request.process_state is None else list(request.process_state)
-            given, values = agreement(draft, plan, request.metadata, names, group.index)
+            own_fingerprint, values = compute_fingerprint(draft, plan, request.metadata, names, group.index)
     # Keeps no reference to anything that the caller may change or expects to free.
     overwrite = require_bool(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
-    save = Prepared(
-        request, group, store, draft, plan, reuse, given, values, state, options, clock, Latch(), threaded, copies
+    save = PreparedSave(
+        request,
+        group,
+        store,
+        draft,
+        plan,
+        reuse,
+        own_fingerprint,
+        values,
+        state,
+        options,
+        clock,
+        Latch(),
+        threaded,
+        copies,
     )
-    if save.collective and not threaded:
+    if save.is_collective and not threaded:
         raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
     return save
 
 
-def _planned(draft: Draft, options: Options, group: Group, domains: Domains | None) -> tuple[SavePlan, Copies | None]:
+def _cached_plan(
+    draft: Draft, options: Options, group: Group, domains: Domains | None
+) -> tuple[SavePlan, Copies | None]:
     """The plan of a tree and of its copies. Reuses the last plan for a similar tree."""
     made_for = (options, group.index, group.count, domains)
-    if not draft.plans or draft.plans[0][0] != made_for:
+    if not draft.plan_cache or draft.plan_cache[0][0] != made_for:
         plan: SavePlan
         copies: Copies | None = None
         if domains is None:
             plan = plan_save(draft.arrays, options, group.index, group.count)
         else:
             plan, copies = plan_spread(draft, options, group.index, domains)
-        draft.plans[:] = [(made_for, plan, copies)]
-    return draft.plans[0][1:]
+        draft.plan_cache[:] = [(made_for, plan, copies)]
+    return draft.plan_cache[0][1:]
 
 
 def plan_spread(draft: Draft, options: Options, process: int, domains: Domains) -> tuple[SavePlan, Copies]:
     """The plan of a spread save, and of its copies in other failure domains."""
-    plans = functools.partial(plan_save, draft.arrays, options, processes=len(domains.of))
+    plans = functools.partial(plan_save, draft.arrays, options, processes=len(domains.by_process))
     return plan_copies(plans(process=process), domains, process, lambda other: plans(process=other))

@@ -20,7 +20,7 @@ from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
-from jaxckpt._save.prepare import Prepared, SaveRequest
+from jaxckpt._save.prepare import PreparedSave, SaveRequest
 from jaxckpt._save.reuse import StoredObject
 
 
@@ -39,7 +39,7 @@ class Share(msgspec.Struct, frozen=True):
     """Seconds of each phase until the share was written."""
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishResult(msgspec.Struct, frozen=True):
     """What process 0 sends to the others after it has published the checkpoint."""
 
     stored_bytes: int
@@ -51,30 +51,30 @@ class Published(msgspec.Struct, frozen=True):
     manifest_sha256: str
 
 
-def publish(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> Published:
+def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) -> PublishResult:
     """Process 0 publishes the manifest after all have written their share."""
     clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
         texts = meeting.gather(msgspec.json.encode(share).decode())
-    published = Published(0, 0, "")  # replaced by the result of process 0
+    published = PublishResult(0, 0, "")  # replaced by the result of process 0
     if texts:
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = compose(claimed.save_id, save.plan, save.draft, save.request, shares)
+        manifest = build_manifest(claimed.save_id, save.plan, save.draft, save.request, shares)
         if save.options.sync:
-            with clock.timed("sync"), watch.doing(f"syncing {meeting.group.call.where}"):
-                save.store.sync_data(claimed.data, manifest.arrays)
+            with clock.timed("sync"), watch.operation(f"syncing {meeting.group.call.where}"):
+                save.store.sync_data(claimed.data, manifest.decoded_stacks)
         with clock.timed("publish"):
             content = manifests.encode(manifest)
             meeting.group.require_not_cancelled()  # last chance to cancel
-            with watch.doing(f"publishing {meeting.group.call.where}"):
+            with watch.operation(f"publishing {meeting.group.call.where}"):
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
-            published = Published(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
+            published = PublishResult(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
     with clock.timed("barrier"):
-        return msgspec.json.decode(meeting.share(msgspec.json.encode(published).decode()), type=Published)
+        return msgspec.json.decode(meeting.broadcast(msgspec.json.encode(published).decode()), type=PublishResult)
 
 
-def publish_own(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) -> Published:
+def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) -> PublishResult:
     """Every process publishes the same manifest in its own folder, after all have written their share. Any one manifest
     then proves that the whole checkpoint was written."""
     clock, watch = save.clock, meeting.group.watch
@@ -84,37 +84,40 @@ def publish_own(meeting: Meeting, save: Prepared, claimed: Claim, share: Share) 
     if texts:
         meeting.group.require_not_cancelled()  # last chance to cancel
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = compose(claimed.save_id, save.plan, save.draft, save.request, shares)
+        manifest = build_manifest(claimed.save_id, save.plan, save.draft, save.request, shares)
         content = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
     with clock.timed("barrier"):
-        content = zlib.decompress(base64.b64decode(meeting.share(content)))
-        meeting.renew()
+        content = zlib.decompress(base64.b64decode(meeting.broadcast(content)))
+        meeting.start_next()
     manifest = manifests.decode(content, meeting.group.call.where)
-    with clock.timed("publish"), watch.doing(f"publishing {meeting.group.call.where}"):
+    with clock.timed("publish"), watch.operation(f"publishing {meeting.group.call.where}"):
         if save.options.sync:
-            save.store.sync_data(claimed.data, manifest.arrays)
+            save.store.sync_data(claimed.data, manifest.decoded_stacks)
         save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
     with clock.timed("barrier"):
         meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
-    return Published(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
+    return PublishResult(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
 
 
 def _stored_bytes(manifest: Manifest) -> int:
     return sum(length for record in manifest.stacks for length, _ in record.objects.values())
 
 
-def compose(save_id: str, plan: SavePlan, draft: Draft, request: SaveRequest, shares: Sequence[Share]) -> Manifest:
+def build_manifest(
+    save_id: str, plan: SavePlan, draft: Draft, request: SaveRequest, shares: Sequence[Share]
+) -> Manifest:
     """The manifest of the files of every process. Raises PeersDisagreeError if copies of an object differ."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for process, share in enumerate(shares):
         for stack, place, length, digest, content in share.objects:
             if objects[stack].setdefault(place, (length, digest)) != (length, digest):
-                leaves = [draft.records[leaf].path for leaf in plan.members[stack]]
+                first, *others = [draft.records[leaf].path for leaf in plan.members[stack]]
+                like_it = f" or one of {len(others)} others like it" if others else ""
                 raise PeersDisagreeError(
                     f"process {process} and another one hold different bytes of a replicated array, which is"
-                    f" {show_path(leaves[0])}{f' or one of {len(leaves) - 1} others like it' if len(leaves) > 1 else ''}:"
-                    " the replicas have diverged, so the training has gone wrong, or a device is faulty"
+                    f" {show_path(first)}{like_it}: the replicas have diverged, so the training has gone wrong, or a device"
+                    " is faulty"
                 )
             if content:
                 contents[stack][place] = content

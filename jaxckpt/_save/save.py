@@ -28,17 +28,17 @@ from jaxckpt._runtime.errors import PeerError, show_count
 from jaxckpt._runtime.events import record_event
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.progress import Report, reporting, show_bytes
-from jaxckpt._runtime.threads import POLL_SECONDS, ending
+from jaxckpt._runtime.progress import Report, display_progress, show_bytes
+from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down
 from jaxckpt._save import background as background_saves
-from jaxckpt._save.agreement import Agreement, require_agreement
+from jaxckpt._save.agreement import Fingerprint, require_agreement
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
 from jaxckpt._save.handover import Handover
-from jaxckpt._save.peers import Round, pass_on, plan_rounds, stream_bytes
+from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies
 from jaxckpt._save.plan import Object
-from jaxckpt._save.prepare import Prepared, SaveRequest, prepare
-from jaxckpt._save.publish import Published, publish, publish_own
+from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
+from jaxckpt._save.publish import PublishResult, publish, publish_own
 from jaxckpt._save.staging import stage
 from jaxckpt._save.write import write
 
@@ -153,47 +153,47 @@ def save_async(
 
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     if background and options.when_busy == "skip" and _is_busy(group):
-        skipped = PendingSave(os.fspath(request.path), 0, begun, group.watch)
+        skipped = PendingSave(os.fspath(request.path), 0, start_time, group.watch)
         skipped.skip()
         return skipped
     save = prepare(request, options, group)
-    pending = PendingSave(save.store.url, save.written_bytes, begun, group.watch)
-    background = background and not ending()  # during its shutdown, Python does not wait for other threads
+    pending = PendingSave(save.store.url, save.written_bytes, start_time, group.watch)
+    background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     handover = Handover(max_bytes if save.threaded else None, request.deadline, group.watch)
     is_limited = background and request.deadline is None and request.spread is None
     rate = options.max_bytes_per_second if is_limited else None
     work = functools.partial(_carry_out, save, handover, rate)
     if request.on_done is not None:
-        work = functools.partial(then_call, work, request.on_done)
-    if background and not background_saves.under_way():
+        work = functools.partial(run_and_notify, work, request.on_done)
+    if background and not background_saves.unreported_saves():
         background_saves.finish_at_exit()
-    feeding = time.perf_counter()
+    feed_start = time.perf_counter()
 
     def begin() -> None:
         if not group.is_handed_over:
-            save.clock.add("device_to_host", time.perf_counter() - feeding)
-            background_saves.hand_over(pending, work, awaited=not background)
+            save.clock.add("device_to_host", time.perf_counter() - feed_start)
+            background_saves.submit_save(pending, work, awaited=not background)
             group.is_handed_over = True
 
     try:
         if group.count > 1:
             begin()  # sends heartbeats while this process stages
-        if save.collective:
+        if save.is_collective:
             # Exchanges are collective, so no process may begin them before all have finished their preparations.
-            while not save.claimed.wait(POLL_SECONDS) and not group.watch.stalled():
+            while not save.claim_ended.wait(POLL_SECONDS) and not group.watch.stall_error():
                 pass
-            if handover.closed or group.watch.stalled():
+            if handover.closed or group.watch.stall_error():
                 pending.wait()  # raises the reason
         hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
         staged = stage(save.plan, save.draft, save.reuse.originals, hold=hold, stack_bytes=stack_bytes)
         if save.copies:
             keep_state = functools.partial(_keep_state, save)
-            staged = pass_on(
-                staged, save.plan.stacks, save.copies, save.passing.rounds, group.index, save.state, keep_state
+            staged = transfer_copies(
+                staged, save.plan.stacks, save.copies, save.transfer.rounds, group.index, save.state, keep_state
             )
         with contextlib.closing(staged):
             handover.feed(staged, begin)
@@ -202,68 +202,68 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             pending.wait()
     except BaseException as error:
         handover.cancel(error)
-        group.is_handed_over = background_saves.give_up(pending)
+        group.is_handed_over = background_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
             error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
         raise
-    pending.returned()
+    pending.mark_returned()
     return pending
 
 
 def _is_busy(group: Group) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
-    busy = any(not pending.done for pending in background_saves.under_way())
+    busy = any(not pending.done for pending in background_saves.unreported_saves())
     with group.meeting("deciding whether to save") as meeting:
         meeting.gather("")
-        return meeting.share("busy" if busy else "free") == "busy"
+        return meeting.broadcast("busy" if busy else "free") == "busy"
 
 
 # In the thread that writes --------------------------------------------------------------------------------
 
 
-def then_call(
+def run_and_notify(
     work: Callable[[PendingSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: PendingSave
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
     info = work(pending)
     try:
-        on_done(pending.timed(info))
+        on_done(pending.with_times(info))
     except BaseException as error:
         error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {pending.path} was published")
         raise
     return info
 
 
-def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:
+def _carry_out(save: PreparedSave, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
-    group.require_not_cancelled = handover.check
+    group.require_not_cancelled = handover.require_not_cancelled
     with (
         group,
         contextlib.closing(handover),
-        reporting("save", pending.progress.total_bytes, save.options.progress) as show,
+        display_progress("save", pending.progress.total_bytes, save.options.progress) as display,
     ):
         try:
-            claimed = _claim(save)
+            claimed = _agree_and_claim(save)
         except BaseException:
             handover.close()
             raise
         finally:
-            save.claimed.set()
+            save.claim_ended.set()
         try:
             with group.meeting("saving") as meeting:
                 try:
-                    share = write(save, claimed.data, handover, rate, _reports(pending, show))
-                    handover.check()
+                    share = write(save, claimed.data, handover, rate, _make_report(pending, display))
+                    handover.require_not_cancelled()
                 except BaseException:
                     handover.close()
                     if group.index == 0:  # so that the data is not deleted while the others still write
                         with contextlib.suppress(PeerError):
                             meeting.gather("")
                     raise
-                published = (publish_own if claimed.own else publish)(meeting, save, claimed, share)
+                published = (publish_own if claimed.is_spread else publish)(meeting, save, claimed, share)
         except BaseException:
             claimed.release(keep=False)
             raise
@@ -273,11 +273,11 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
             if save.request.spread is not None:
                 replicas = {*save.copies.replicas} if save.copies else set[Object]()
                 own = [obj for obj in save.plan.objects if obj not in replicas]
-                save.request.spread.published(claimed.save_id, own)
-            if group.index == 0 and save.request.then is not None:
-                save.request.then()
+                save.request.spread.on_published(claimed.save_id, own)
+            if group.index == 0 and save.request.on_published is not None:
+                save.request.on_published()
         info = _info(save, claimed, published)
-    seconds = pending.timed(info).seconds
+    seconds = pending.with_times(info).seconds
     record_event(
         "save",
         seconds,
@@ -292,27 +292,27 @@ def _carry_out(save: Prepared, handover: Handover, rate: float | None, pending: 
     return info
 
 
-def _reports(pending: PendingSave, show: Report) -> Report:
+def _make_report(pending: PendingSave, display: Report) -> Report:
     def report(moved: int) -> None:
-        pending.moved(moved)
-        show(moved)
+        pending.add_done_bytes(moved)
+        display(moved)
 
     return report
 
 
-class _Terms(msgspec.Struct, frozen=True):
+class _Decisions(msgspec.Struct, frozen=True):
     """The decisions of process 0."""
 
     save_id: str
 
-    cleared: str = ""
+    kept: str = ""
     """For a spread save: the argument of `Spread.clear`, which says which step stays in each process's folder."""
 
     rounds: list[Round] = []
     """For a spread save: the exchange between the processes."""
 
 
-def _claim(save: Prepared) -> Claim:
+def _agree_and_claim(save: PreparedSave) -> Claim:
     """Before any data is written, check that all processes save the same tree, create the data folder, and check that
     all processes see it.
 
@@ -324,45 +324,45 @@ def _claim(save: Prepared) -> Claim:
     looking = "preparing each process's folder" if spread else "looking for the checkpoint's folder"
     try:
         with group.meeting("preparing to save") as meeting:
-            mine = save.agreement, stream_bytes(save.copies, save.state) if save.copies else []
+            mine = save.fingerprint, stream_bytes(save.copies, save.state) if save.copies else []
             with clock.timed("barrier"):
                 texts = meeting.gather(msgspec.json.encode(mine).decode())
-            given = [msgspec.json.decode(text, type=tuple[Agreement, list[int]]) for text in texts]
-            if len(given) > 1:
-                require_agreement([agreement for agreement, _ in given], save.values)
-            terms = _Terms(new_save_id())
-            if given and spread and save.copies:
-                sizes = [n_bytes for _, n_bytes in given]
+            messages = [msgspec.json.decode(text, type=tuple[Fingerprint, list[int]]) for text in texts]
+            if len(messages) > 1:
+                require_agreement([agreement for agreement, _ in messages], save.value_groups)
+            terms = _Decisions(new_save_id())
+            if messages and spread and save.copies:
+                sizes = [n_bytes for _, n_bytes in messages]
                 rounds = plan_rounds(save.copies.channels, sizes, save.options.host_bytes // 8)
-                terms = _Terms(terms.save_id, spread.decide(), rounds)
-            elif given:
-                with group.watch.doing(f"preparing {save.store.url}"):
+                terms = _Decisions(terms.save_id, spread.choose_kept(), rounds)
+            elif messages:
+                with group.watch.operation(f"preparing {save.store.url}"):
                     claimed = claim(save.store, save.plan.stacks, terms.save_id, overwrite=save.request.overwrite)
             with clock.timed("barrier"):
-                terms = msgspec.json.decode(meeting.share(msgspec.json.encode(terms).decode()), type=_Terms)
+                terms = msgspec.json.decode(meeting.broadcast(msgspec.json.encode(terms).decode()), type=_Decisions)
         with group.meeting(looking) as meeting:
             if spread:
-                with group.watch.doing(f"preparing {save.store.url}"):
-                    spread.clear(terms.cleared)
+                with group.watch.operation(f"preparing {save.store.url}"):
+                    spread.clear(terms.kept)
                     claimed = claim_own(save.store, save.plan.stacks, terms.save_id)
             else:
-                with group.watch.doing(f"looking for {save.store.url}"):
+                with group.watch.operation(f"looking for {save.store.url}"):
                     require_shared(save.store, f"data-{terms.save_id}", group.index)
             with clock.timed("barrier"):
                 meeting.barrier()
     except BaseException:
         claimed.release(keep=False)
         raise
-    save.passing.rounds, save.passing.data = terms.rounds, f"data-{terms.save_id}"
+    save.transfer.rounds, save.transfer.data = terms.rounds, f"data-{terms.save_id}"
     return replace(claimed, save_id=terms.save_id)
 
 
-def _keep_state(save: Prepared, process: int, state: bytes) -> None:
+def _keep_state(save: PreparedSave, process: int, state: bytes) -> None:
     """Write a copy of the state of another process into this process's data folder."""
-    save.store.put(f"{save.passing.data}/{manifests.state_name(process)}", state, sync=save.options.sync)
+    save.store.put(f"{save.transfer.data}/{manifests.state_file_name(process)}", state, sync=save.options.sync)
 
 
-def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:
+def _info(save: PreparedSave, claimed: Claim, published: PublishResult) -> SaveInfo:
     plan = save.plan
     states = 0 if save.state is None else save.group.count
     return SaveInfo(
@@ -378,5 +378,5 @@ def _info(save: Prepared, claimed: Claim, published: Published) -> SaveInfo:
         manifest_sha256=published.manifest_sha256,
         seconds=0.0,  # `PendingSave.timed` sets this and the next field
         blocked_seconds=0.0,
-        phase_seconds=save.clock.laps,
+        phase_seconds=save.clock.phase_seconds,
     )

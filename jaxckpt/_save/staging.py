@@ -27,12 +27,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._format.dtypes import DTYPES, lossless
-from jaxckpt._format.grid import Box, contains, extent, intersection, volume, whole, within
+from jaxckpt._format.dtypes import DTYPES, is_lossless
+from jaxckpt._format.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
 from jaxckpt._save.describe import Draft, Value
-from jaxckpt._save.exchange import box_everywhere, moving_bits, own_mesh
+from jaxckpt._save.exchange import own_mesh, replicate_box, transfer_context
 from jaxckpt._save.plan import Object, SavePlan
 
 STACK_PIECES = 512
@@ -55,21 +55,21 @@ SEND_ROWS = 32
 
 Index = tuple[slice | int, ...]
 
-Hold = Literal["views", "copies"] | None
+Protection = Literal["views", "copies"] | None
 """How pieces are protected from later changes by the caller: as views of arrays if these suffice, as copies, or not at
 all."""
 
-Way = Literal["leave", "view", "copy", "send", "cast"]
+PieceMode = Literal["leave", "view", "copy", "send", "cast"]
 """How a piece is taken from its array: left there, as a NumPy view, as a NumPy copy, as a copy from its device to the
 host that has been started, or as a cast copy on its device."""
 
 
-Group = list[tuple[Box, Any, Index | EllipsisType]]
+PieceGroup = list[tuple[Box, Any, Index | EllipsisType]]
 """(box of the stack, array, part of the array) of each piece."""
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedObject:
     """An object's data, as pieces."""
 
     obj: Object
@@ -79,19 +79,19 @@ class Staged:
 
     group_rows: int
 
-    groups: list[Group]
+    groups: list[PieceGroup]
     """The pieces of each group of rows: NumPy arrays, or jax.Arrays that may still be computing."""
 
     copied_bytes: int
     """Host memory that the pieces take in addition to the leaves."""
 
-    late: Callable[[], Staged] | None = None
+    stage_late: Callable[[], StagedObject] | None = None
     """Stages the data later, if the object cannot be linked to its original and must be written."""
 
     def data(self) -> Pieces:
         """The pieces in host memory. Releases them here."""
-        if self.late is not None:
-            return self.late().data()
+        if self.stage_late is not None:
+            return self.stage_late().data()
         groups, self.groups = self.groups, []
         return Pieces(
             self.obj.box,
@@ -108,102 +108,110 @@ class Staged:
 
 def stage(
     plan: SavePlan, draft: Draft, originals: Container[Object] = (), *, hold: bool, stack_bytes: int
-) -> Generator[Staged]:
+) -> Generator[StagedObject]:
     """The data of each object that this process writes, except `originals`. Every process iterates to the end or closes
     the generator.
 
     With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it.
     """
-    exchanged = [number for number, moved in enumerate(plan.moved) if moved]
+    exchanged = [number for number, moved in enumerate(plan.exchanged) if moved]
     # All processes take part in the exchange of an object, regardless of which one writes it.
     exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
-    own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.moved[obj.stack]}
+    own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
     cast = bool(draft.casts)
     try:
         for obj in plan.objects:
-            if not plan.moved[obj.stack]:
+            if not plan.exchanged[obj.stack]:
                 values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
                 dtype = DTYPES[plan.stacks[obj.stack].dtype]
                 if obj in originals:
-                    late = functools.partial(_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, cast)
-                    yield Staged(obj, dtype, 1, [], 0, late)
-                elif obj.n_bytes <= stack_bytes and _stackable(values, dtype if cast else None):
+                    late = functools.partial(
+                        _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, cast
+                    )
+                    yield StagedObject(obj, dtype, 1, [], 0, late)
+                elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
                     stack_bytes -= obj.n_bytes if hold else 0
-                    yield _stacked(obj, values, dtype)
+                    yield _stage_stacked(obj, values, dtype)
                 else:
                     sources = _by_row(obj, values)
-                    yield _pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, cast)
+                    yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, cast)
         for number, index, box in exchanges:
-            parts = _exchanged(plan, draft, number, box)
+            parts = _exchange_rows(plan, draft, number, box)
             obj = own.get((number, index))
             if obj is not None:
                 # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is
                 # copied.
-                region, sources = whole(parts[0].shape), _by_row(obj, parts)
+                region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
                 dtype = DTYPES[plan.stacks[number].dtype]
-                yield _pieces(obj, region, sources, 1, dtype, "copies" if hold else None, cast)
+                yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, cast)
     except (Exception, GeneratorExit):
         # The others would wait forever in an exchange that this process does not join, so it joins the remaining ones.
         for number, _, box in exchanges:
-            _exchanged(plan, draft, number, box)
+            _exchange_rows(plan, draft, number, box)
         raise
 
 
-def _exchanged(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
+def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
     """The box of a stack, each row replicated on every device. Every process, in the same order."""
-    return [box_everywhere(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
+    return [replicate_box(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
 
 
-Held = tuple[tuple[Box, int], ...]
+HeldBoxes = tuple[tuple[Box, int], ...]
 """Each distinct box of an array in this process, with its index in `addressable_data`."""
 
-Source = tuple[Value, Held, Box]
+Source = tuple[Value, HeldBoxes, Box]
 """An array, its boxes in this process, and its region of the stack with rows first."""
 
 
 def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
     """One array per row of an object."""
-    return ((value, _held(value), ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0]))
+    return (
+        (value, _boxes_of(value), ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0])
+    )
 
 
-def _pieces(
+def _stage_pieces(
     obj: Object,
     region: Box,
     sources: Iterable[Source],
     group_rows: int,
     dtype: np.dtype[Any],
-    hold: Hold,
+    hold: Protection,
     cast: bool = False,
-) -> Staged:
+) -> StagedObject:
     """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
     dtypes than the object."""
 
-    def alike(source: Source) -> tuple[Way, Held, Box]:
+    def alike(source: Source) -> tuple[PieceMode, HeldBoxes, Box]:
         value, held, place = source
-        return _way(value, hold, dtype if cast else value.dtype), held, place[len(place) - len(region) :]
+        return _piece_mode(value, hold, dtype if cast else value.dtype), held, place[len(place) - len(region) :]
 
-    groups: list[Group] = []
-    sent: list[Group] = []
+    groups: list[PieceGroup] = []
+    sent: list[PieceGroup] = []
     copied = 0
     for (way, held, rest), run in itertools.groupby(sources, alike):
-        cuts = [(_moved(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
+        cuts = [(_translate_box(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
         for value, _, place in run:
             lead = place[: len(place) - len(region)]
-            group: Group = [((*lead, *box), *_taken(value, number, here, way, dtype)) for box, here, number in cuts]
+            group: PieceGroup = [
+                ((*lead, *box), *_take_piece(value, number, here, way, dtype)) for box, here, number in cuts
+            ]
             groups.append(group)
-            if way == "send" or (way == "cast" and not lies_in_host_memory(value)):
+            if way == "send" or (way == "cast" and not is_in_host_memory(value)):
                 sent.append(group)
             elif way in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
     if sent:
-        arrays = iter(_to_host([array for group in sent for _, array, _ in group]))
+        arrays = iter(_start_host_copies([array for group in sent for _, array, _ in group]))
         for group in sent:
             group[:] = [(box, next(arrays), part) for box, _, part in group]
             copied += sum(array.nbytes for _, array, _ in group)
-    return Staged(obj, np.dtype(dtype), group_rows, groups, copied)
+    return StagedObject(obj, np.dtype(dtype), group_rows, groups, copied)
 
 
-def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any]) -> tuple[Any, Index | EllipsisType]:
+def _take_piece(
+    value: Value, number: int, here: Index, way: PieceMode, dtype: np.dtype[Any]
+) -> tuple[Any, Index | EllipsisType]:
     """An array, and the part of it that is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value
     match way:
@@ -222,33 +230,33 @@ def _taken(value: Value, number: int, here: Index, way: Way, dtype: np.dtype[Any
             return array if _is_all(here, array.shape) else array[here], ...
 
 
-def _moved(box: Box, origin: Box, target: Box) -> Box:
+def _translate_box(box: Box, origin: Box, target: Box) -> Box:
     """A box with its offset from `origin` moved to `target`."""
     return tuple((a - o + t, b - o + t) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True))
 
 
-def _way(value: Value, hold: Hold, dtype: np.dtype[Any]) -> Way:
+def _piece_mode(value: Value, hold: Protection, dtype: np.dtype[Any]) -> PieceMode:
     """The treatment of the pieces of an array that is stored in this dtype."""
     if not isinstance(value, jax.Array):
         return "copy" if hold or value.dtype != dtype else "leave"
     if value.dtype != dtype:
-        if lies_in_host_memory(value):
-            return "copy" if _numpy_casts(value, dtype) else "cast"
+        if is_in_host_memory(value):
+            return "copy" if _is_numpy_cast(value, dtype) else "cast"
         # Arrays that the user has placed in host memory must not be passed to XLA.
         return "cast" if memory_kind(value.sharding) is None else "copy"
-    if lies_in_host_memory(value):
+    if is_in_host_memory(value):
         return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
     # device_put to host memory would not copy arrays that the user has already placed there.
     return "send" if memory_kind(value.sharding) is None else "copy"
 
 
-def _numpy_casts(value: Value, dtype: np.dtype[Any]) -> bool:
+def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
     """Whether NumPy makes a cast on CPU devices. XLA casts only to floats of fewer digits, of at most 32 bits: to and
     from 64 bits it makes denormal floats zero, it warns about complex numbers, and it aborts for int2."""
     if value.dtype == dtype:
         return False
     is_narrow = all(jnp.issubdtype(one, jnp.floating) and one.itemsize <= 4 for one in (value.dtype, dtype))
-    return not is_narrow or lossless(value.dtype, dtype)
+    return not is_narrow or is_lossless(value.dtype, dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -262,7 +270,7 @@ def _caster(sides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def _cast(array: Any, here: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
     """A part of an array on one device, cast there to another dtype. All parts of a shape share one program."""
     sides = tuple(cut.stop - cut.start for cut in here)
-    with moving_bits(own_mesh(array)):
+    with transfer_context(own_mesh(array)):
         return _caster(sides, dtype)(array, [np.int64(cut.start) for cut in here])
 
 
@@ -270,9 +278,9 @@ def _is_all(here: Index, shape: tuple[int, ...]) -> bool:
     return all(cut == slice(0, n) for cut, n in zip(here, shape, strict=True))
 
 
-def _to_host(arrays: list[Any]) -> list[Any]:
+def _start_host_copies(arrays: list[Any]) -> list[Any]:
     """Start copies of pieces from other devices to the host, into pinned memory if JAX has it and reuses it."""
-    targets = [_host_side(array.sharding) for array in arrays]
+    targets = [_host_sharding(array.sharding) for array in arrays]
     if all(target is not None for target in targets):
         return jax.device_put(arrays, targets)
     for array in arrays:
@@ -281,13 +289,13 @@ def _to_host(arrays: list[Any]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _host_side(sharding: Sharding) -> Sharding | None:
+def _host_sharding(sharding: Sharding) -> Sharding | None:
     (device,) = sharding.device_set
     kinds = {memory.kind for memory in device.addressable_memories()}
     return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
 
 
-def lies_in_host_memory(value: jax.Array) -> bool:
+def is_in_host_memory(value: jax.Array) -> bool:
     """Whether NumPy can access an array in place."""
     return _on_cpu(value.sharding)
 
@@ -300,14 +308,14 @@ def _on_cpu(sharding: Sharding) -> bool:
 # Pieces ---------------------------------------------------------------------------------------------------
 
 
-def _held(value: Value) -> Held:
+def _boxes_of(value: Value) -> HeldBoxes:
     if isinstance(value, jax.Array):
         return _held_boxes(value.sharding, value.shape)
-    return ((whole(value.shape), 0),)
+    return ((whole_box(value.shape), 0),)
 
 
 @functools.lru_cache(maxsize=4096)
-def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Held:
+def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> HeldBoxes:
     numbers: dict[Box, int] = {}
     for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
         numbers.setdefault(box, number)
@@ -318,26 +326,26 @@ def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple
     """(part of the region, position in the piece, index of the piece) of each piece that overlaps a region."""
     for box, number in held:
         if contains(box, region):
-            return [(region, within(region, box), number)]
+            return [(region, slices_within(region, box), number)]
     parts = [(common, box, number) for box, number in held if (common := intersection(box, region)) is not None]
     filled = sum(volume(common) for common, _, _ in parts)
     assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
-    return [(common, within(common, box), number) for common, box, number in parts]
+    return [(common, slices_within(common, box), number) for common, box, number in parts]
 
 
 # Many small leaves in one call ----------------------------------------------------------------------------
 
 
-def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> bool:
+def _can_stack(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> bool:
     """Whether jitted calls should stack these leaves, and cast them if a dtype is given. On CPU devices this is faster;
     on others it needs fewer transfers."""
     first = values[0]
     if not isinstance(first, jax.Array) or not isinstance(first.sharding, (NamedSharding, SingleDeviceSharding)):
         return False
-    pieces = len(values) * len(_held(first))
-    if lies_in_host_memory(first):
-        fitting = pieces >= STACK_PIECES and _stacks_whole(first)
-        fitting = fitting and not (dtype is not None and any(_numpy_casts(value, dtype) for value in values))
+    pieces = len(values) * len(_boxes_of(first))
+    if is_in_host_memory(first):
+        fitting = pieces >= STACK_PIECES and _can_stack_in_layout(first)
+        fitting = fitting and not (dtype is not None and any(_is_numpy_cast(value, dtype) for value in values))
     else:
         # XLA's compiler for TPUs aborts the process if it has to stack arrays in host memory.
         fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None
@@ -349,23 +357,23 @@ def _stackable(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
     )
 
 
-def _stacks_whole(value: jax.Array) -> bool:
+def _can_stack_in_layout(value: jax.Array) -> bool:
     """Whether leaves like this can be stacked in their layout: all devices belong to this process, with few
     replicas."""
     return (
         isinstance(value.sharding, NamedSharding)
         and value.committed
         and value.is_fully_addressable
-        and len(value.sharding.device_set) <= len(_held(value)) * STACK_REPLICAS
+        and len(value.sharding.device_set) <= len(_boxes_of(value)) * STACK_REPLICAS
     )
 
 
-def _stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> Staged:
+def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> StagedObject:
     """An object of packed rows, whose leaves are stacked on their devices."""
     first: jax.Array = values[0]
-    held = _held(first)
-    rows = STACK_ROWS if lies_in_host_memory(first) else SEND_ROWS
-    own = None if _stacks_whole(first) else _own_sharding(first.sharding, first.shape)
+    held = _boxes_of(first)
+    rows = STACK_ROWS if is_in_host_memory(first) else SEND_ROWS
+    own = None if _can_stack_in_layout(first) else _own_sharding(first.sharding, first.shape)
     sharding: Any = own or first.sharding
     along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
     numbers = range(len(held)) if own else [number for _, number in held]
@@ -376,11 +384,11 @@ def _stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> Staged
         leaves = values[start : start + rows]
         if own:
             leaves = [_own_part(value, held, own) for value in leaves]
-        with moving_bits(sharding.mesh):
+        with transfer_context(sharding.mesh):
             # Padded with the last leaf, so that all calls share one program.
             stacked = _stack(along, dtype)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
         sources.append((stacked, stacked_held, ((begun + start, begun + start + rows), *obj.box[1:])))
-    staged = _pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None)
+    staged = _stage_pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None)
     staged.dtype = dtype
     return staged
 
@@ -393,7 +401,7 @@ def _own_sharding(sharding: Sharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*["own"] * bool(shape)))
 
 
-def _own_part(value: jax.Array, held: Held, own: NamedSharding) -> jax.Array:
+def _own_part(value: jax.Array, held: HeldBoxes, own: NamedSharding) -> jax.Array:
     """The part of a leaf in this process, as a local array, because other processes do not make these calls."""
     parts = [value.addressable_data(number) for _, number in held]
     shape = parts[0].shape

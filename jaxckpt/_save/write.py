@@ -12,71 +12,72 @@ from jaxckpt._format import manifest as manifests
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.progress import Report
-from jaxckpt._runtime.threads import POLL_SECONDS, ending
+from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down
 from jaxckpt._save.handover import Handover
-from jaxckpt._save.plan import WRITE_COPIES, Object
-from jaxckpt._save.prepare import Prepared
+from jaxckpt._save.plan import WRITE_MEMORY_FACTOR, Object
+from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.publish import Share
-from jaxckpt._save.reuse import Written
-from jaxckpt._save.staging import Staged
+from jaxckpt._save.reuse import WrittenObject
+from jaxckpt._save.staging import StagedObject
 from jaxckpt._storage.objects import ArrayWriter, Pending
 
 
-def write(save: Prepared, data: str, handover: Handover, rate: float | None, report: Report) -> Share:
+def write(save: PreparedSave, data: str, handover: Handover, rate: float | None, report: Report) -> Share:
     """Write this process's objects as their data arrives, at most `rate` bytes per second, and its state."""
     with save.clock.timed("write"):
         written = _write_objects(save, data, handover, rate, report)
         state = None
         if save.state is not None:
-            name = f"{data}/{manifests.state_name(save.group.index)}"
-            with save.group.watch.doing(f"writing to {save.store.url}"):
+            name = f"{data}/{manifests.state_file_name(save.group.index)}"
+            with save.group.watch.operation(f"writing to {save.store.url}"):
                 save.store.put(name, save.state, sync=save.options.sync)
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
-    objects = [(obj.stack, obj.place, one.length, one.digest, one.content) for obj, one in written]
+    objects = [(obj.stack, obj.index_key, one.length, one.digest, one.content) for obj, one in written]
     linked_bytes = sum(one.length for _, one in written if one.linked)
     return Share(objects, linked_bytes, state, save.clock.manifest_seconds())
 
 
 def _write_objects(
-    save: Prepared, data: str, handover: Handover, rate: float | None, report: Report
-) -> list[tuple[Object, Written]]:
+    save: PreparedSave, data: str, handover: Handover, rate: float | None, report: Report
+) -> list[tuple[Object, WrittenObject]]:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
-    flights = _Flights(save.options.host_bytes // WRITE_COPIES)
-    written: list[tuple[Object, Written]] = []
+    pending_writes = _PendingWrites(save.options.host_bytes // WRITE_MEMORY_FACTOR)
+    written: list[tuple[Object, WrittenObject]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     writers: dict[int, ArrayWriter] = {}
     paced_until = 0.0
 
-    def land(done: Iterable[Landed]) -> None:
-        with watch.doing(f"writing to {store.url}"):
+    def record_done(done: Iterable[CompletedWrite]) -> None:
+        with watch.operation(f"writing to {store.url}"):
             for one, found in done:
-                watch.moved()
-                handover.landed(one)
+                watch.note_progress()
+                handover.mark_written(one)
                 report(one.obj.n_bytes)
                 written.append((one.obj, found))
 
     try:
-        for one in _timed(handover, clock):
-            obj, stack = one.obj, stacks[one.obj.stack]
+        for staged in _timed(handover, clock):
+            obj, stack = staged.obj, stacks[staged.obj.stack]
             if obj.stack not in writers:
                 writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
-            land(flights.make_room(obj.n_bytes))
+            record_done(pending_writes.make_room(obj.n_bytes))
             if rate is not None and obj not in save.reuse.originals:
-                sleep_until(paced_until, handover.check)
+                sleep_until(paced_until, handover.require_not_cancelled)
                 paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / rate
             with clock.timed("device_to_host"):
-                pending, source = save.reuse.begin(one, stack, writers[obj.stack], data)
-            flights.launch(one, pending, source)
-            if handover.starves():
-                land(flights.land_all())  # running writes may occupy the room that the next object needs
-        land(flights.land_all())
+                pending, source = save.reuse.begin_object(staged, stack, writers[obj.stack], data)
+            pending_writes.add(staged, pending, source)
+            if handover.is_empty():
+                record_done(pending_writes.drain())  # running writes may occupy the room that the next object needs
+        record_done(pending_writes.drain())
     except BaseException:
-        flights.abandon()  # otherwise a late write would recreate its file in a folder that is being deleted
+        # Otherwise a late write would recreate its file in a folder that is being deleted.
+        pending_writes.wait_ignoring_errors()
         raise
     if save.options.sync:
-        with clock.timed("sync"), watch.doing(f"syncing {store.url}"):
+        with clock.timed("sync"), watch.operation(f"syncing {store.url}"):
             for stack, found in indices.items():
                 store.sync_folders(data, stacks[stack], found)
     return written
@@ -85,7 +86,7 @@ def _write_objects(
 def sleep_until(moment: float, check: Callable[[], None]) -> None:
     """Sleep until a time on the monotonic clock. Returns early if the interpreter is shutting down. Raises what `check`
     raises."""
-    while (left := moment - time.monotonic()) > 0 and not ending():
+    while (left := moment - time.monotonic()) > 0 and not is_shutting_down():
         check()
         time.sleep(min(left, POLL_SECONDS))
 
@@ -93,7 +94,7 @@ def sleep_until(moment: float, check: Callable[[], None]) -> None:
 # Timing, and running writes -------------------------------------------------------------------------------
 
 
-def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:
+def _timed(staged: Iterable[StagedObject], clock: Clock) -> Iterator[StagedObject]:
     waiting = iter(staged)
     while True:
         with clock.timed("device_to_host"):
@@ -103,39 +104,39 @@ def _timed(staged: Iterable[Staged], clock: Clock) -> Iterator[Staged]:
         yield one
 
 
-Landed = tuple[Staged, Written]
+CompletedWrite = tuple[StagedObject, WrittenObject]
 """A written object and its record."""
 
 
-class _Flights:
+class _PendingWrites:
     """Running writes, with a limit on their total bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._queue: deque[tuple[Staged, Pending, Pieces | None]] = deque()
+        self._queue: deque[tuple[StagedObject, Pending, Pieces | None]] = deque()
 
-    def make_room(self, n_bytes: int) -> Iterator[Landed]:
+    def make_room(self, n_bytes: int) -> Iterator[CompletedWrite]:
         """Wait until `n_bytes` more may be in flight. Yields completed writes."""
         while self._queue and (self._bytes + n_bytes > self._max_bytes or self._queue[0][1].done()):
-            yield self._land()
+            yield self._await_first()
 
-    def launch(self, one: Staged, pending: Pending, source: Pieces | None) -> None:
+    def add(self, staged: StagedObject, pending: Pending, source: Pieces | None) -> None:
         """Add a write. Its data, `source`, is kept until it completes."""
-        self._queue.append((one, pending, source))
-        self._bytes += one.obj.n_bytes
+        self._queue.append((staged, pending, source))
+        self._bytes += staged.obj.n_bytes
 
-    def land_all(self) -> Iterator[Landed]:
+    def drain(self) -> Iterator[CompletedWrite]:
         while self._queue:
-            yield self._land()
+            yield self._await_first()
 
-    def abandon(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """Wait until no write is running, and ignore errors."""
         for _, pending, _ in self._queue:
             with contextlib.suppress(Exception):
                 pending.result()
 
-    def _land(self) -> Landed:
+    def _await_first(self) -> CompletedWrite:
         one, pending, _ = self._queue.popleft()
         written = pending.result()
         self._bytes -= one.obj.n_bytes

@@ -17,27 +17,27 @@ from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.renaming import Renaming, split_rename
-from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Request
+from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.target import RestoreRequest
 from jaxckpt._runtime.errors import InputError, JaxckptError
-from jaxckpt._runtime.options import Options, require_bool, options_or_default, require_seconds
+from jaxckpt._runtime.options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.threads import uninterrupted
+from jaxckpt._runtime.threads import run_uninterrupted
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.describe import describe
 from jaxckpt._save.prepare import SaveRequest
-from jaxckpt._save.reuse import Last
+from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.schedule import Due
 from jaxckpt._steps.initial import target_of
-from jaxckpt._steps.local import Local, LocalBytes
-from jaxckpt._steps.step_finder import Chosen, Newest
-from jaxckpt._steps.preemption import Notice
-from jaxckpt._steps.process_states import Resplit, own_state
-from jaxckpt._steps.retention import BestRule, Predicate, Rules
+from jaxckpt._steps.local import LocalBytes, LocalTier
+from jaxckpt._steps.preemption import PreemptionListener
+from jaxckpt._steps.process_states import Resplit, restore_process_state
+from jaxckpt._steps.retention import BestRule, Predicate, RetentionPolicy
 from jaxckpt._steps.saving import Saver
+from jaxckpt._steps.schedule import SaveSchedule
 from jaxckpt._steps.settings import compare
+from jaxckpt._steps.step_finder import LocatedStep, StepFinder
 from jaxckpt._storage.steps import require_step
 
 _log = logging.getLogger("jaxckpt")
@@ -140,60 +140,62 @@ class Checkpointer:
             if on_preemption not in ("exit", "continue", "ignore"):
                 raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
             self._options = options_or_default(options)
-            rules = Rules.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
-            self._due = Due(every, every_minutes, save_if, group.count)
+            rules = RetentionPolicy.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
+            self._due = SaveSchedule(every, every_minutes, save_if, group.count)
             self._directory = Directory(directory, rules, self._options)
             self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
-            self._notice = Notice(group.count, require_seconds(preemption_seconds, "preemption_seconds"))
-            self._local = Local.of(
+            self._preemption = PreemptionListener(
+                group.count, require_seconds(preemption_seconds, "preemption_seconds")
+            )
+            self._local = LocalTier.of(
                 local,
                 local_every=local_every,
                 copies=copies,
                 local_domains=local_domains,
                 local_bytes_per_second=local_bytes_per_second,
             )
-            self._newest = Newest(self._directory, self._local, self._options)
+            self._step_finder = StepFinder(self._directory, self._local, self._options)
             self._saver = Saver(
                 self._directory,
                 self._deletion,
                 self._due,
-                self._notice,
+                self._preemption,
                 self._local,
                 self._options,
                 require_bool(background, "background"),
                 require_bool(fail_fast, "fail_fast"),
                 on_preemption,
-                Last(self._directory.newest),
+                ReuseCache(self._directory.newest),
             )
-            self._last = self._saver.last
-            self._restored: int | None = None
-            self._trains = False
-            self._completed = True
-            self._first = group.index == 0
-            uninterrupted(functools.partial(self._open, group))
+            self._last_save = self._saver.last_save
+            self._restored_step: int | None = None
+            self._is_training = False
+            self._exited_cleanly = True
+            self._is_process_0 = group.index == 0
+            run_uninterrupted(functools.partial(self._open, group))
 
     def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
-            if self._first:
+            if self._is_process_0:
                 self._deletion.open(self._directory.open())
             local = self._local.settings(group.count) if self._local else {"local": None}
             hosts = compare(meeting, {**local, **self._due.settings})
-            terms = meeting.share(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
+            terms = meeting.broadcast(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
         if self._local is not None:
             with group.meeting("opening the local folders") as meeting:
                 self._local.open(terms, self._directory.store, group)
                 meeting.barrier()
 
-    def _numbered(self, step: object, verb: str) -> int:
+    def _require_step(self, step: object, verb: str) -> int:
         """The number of a step. Raises InputError in a way that keeps the calls of all processes synchronized."""
         try:
             return require_step(step)
         except InputError as error:
             hint = "; best_step() and steps() return such numbers, and the target is the next argument"
-            with self._calling(verb):
+            with self._begin_call(verb):
                 raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
 
-    def _calling(self, verb: str, step: int | None = None) -> Group:
+    def _begin_call(self, verb: str, step: int | None = None) -> Group:
         """Begin a call that every process makes."""
         path = self._directory.url if step is None else self.path(step)
         return Group.for_call(self._options, Call.of(verb, path))
@@ -205,7 +207,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        self._completed = False
+        self._exited_cleanly = False
         try:
             self.close()
         except Exception as failure:
@@ -213,7 +215,7 @@ class Checkpointer:
                 error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
-        return f"<Checkpointer {self._directory.url!r}: {self._directory.rules}>"
+        return f"<Checkpointer {self._directory.url!r}: {self._directory.policy}>"
 
     # Saving ----------------------------------------------------------------------------------------------
 
@@ -252,12 +254,12 @@ class Checkpointer:
             CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately.
         """
-        self._trains = True
-        step = self._numbered(step, "Checkpointer.save")
+        self._is_training = True
+        step = self._require_step(step, "Checkpointer.save")
         try:
             force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
         except InputError:
-            with self._calling("Checkpointer.save"):
+            with self._begin_call("Checkpointer.save"):
                 raise
         request = SaveRequest(
             self.path(step),
@@ -268,8 +270,8 @@ class Checkpointer:
             process_state=process_state,
             on_done=on_done,
         )
-        calling = functools.partial(self._calling, "Checkpointer.save")
-        return self._saver.save(step, metrics, request, calling, force=force)
+        begin_call = functools.partial(self._begin_call, "Checkpointer.save")
+        return self._saver.save(step, metrics, request, begin_call, force=force)
 
     def local_bytes(self, tree: Tree) -> LocalBytes:
         """Bytes that a local step of a tree takes in this process. Computed without saving and without communication.
@@ -280,7 +282,7 @@ class Checkpointer:
         """
         if self._local is None:
             raise InputError("local_bytes(tree) needs Checkpointer(local=…)")
-        draft = describe(tree, None, None, self._options, tuple(self._directory.rules.components))
+        draft = describe(tree, None, None, self._options, tuple(self._directory.policy.components))
         return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:
@@ -289,17 +291,17 @@ class Checkpointer:
         Raises:
             InputError: The directory has no other step.
         """
-        with self._calling("Checkpointer.delete", step) as group:
-            uninterrupted(functools.partial(self._delete_together, step, group))
-        self._last.step = None
+        with self._begin_call("Checkpointer.delete", step) as group:
+            run_uninterrupted(functools.partial(self._delete_collectively, step, group))
+        self._last_save.step = None
 
-    def _delete_together(self, step: int, group: Group) -> None:
+    def _delete_collectively(self, step: int, group: Group) -> None:
         with group.meeting("deleting a step") as meeting:
             self._saver.wait()
             meeting.gather("")
-            if self._first:
+            if self._is_process_0:
                 self._deletion.delete(step)
-            meeting.share("")
+            meeting.broadcast("")
             if self._local is not None:
                 self._local.delete(step, meeting)
 
@@ -326,14 +328,14 @@ class Checkpointer:
         does not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save`
         nor `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
         """
-        self._notice.close()
+        self._preemption.close()
         self._saver.wait()
-        if self._first:
-            uninterrupted(self._close)
+        if self._is_process_0:
+            run_uninterrupted(self._close)
 
     def _close(self) -> None:
-        self._directory.close(ended=self._completed and not self._saver.preempted if self._trains else None)
-        self._deletion.close(self._notice.seconds_left() if self._saver.preempted else None)
+        self._directory.close(ended=self._exited_cleanly and not self._saver.preempted if self._is_training else None)
+        self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 
     # Restoring -------------------------------------------------------------------------------------------
@@ -362,28 +364,28 @@ class Checkpointer:
             Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
                 step is restored in its place.
         """
-        asked = Request(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
-        return self._restore(step, self._chosen(step, apart=asked.rules is None), asked)[1]
+        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request)[1]
 
     def _restore(
-        self, step: int | None, chosen: Chosen, asked: Request, init: Callable[[], Tree] | None = None
+        self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None
     ) -> tuple[int | None, Tree]:
         if chosen.step is None and init is not None:
-            self._newest.taken(chosen)
+            self._step_finder.record_restored(chosen)
             return None, init()
-        number = self._newest.required(chosen)
+        number = self._step_finder.require_found(chosen)
         try:
-            tree = carry_out(chosen.source or self.path(number), asked, self._options)
+            tree = run_restore(chosen.local_source or self.path(number), request, self._options)
         except DamagedError as error:
-            assert chosen.source is not None
-            self._newest.avoid(chosen.source, error)
-            return self._restore(step, self._chosen(step, apart=asked.rules is None), asked, init)
+            assert chosen.local_source is not None
+            self._step_finder.mark_damaged(chosen.local_source, error)
+            return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request, init)
         except JaxckptError as error:
             for note in self._directory.hints(number, error):
                 error.add_note(note)
             raise
-        self._restored = number
-        self._newest.taken(chosen)
+        self._restored_step = number
+        self._step_finder.record_restored(chosen)
         return number, tree
 
     def restore_or_init(
@@ -416,17 +418,17 @@ class Checkpointer:
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
         """
         if not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
-            with self._calling("Checkpointer.restore"):
+            with self._begin_call("Checkpointer.restore"):
                 raise InputError(
                     "init must be a function that makes the initial tree, found an object of type"
                     f" {type(init).__name__}"
                 )
-        self._trains = True
+        self._is_training = True
         new_names, rules = split_rename(rename)
-        chosen = self._chosen(None, apart=rules is None)
+        chosen = self._find_step(None, allow_peers=rules is None)
         target, initial = (None, None) if chosen.step is None else target_of(init)
-        asked = Request(target, mesh, specs, select, new_names, rules, strict, initial=initial)
-        return self._restore(None, chosen, asked, init)
+        request = RestoreRequest(target, mesh, specs, select, new_names, rules, strict, initial=initial)
+        return self._restore(None, chosen, request, init)
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """The value that this process saved as `process_state[name]`. Every process calls this.
@@ -445,36 +447,36 @@ class Checkpointer:
             InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
             DataError: The stored state is not what was saved.
         """
-        step = self._restored if step is None else step
+        step = self._restored_step if step is None else step
         while True:
-            chosen = self._chosen(step)
-            source = chosen.source or self._directory.child(self._newest.required(chosen))
+            chosen = self._find_step(step)
+            source = chosen.local_source or self._directory.child(self._step_finder.require_found(chosen))
             with (
-                self._calling("Checkpointer.process_state", chosen.step) as group,
+                self._begin_call("Checkpointer.process_state", chosen.step) as group,
                 group.meeting("restoring each process's own state") as meeting,
             ):
                 try:
-                    state = own_state(source, name, resplit, self._options, meeting)
+                    state = restore_process_state(source, name, resplit, self._options, meeting)
                 except DamagedError as error:
-                    assert chosen.source is not None
-                    self._newest.avoid(chosen.source, error)
+                    assert chosen.local_source is not None
+                    self._step_finder.mark_damaged(chosen.local_source, error)
                     meeting.barrier()
                     continue
                 meeting.barrier()
             return state
 
-    def _chosen(self, step: int | None, *, apart: bool = True) -> Chosen:
+    def _find_step(self, step: int | None, *, allow_peers: bool = True) -> LocatedStep:
         """Find a step, by default the newest, after the running save has ended. Every process calls this.
 
-        For `apart`, see `Newest.find`.
+        For `allow_peers`, see `StepFinder.find`.
         """
         if step is not None:
-            step = self._numbered(step, "Checkpointer.restore")
+            step = self._require_step(step, "Checkpointer.restore")
             if self._local is None:
-                self._last.wait()
-                return Chosen(step)
-        with self._calling("Checkpointer.restore") as group:
-            return self._newest.find(group, step, self._last.wait, apart=apart)
+                self._last_save.wait()
+                return LocatedStep(step)
+        with self._begin_call("Checkpointer.restore") as group:
+            return self._step_finder.find(group, step, self._last_save.wait, allow_peers=allow_peers)
 
     # Inspecting ------------------------------------------------------------------------------------------
 
@@ -488,20 +490,20 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         """The newest step, which `restore` would restore, or None. With `local`, every process calls this."""
-        return max(self.steps(), default=None) if self._local is None else self._chosen(None).step
+        return max(self.steps(), default=None) if self._local is None else self._find_step(None).step
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric.
         Raises InputError if `keep_best` has no such rule."""
-        bests = self._directory.rules.bests
+        bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric)), None)
         if best is None:
             raise InputError(f"best_step({metric or ''}) needs Checkpointer(keep_best=({metric or 'metric'!r}, mode))")
-        return next(iter(best.steps(self._directory.look_at(self.steps()))), None)
+        return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
-        found = self._directory.look(require_step(step))
+        found = self._directory.saved_step(require_step(step))
         if found is not None:
             return dict(found.record.metrics)
-        return self._newest.metrics(step)
+        return self._step_finder.metrics(step)

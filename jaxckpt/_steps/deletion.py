@@ -17,10 +17,10 @@ from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import StepRecord
 from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
 from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.threads import Task, ending, start_thread
+from jaxckpt._runtime.threads import Task, is_shutting_down, start_thread
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.retention import SavedStep, Verdict
-from jaxckpt._storage.errors import system_errors
+from jaxckpt._steps.retention import Decision, SavedStep
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
@@ -48,49 +48,51 @@ class Deletion:
         self._sync = options.sync
         self._trash = trash
         self._leases = Leases(self._store)
-        self._held = False
+        self._has_held_steps = False
         """Whether readers hold steps that no rule keeps."""
 
-        self._working = threading.Lock()  # one deletion at a time; taken only in threads that no interrupt reaches
-        self._starting = threading.Lock()  # likewise
+        self._deletion_lock = (
+            threading.Lock()
+        )  # one deletion at a time; taken only in threads that no interrupt reaches
+        self._start_lock = threading.Lock()  # likewise
         self._passes = queue.SimpleQueue[Task[None]]()
-        self._last: Task[None] | None = None
-        self._runs = False
+        self._last_pass: Task[None] | None = None
+        self._is_running = False
         self._closed = False
-        self._hurried = False
+        self._must_stop = False
         self._failure: Exception | None = None
         self._newest_saved = -1
         # A step is either deleted or saved: each side first announces its intention, then checks the other.
-        self._deleting: int | None = None
-        self._saving: int | None = None
+        self._deleting_step: int | None = None
+        self._saving_step: int | None = None
         _all.add(self)
 
-    def forget_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset the state in a forked child: the thread and its current deletion belong to the parent."""
-        self._working, self._starting = threading.Lock(), threading.Lock()
-        self._passes, self._last, self._runs = queue.SimpleQueue(), None, False
-        self._deleting = self._saving = None
+        self._deletion_lock, self._start_lock = threading.Lock(), threading.Lock()
+        self._passes, self._last_pass, self._is_running = queue.SimpleQueue(), None, False
+        self._deleting_step = self._saving_step = None
         atexit.unregister(self._at_exit)
 
     # Called by saves -------------------------------------------------------------------------------------
 
-    def spare(self, step: int) -> None:
+    def protect(self, step: int) -> None:
         """Protect a step that is about to be saved. If it is being deleted, wait for the end of the deletion."""
-        self._saving = step
-        while self._deleting == step:
+        self._saving_step = step
+        while self._deleting_step == step:
             time.sleep(0.005)
 
-    def begin(self, saved: StepRecord) -> None:
+    def handle_published(self, saved: StepRecord) -> None:
         """Start to delete the steps that the rules do not keep, after a step was published."""
         self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
-        self._saving = None
+        self._saving_step = None
         self._newest_saved = max(self._newest_saved, saved.number)
-        self._ask()
+        self._request_pass()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for at most `timeout` seconds until all steps that no rule keeps and no reader holds are deleted."""
-        if self._last is not None:
-            self._last.wait(timeout)
+        if self._last_pass is not None:
+            self._last_pass.wait(timeout)
 
     def raise_failure(self) -> None:
         """Raise the error of the last pass, once. The next save tries again."""
@@ -103,15 +105,15 @@ class Deletion:
 
     def open(self, notes: list[str]) -> None:
         """Complete the deletions of killed runs, and delete the steps that the rules do not keep."""
-        with self._working:
+        with self._deletion_lock:
             self._sweep()
             try:
                 self._delete_unwanted()
             except (JaxckptError, OSError) as error:
                 _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
-            self._leases.clear(notes)
-        if self._held:
-            self._ask()
+            self._leases.remove_stale_marks(notes)
+        if self._has_held_steps:
+            self._request_pass()
 
     def close(self, seconds: float | None) -> None:
         """Stop the thread after its remaining deletions, including steps that readers have released.
@@ -119,32 +121,32 @@ class Deletion:
         With a number of seconds, it stops after the current step, or is abandoned after that time.
         """
         self._closed = True
-        self._hurried = seconds is not None
-        if self._held:
-            self._ask()
+        self._must_stop = seconds is not None
+        if self._has_held_steps:
+            self._request_pass()
         self.wait(seconds)
 
     def delete(self, step: int) -> None:
         """Delete a step unless it is the only one, even if a reader holds it. Raises InputError."""
-        with self._working:
-            if [found.number for found in self._directory.look_at(self._directory.steps())] == [step]:
+        with self._deletion_lock:
+            if [found.number for found in self._directory.saved_steps(self._directory.steps())] == [step]:
                 raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
             self._delete(step)
 
     # The thread ------------------------------------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def _request_pass(self) -> None:
         """Request a pass of the thread, unless one is already queued."""
-        with self._starting:
+        with self._start_lock:
             if self._passes.empty():
-                self._last = Task(self._pass)
-                self._passes.put(self._last)
-            runs, self._runs = self._runs, True
-            if not runs and not ending():
+                self._last_pass = Task(self._run_pass)
+                self._passes.put(self._last_pass)
+            runs, self._is_running = self._is_running, True
+            if not runs and not is_shutting_down():
                 atexit.register(self._at_exit)  # before the thread starts, because the program may end first
         if runs:
             return
-        if not ending():
+        if not is_shutting_down():
             try:
                 start_thread(self._run, "jaxckpt-delete")
                 return
@@ -154,31 +156,31 @@ class Deletion:
 
     def _run(self, *, waits: bool = True) -> None:
         """Run the requested passes; if `waits`, also further ones while readers hold unwanted steps."""
-        while self._goes_on(waits):
+        while self._keep_running(waits):
             try:
                 task = self._passes.get(timeout=self._leases.poll_seconds)
             except queue.Empty:
-                task = Task(self._pass)
+                task = Task(self._run_pass)
             task.run()
 
-    def _goes_on(self, waits: bool) -> bool:
-        with self._starting:
-            self._runs = not self._passes.empty() or (waits and self._held and not self._closed)
-            if not self._runs:
+    def _keep_running(self, waits: bool) -> bool:
+        with self._start_lock:
+            self._is_running = not self._passes.empty() or (waits and self._has_held_steps and not self._closed)
+            if not self._is_running:
                 atexit.unregister(self._at_exit)
-            return self._runs
+            return self._is_running
 
     def _at_exit(self) -> None:
         """Stop the thread of an unclosed Checkpointer. If Python stopped the thread, the process could abort."""
-        if self._hurried:
+        if self._must_stop:
             return
         self.close(None)
         if self._failure is not None:
             _log.error("old steps in %s could not be deleted: %s", self._store.url, self._failure)
 
-    def _pass(self) -> None:
+    def _run_pass(self) -> None:
         try:
-            with self._working:
+            with self._deletion_lock:
                 self._delete_unwanted()
             self._failure = None
         except Exception as error:
@@ -190,47 +192,51 @@ class Deletion:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
         published, others = step_folders(self._store)
-        verdicts = self._directory.rules.judge(self._directory.look_at(published), datetime.datetime.now(datetime.UTC))
-        self._held = False
-        if unwanted := {verdict.step.number: verdict for verdict in verdicts if not verdict.kept or verdict.drops}:
+        decisions = self._directory.policy.decide(
+            self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
+        )
+        self._has_held_steps = False
+        if unwanted := {
+            verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
+        }:
             pinned = {*pins(self._store).values()}
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
-            with self._leases.condemned(unwanted) as held:
-                self._held = bool(held)
+            with self._leases.mark_for_deletion(unwanted) as held:
+                self._has_held_steps = bool(held)
                 # Checked again, because a process that pins a step holds it in the meantime.
                 spared = held | {*pins(self._store).values()} if unwanted else held
                 for step, verdict in unwanted.items():
-                    if step not in spared and not self._hurried:
-                        self._carry_out(verdict)
+                    if step not in spared and not self._must_stop:
+                        self._apply_decision(verdict)
         # An unpublished step older than the newest saved step will never be published, unless it is being saved now.
         for step in others:
             if step < newest_saved:
-                self._deleting = step
+                self._deleting_step = step
                 try:
-                    if step != self._saving:
-                        self._clear(step)
+                    if step != self._saving_step:
+                        self._delete_remains(step)
                 finally:
-                    self._deleting = None
+                    self._deleting_step = None
 
-    def _carry_out(self, verdict: Verdict) -> None:
+    def _apply_decision(self, decision: Decision) -> None:
         """Delete a step or some of its subtrees, unless the step has been saved again."""
-        step = self._deleting = verdict.step.number
+        step = self._deleting_step = decision.step.number
         try:
-            if step == self._saving or not self._directory.is_current(verdict.step):
+            if step == self._saving_step or not self._directory.is_current(decision.step):
                 return
-            if verdict.kept:
-                self._drop(step, verdict.drops)
+            if decision.kept:
+                self._drop(step, decision.dropped_subtrees)
             else:
                 self._delete(step)
-                _log.info("deleted step %d of %s: %s", step, self._store.url, verdict.why)
+                _log.info("deleted step %d of %s: %s", step, self._store.url, decision.why)
         finally:
-            self._deleting = None
+            self._deleting_step = None
 
     def _delete(self, step: int) -> None:
         """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
         child = self._directory.child(step)
         if _is_link(child):
-            with system_errors(f"cannot delete {child.url}"):
+            with translate_os_errors(f"cannot delete {child.url}"):
                 os.unlink(child.folder)
             self._directory.forget(step)
             return
@@ -240,9 +246,9 @@ class Deletion:
             self._directory.forget(step)
             return
         child.unpublish(sync=self._sync)
-        self._clear(step)
+        self._delete_remains(step)
 
-    def _clear(self, step: int) -> None:
+    def _delete_remains(self, step: int) -> None:
         """Delete the remains of an unpublished step."""
         child = self._directory.child(step)
         child.clear()
@@ -254,13 +260,13 @@ class Deletion:
         """Republish a step's manifest without some subtrees, then delete their data."""
         child = self._directory.child(step)
         manifest, content = load_manifest(child)
-        less = None if _is_link(child) else manifests.without(manifest, paths)
+        less = None if _is_link(child) else manifests.drop_subtrees(manifest, paths)
         if less is None:
             self._directory.remember(SavedStep.of(step, manifest, undroppable=paths))
             return
-        child.publish(manifest.data, manifests.encode(less), content, sync=self._sync)
+        child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
         self._directory.remember(SavedStep.of(step, less))
-        child.trim(less.data, (record.stack() for record in less.stacks))
+        child.trim(less.data_folder, (record.stack() for record in less.stacks))
 
     def _sweep(self) -> None:
         """Delete the remains of killed runs: unpublished data, and half-deleted steps and subtrees."""
@@ -279,8 +285,8 @@ class Deletion:
                 self._directory.remember(SavedStep.of(int(name), manifest))
                 if name not in marked:  # a user copied it here
                     self._store.mark(name)
-                child.sweep(manifest.data)
-                child.trim(manifest.data, (record.stack() for record in manifest.stacks))
+                child.sweep(manifest.data_folder)
+                child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
 
 
 def _is_link(step: Store) -> TypeGuard[Folder]:
@@ -291,9 +297,9 @@ def _is_link(step: Store) -> TypeGuard[Folder]:
 _all = weakref.WeakSet[Deletion]()
 
 
-def _forget_parent() -> None:
+def _reset_deleters() -> None:
     for deletion in _all:
-        deletion.forget_parent()
+        deletion.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(after_in_child=_reset_deleters)

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 
-from jaxckpt._format.paths import closest
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest, StepRecord
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
@@ -19,12 +19,12 @@ from jaxckpt._runtime.errors import (
     StorageError,
 )
 from jaxckpt._runtime.options import Options
-from jaxckpt._steps.retention import Best, Rules, SavedStep
+from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import run_at
 from jaxckpt._storage.steps import BEST, ENDED, RUN, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import run_at
 
 _log = logging.getLogger("jaxckpt")
 
@@ -32,13 +32,13 @@ _log = logging.getLogger("jaxckpt")
 class Directory:
     """The steps in a directory. Every process reads it; only process 0 changes it."""
 
-    def __init__(self, path: str | os.PathLike[str], rules: Rules, options: Options) -> None:
+    def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
         self.store: Store = run_at(path, options)
-        self.rules = rules
-        self._known: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
-        self._measured = set[Best]()
+        self.policy = policy
+        self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
+        self._rules_with_metric = set[KeepBest]()
         self._was_ended = False
-        self._opened_by = 0
+        self._owner_pid = 0
 
     @property
     def url(self) -> str:
@@ -64,19 +64,19 @@ class Directory:
         others = [found for found in self.steps() if found != step]
         if isinstance(error, (CorruptError, NotACheckpointError)) and others:
             yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
-        found = self.look(step)
+        found = self.saved_step(step)
         if found is not None and found.record.dropped and not isinstance(error, CorruptError):
             yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
-    def look(self, step: int) -> SavedStep | None:
+    def saved_step(self, step: int) -> SavedStep | None:
         """The properties of a step from its manifest, read once; None if it is missing or damaged."""
-        found = self._known.get(step)
+        found = self._cached_steps.get(step)
         if found is None:
             manifest = self._manifest(step)
             if manifest is None:
                 return None
             # A save that has been published in the meantime has set the current value.
-            found = self._known.setdefault(step, SavedStep.of(step, manifest))
+            found = self._cached_steps.setdefault(step, SavedStep.of(step, manifest))
         return found
 
     def save_id(self, step: int) -> str | None:
@@ -93,36 +93,36 @@ class Directory:
             _log.warning("ignoring step %d: %s", step, error)
             return None
 
-    def look_at(self, steps: list[int]) -> list[SavedStep]:
+    def saved_steps(self, steps: list[int]) -> list[SavedStep]:
         """The properties of all steps from their manifests."""
-        found = [found for step in steps if (found := self.look(step)) is not None]
-        for deleted in self._known.keys() - {*steps}:
+        found = [found for step in steps if (found := self.saved_step(step)) is not None]
+        for deleted in self._cached_steps.keys() - {*steps}:
             self.forget(deleted)
         return found
 
     def remember(self, step: SavedStep) -> None:
         """Note the new properties of a step."""
-        self._known[step.number] = step
+        self._cached_steps[step.number] = step
 
     def forget(self, step: int) -> None:
         """Note that a step was deleted."""
-        self._known.pop(step, None)
+        self._cached_steps.pop(step, None)
 
     def is_current(self, step: SavedStep) -> bool:
         """Whether a step has not been saved again since it was read."""
-        return self._known.get(step.number) is step
+        return self._cached_steps.get(step.number) is step
 
     # Adding steps (process 0) ----------------------------------------------------------------------------
 
-    def admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
+    def require_savable(self, record: StepRecord, *, overwrite: bool, is_last_step: bool) -> None:
         """Raise unless a step may be saved: it is new or may be overwritten, `keep_best` can compare it with other
         steps, and the rules would keep it.
 
         The last step of a preempted job need not have a metric. Raises CheckpointExistsError, InputError.
         """
         step, steps = record.number, self.steps()
-        if not last_one:
-            for best in self.rules.bests:
+        if not is_last_step:
+            for best in self.policy.keep_best:
                 self._require_metric(best, record, steps)
         if step in steps and not overwrite:
             raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
@@ -130,31 +130,31 @@ class Directory:
             self._require_kept(record, steps)
         self.store.mark(step_name(step))
 
-    def _require_metric(self, best: Best, record: StepRecord, steps: list[int]) -> None:
+    def _require_metric(self, best: KeepBest, record: StepRecord, steps: list[int]) -> None:
         """Raise InputError if `keep_best` names a metric that this job does not record: it would keep only the newest
         step."""
         name, given_names = best.metric, list(record.metrics)
         if name in given_names:
-            self._measured.add(best)
+            self._rules_with_metric.add(best)
         elif given_names:
             raise InputError(
                 f"keep_best compares steps by the metric {name!r}, but metrics has {', '.join(map(repr, given_names))}"
-                f"{closest(name, given_names)}"
+                f"{closest_hint(name, given_names)}"
             )
-        elif best not in self._measured:
-            if not best.measured(self.look_at(steps)):
+        elif best not in self._rules_with_metric:
+            if not best.has_metric(self.saved_steps(steps)):
                 raise InputError(
                     f"keep_best compares steps by the metric {name!r}, but no step in {self.url} has it: pass"
                     f' save(…, metrics={{{name!r}: …}}), with float("nan") where it was not measured'
                 )
-            self._measured.add(best)
+            self._rules_with_metric.add(best)
 
     def _require_kept(self, record: StepRecord, steps: list[int]) -> None:
         """Raise InputError if the rules would delete a step immediately, because newer steps exist."""
         now = datetime.datetime.now(datetime.UTC)
-        asked = SavedStep(record.number, now, record)
-        with_it = sorted([*self.look_at(steps), asked], key=lambda step: step.number)
-        (verdict,) = [verdict for verdict in self.rules.judge(with_it, now) if verdict.step is asked]
+        candidate = SavedStep(record.number, now, record)
+        with_it = sorted([*self.saved_steps(steps), candidate], key=lambda step: step.number)
+        (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept:
             raise InputError(
@@ -167,27 +167,27 @@ class Directory:
 
     def open(self) -> list[str]:
         """Note that the run has not ended, and the meaning of "best". Returns the names of existing notes."""
-        self._opened_by = os.getpid()
+        self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         self._was_ended = ENDED in notes
         if self._was_ended:
-            self._note(ENDED, None)
-        if self.rules.bests:
-            best = self.rules.bests[0]
-            self._note(BEST, json.dumps((best.metric, best.mode)).encode())
+            self._write_note(ENDED, None)
+        if self.policy.keep_best:
+            best = self.policy.keep_best[0]
+            self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
         return notes
 
     def close(self, *, ended: bool | None) -> None:
         """Note that the run has ended, for readers that follow it. None leaves the notes unchanged."""
-        if os.getpid() == self._opened_by and (self._was_ended if ended is None else ended):  # not for a fork
-            self._note(ENDED, b"{}")
+        if os.getpid() == self._owner_pid and (self._was_ended if ended is None else ended):  # not for a fork
+            self._write_note(ENDED, b"{}")
 
-    def _note(self, name: str, content: bytes | None) -> None:
+    def _write_note(self, name: str, content: bytes | None) -> None:
         """Write a note on the run for its readers, or remove it. Does nothing without permission to write."""
         try:
             if content is None:
                 self.store.child(RUN).remove(name)
-            elif isinstance(run := self.store.made(RUN), Folder):
+            elif isinstance(run := self.store.create_child(RUN), Folder):
                 # Replaces the old file, so that a reader sees one of the two, and a hard-linked copy keeps the old one.
                 run.put(f"new-{name}", content)
                 run.rename(f"new-{name}", name)

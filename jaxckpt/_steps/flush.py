@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxckpt._format import zarr
-from jaxckpt._format.manifest import state_name
+from jaxckpt._format.manifest import state_file_name
 from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, PeerError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group
-from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, hand_over
+from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, submit_save
 from jaxckpt._save.claim import Claim, claim, require_shared
 from jaxckpt._save.plan import Object
-from jaxckpt._save.save import then_call
+from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.write import sleep_until
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
@@ -43,7 +43,7 @@ class Flush:
     store: Store
     group: Group
     options: Options
-    rate: float | None
+    bytes_per_second: float | None
     """Largest rate in bytes per second."""
 
     on_done: Callable[[SaveInfo], object] | None
@@ -66,13 +66,13 @@ class Flush:
         finish_at_exit()
         work = functools.partial(self._run, local)
         if self.on_done is not None:
-            work = functools.partial(then_call, work, self.on_done)
-        hand_over(self.pending, work, awaited=False, aside=True)
-        self.pending.returned()
+            work = functools.partial(run_and_notify, work, self.on_done)
+        submit_save(self.pending, work, awaited=False, detached=True)
+        self.pending.mark_returned()
         return self.pending
 
     @property
-    def is_under_way(self) -> bool:
+    def is_running(self) -> bool:
         """Whether its files are still needed."""
         return self.pending is not None and not self.pending.done
 
@@ -96,12 +96,14 @@ class Flush:
                     assert manifest.save_id == self.save_id, self.source.url
                     meeting.gather("")
                     if group.index == 0:
-                        with group.watch.doing(f"preparing {self.store.url}"):
-                            claimed = claim(self.store, manifest.arrays, manifest.save_id, overwrite=self.overwrite)
-                    meeting.share("")
+                        with group.watch.operation(f"preparing {self.store.url}"):
+                            claimed = claim(
+                                self.store, manifest.decoded_stacks, manifest.save_id, overwrite=self.overwrite
+                            )
+                    meeting.broadcast("")
                 with group.meeting("flushing a local step") as meeting:
                     try:
-                        require_shared(self.store, manifest.data, group.index)
+                        require_shared(self.store, manifest.data_folder, group.index)
                         self._copy(manifest, pending)
                     except BaseException:
                         if group.index == 0:  # so that the data is not deleted while the others still write
@@ -110,12 +112,12 @@ class Flush:
                         raise
                     meeting.gather("")
                     if group.index == 0:
-                        with group.watch.doing(f"publishing {self.store.url}"):
+                        with group.watch.operation(f"publishing {self.store.url}"):
                             if self.options.sync:
-                                self.store.sync_data(manifest.data, manifest.arrays)
+                                self.store.sync_data(manifest.data_folder, manifest.decoded_stacks)
                             self.check()
-                            self.store.publish(manifest.data, content, claimed.previous, sync=self.options.sync)
-                    meeting.share("")
+                            self.store.publish(manifest.data_folder, content, claimed.previous, sync=self.options.sync)
+                    meeting.broadcast("")
             except BaseException:
                 claimed.release(keep=False)
                 raise
@@ -126,32 +128,32 @@ class Flush:
 
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:
         """Copy the files that this process owns, each checked."""
-        made = set[str]()
+        created_folders = set[str]()
         paced_until = 0.0
         indices: dict[int, list[tuple[int, ...]]] = {}
         if manifest.process_states:
-            key = f"{manifest.data}/{state_name(self.group.index)}"
+            key = f"{manifest.data_folder}/{state_file_name(self.group.index)}"
             self.store.put(key, self._read(key), sync=self.options.sync)
         for obj in self.owned:
             self.check()
-            if self.rate is not None:
+            if self.bytes_per_second is not None:
                 sleep_until(paced_until, self.check)
-                paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / self.rate
-            stack = manifest.arrays[obj.stack]
-            key = f"{manifest.data}/{zarr.object_key(stack, obj.index)}"
+                paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / self.bytes_per_second
+            stack = manifest.decoded_stacks[obj.stack]
+            key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
             content = self._read(key)
-            _require_sound(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
+            _require_unchanged(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
             folder, _, name = key.rpartition("/")
-            with self.group.watch.doing(f"writing to {self.store.url}"):
-                below = self.store.child(folder) if folder in made else self.store.made(folder)
+            with self.group.watch.operation(f"writing to {self.store.url}"):
+                below = self.store.child(folder) if folder in created_folders else self.store.create_child(folder)
                 below.put(name, content, sync=self.options.sync)
-            made.add(folder)
+            created_folders.add(folder)
             indices.setdefault(obj.stack, []).append(obj.index)
-            pending.moved(obj.n_bytes)
+            pending.add_done_bytes(obj.n_bytes)
         if self.options.sync:
-            with self.group.watch.doing(f"syncing {self.store.url}"):
+            with self.group.watch.operation(f"syncing {self.store.url}"):
                 for number, found in indices.items():
-                    self.store.sync_folders(manifest.data, manifest.arrays[number], found)
+                    self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], found)
 
     def _read(self, key: str) -> bytes:
         content = self.source.read(key)
@@ -160,11 +162,11 @@ class Flush:
         return content
 
 
-def _require_sound(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
+def _require_unchanged(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
     """Raise DataError unless an object is unchanged since the save."""
     data = np.frombuffer(content, np.uint8)
-    length, digest = record.stored(index)
+    length, digest = record.length_and_digest(index)
     if len(data) != length:
         raise DataError(f"{where} is {len(data)} bytes long, expected {length}")
-    for _, problem in zarr.problems(lambda start, stop: data[start:stop], stack, index, length, digest):
+    for _, problem in zarr.object_problems(lambda start, stop: data[start:stop], stack, index, length, digest):
         raise DataError(f"{where} {problem}")

@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 from jax.sharding import Mesh
 
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._format.records import LARGEST
+from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.renaming import Renaming, split_rename
-from jaxckpt._restore.restore import carry_out
-from jaxckpt._restore.target import Request
+from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.target import RestoreRequest
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import run_at
 from jaxckpt._storage.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import run_at
 
 _log = logging.getLogger("jaxckpt")
 
@@ -63,7 +63,9 @@ class Step:
         strict: bool = True,
     ) -> Tree:
         """Restore the step. The arguments, results and errors are those of `jaxckpt.restore`."""
-        return carry_out(self.path, Request(target, mesh, specs, select, *split_rename(rename), strict), self._options)
+        return run_restore(
+            self.path, RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict), self._options
+        )
 
     def open(self) -> Checkpoint:
         """Open the step to inspect it, as `jaxckpt.open` does."""
@@ -150,9 +152,12 @@ def follow(
     """
     options = options_or_default(options)
     run = run_at(directory, options)
-    last = -1 if after is None else require_whole_number(after, "after", least=0, most=LARGEST)
+    last = -1 if after is None else require_whole_number(after, "after", minimum=0, maximum=MAX_INTEGER)
     limit = None if timeout is None else require_seconds(timeout, "timeout")
-    poll_seconds, term_seconds = require_seconds(poll_seconds, "poll_seconds"), require_seconds(term_seconds, "term_seconds")
+    poll_seconds, term_seconds = (
+        require_seconds(poll_seconds, "poll_seconds"),
+        require_seconds(term_seconds, "term_seconds"),
+    )
     return _follow(run, last, limit, poll_seconds, term_seconds, options)
 
 
@@ -168,13 +173,15 @@ def _follow(
         if published:
             last = published[0]
             with contextlib.ExitStack() as until_next:
-                refused = _hold(run, last, term_seconds, until_next)
-                deleted = isinstance(refused, NotACheckpointError)
-                step = None if deleted else _step(run, last, refused is None, options)
+                lease_error = _hold(run, last, term_seconds, until_next)
+                deleted = isinstance(lease_error, NotACheckpointError)
+                step = None if deleted else _step(run, last, lease_error is None, options)
                 if step is None:
                     continue
-                if refused is not None and not warned:
-                    _log.warning("steps are read without leases and may be deleted while they are read: %s", refused)
+                if lease_error is not None and not warned:
+                    _log.warning(
+                        "steps are read without leases and may be deleted while they are read: %s", lease_error
+                    )
                     warned = True
                 yield step
                 waiting_since = time.monotonic()

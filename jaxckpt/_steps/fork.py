@@ -7,16 +7,16 @@ import os
 from typing import NoReturn
 
 from jaxckpt._format import zarr
-from jaxckpt._format.manifest import state_name
+from jaxckpt._format.manifest import state_file_name
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._restore.source import Native, source_at, step_of
+from jaxckpt._restore.source import NativeCheckpoint, source_at, step_of
 from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, show_count
 from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._runtime.threads import uninterrupted
+from jaxckpt._runtime.threads import run_uninterrupted
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import store_at
 
 
 def fork(
@@ -62,36 +62,36 @@ def fork(
     path = store_at(run, options).url
     path = path if step is None else f"{path}@{require_step(step)}"
     source, _, number = step_of(source_at(path, options)[0], "give a run, or one of its steps")
-    new = store_at(new_run, options).anchored()
+    new = store_at(new_run, options).absolute()
     steps = [] if new.is_file() else step_folders(new)[0]
     if steps or new.is_file() or MANIFEST in new.names():
         what = f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
         raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
-    uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
+    run_uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
     return number
 
 
-def _fork(source: Native, target: Store, sync: bool) -> None:
+def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
-    data = manifest.data
+    data = manifest.data_folder
     target.sweep(None)  # the remains of a killed fork
-    writer = target.begin(manifest.save_id, None)
+    writer = target.begin_save(manifest.save_id, None)
     try:
-        for record, stack in zip(manifest.stacks, manifest.arrays, strict=True):
+        for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
             target.create_array(data, stack)
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"
-                length, _ = record.stored(index)
+                length, _ = record.length_and_digest(index)
                 if not target.link(source.store, key, key, length, sync=False):  # as durable as in the source
-                    _raise_why(source, target, key, length)
+                    _raise_link_error(source, target, key, length)
             if sync:
                 target.sync_folders(data, stack, (index for index, _ in stack.objects()))
         for process in range(len(manifest.process_states)):
-            key = f"{data}/{state_name(process)}"
+            key = f"{data}/{state_file_name(process)}"
             target.put(key, source.store.read(key) or b"", sync=sync)
         if sync:
-            target.sync_data(data, manifest.arrays)
+            target.sync_data(data, manifest.decoded_stacks)
         target.publish(data, content, None, sync=sync)
     except BaseException:
         writer.release(keep=False)
@@ -99,12 +99,12 @@ def _fork(source: Native, target: Store, sync: bool) -> None:
     writer.release(keep=True)
 
 
-def _raise_why(source: Native, target: Store, key: str, length: int) -> NoReturn:
+def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length: int) -> NoReturn:
     """Raise the error that prevented a link to an object."""
-    became = source.fate()
+    became = source.change_since_open()
     if became is not None:
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being forked")
-    if odd := source.store.misfits({key: length}):
+    if odd := source.store.check_lengths({key: length}):
         raise DataError(f"{source.url}/{key} {odd[key]}")
     raise InputError(
         f"{source.url}/{key} cannot be linked to {target.url}: both must be on one file system that has hard links, and"

@@ -18,7 +18,7 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
     if isinstance(init, jax.stages.Wrapped):  # jitted, so all its results are arrays
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
-            return shapes, functools.partial(_some_of, init, jax.tree.leaves(shapes))
+            return shapes, functools.partial(_compute_leaves, init, jax.tree.leaves(shapes))
     leaves, treedef = jax.tree.flatten(init())
     target = jax.tree.unflatten(treedef, map(_abstract, leaves))
 
@@ -30,7 +30,7 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
     return target, initial
 
 
-def _some_of(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
+def _compute_leaves(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
     """Some results of a jitted function, with its shardings. XLA removes the computation of the others."""
     if not numbers:
         return []

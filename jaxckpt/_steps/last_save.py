@@ -15,14 +15,14 @@ class LastSave:
         self.step: int | None = None
         """Its step; None if the save failed, or the step was deleted."""
 
-        self._following: PendingSave | None = None
+        self._predecessor: PendingSave | None = None
 
-    def begun(self, pending: PendingSave, step: int, following: PendingSave | None = None) -> None:
+    def set_pending(self, pending: PendingSave, step: int, predecessor: PendingSave | None = None) -> None:
         """Note that a save has begun.
 
-        An error that it inherited from `following`, the save that it waited for, is not raised again by `wait`.
+        An error that it inherited from `predecessor`, the save that it waited for, is not raised again by `wait`.
         """
-        self.pending, self.step, self._following = pending, step, following
+        self.pending, self.step, self._predecessor = pending, step, predecessor
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the save, for at most `seconds`. If it has not ended by then, abandon it.
@@ -44,6 +44,6 @@ class LastSave:
         self.pending = self.step = None
         if pending.error is None:
             self.step = step
-        elif self._following is None or pending.error is not self._following.error:
+        elif self._predecessor is None or pending.error is not self._predecessor.error:
             raise pending.error
         return True

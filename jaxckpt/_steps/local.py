@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import msgspec
 
-from jaxckpt._format.names import MANIFEST, is_data, names_data
+from jaxckpt._format.names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.options import Options, require_rate, require_whole_number
 from jaxckpt._runtime.processes import Group, Meeting
@@ -34,15 +34,15 @@ from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import Spread, plan_spread
 from jaxckpt._steps.flush import Flush
 from jaxckpt._storage.folder import Folder
-from jaxckpt._storage.store_path import local_path
 from jaxckpt._storage.steps import RUN, is_step, step_name
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import local_path
 
 _log = logging.getLogger("jaxckpt")
 
 _NOTE = "run.json"
 _NEW_NOTE = f"{_NOTE}.new"
-_RUN_ID = "local-"
+_RUN_ID_PREFIX = "local-"
 """Prefix of the name of a note in the storage's directory of steps. The rest of the name is the run's id."""
 
 
@@ -66,23 +66,23 @@ class LocalBytes:
         return 2 * (self.own_bytes + self.copied_bytes)
 
 
-class _Terms(msgspec.Struct, frozen=True):
+class _LocalAgreement(msgspec.Struct, frozen=True):
     """The answer of process 0."""
 
-    run: str
+    run_id: str
     hosts: list[int]
     """The host of each process, as a number."""
 
     domains: list[str]
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _KeptStep(msgspec.Struct, frozen=True):
     """The older step that stays in the local folders when a step is saved."""
 
-    known: bool
+    can_delete_others: bool
     """Whether all others can be deleted. False if no restore has examined the steps of an earlier Checkpointer."""
 
-    is_ours: bool
+    has_saved: bool
     """Whether this Checkpointer has saved a local step. Then folders of processes outside this job can also be
     deleted."""
 
@@ -92,17 +92,21 @@ class _Kept(msgspec.Struct, frozen=True):
     save_id: str
 
 
-class Local:
+class LocalTier:
     """The local folders of a run, from the view of one process."""
 
     @classmethod
-    def of(cls, folder: str | os.PathLike[str] | None, **asked: Any) -> Self | None:
+    def of(cls, folder: str | os.PathLike[str] | None, **arguments: Any) -> Self | None:
         """The local tier for these arguments of a Checkpointer; None without a folder. Raises InputError."""
         if folder is not None:
             return cls(
-                folder, asked["local_every"], asked["copies"], asked["local_domains"], asked["local_bytes_per_second"]
+                folder,
+                arguments["local_every"],
+                arguments["copies"],
+                arguments["local_domains"],
+                arguments["local_bytes_per_second"],
             )
-        if useless := [f"{name}=" for name, value in asked.items() if value is not None]:
+        if useless := [f"{name}=" for name, value in arguments.items() if value is not None]:
             raise InputError(f"{', '.join(useless)} without local=: there is no local folder to save to")
         return None
 
@@ -119,20 +123,20 @@ class Local:
         if path is None:
             raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
         self.folder = Folder(path, path)
-        self.every = require_whole_number(10 if every is None else every, "local_every", least=1)
+        self.every = require_whole_number(10 if every is None else every, "local_every", minimum=1)
         self.rate = require_rate(bytes_per_second, "local_bytes_per_second")
         """Largest rate of flushing in this process, in bytes per second."""
 
-        self._copies = require_whole_number(1 if copies is None else copies, "copies", least=0)
+        self._copies = require_whole_number(1 if copies is None else copies, "copies", minimum=0)
         if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"local_domains must be a sequence of labels, one per process, found {labels!r}")
         self._labels = None if labels is None else [str(label) for label in labels]
-        self._whole: tuple[int, str] | None = None
-        self._known = False
-        self._hurries = False
-        self._made: tuple[int, str] | None = None
+        self._restored: tuple[int, str] | None = None
+        self._is_examined = False
+        self._must_save_next = False
+        self._last_saved: tuple[int, str] | None = None
         self._is_swept = False
-        self._begun = -1
+        self._begun_step = -1
         self.flush: Flush | None = None
         """The step that is being flushed, or was when the processes last agreed on it. Equal in all processes."""
 
@@ -156,15 +160,15 @@ class Local:
         default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
         labels = self._labels or default
         Domains(tuple(labels), self._copies).require_enough()
-        return msgspec.json.encode(_Terms(_run_id(directory), hosts, labels)).decode()
+        return msgspec.json.encode(_LocalAgreement(_run_id(directory), hosts, labels)).decode()
 
     def open(self, answer: str, directory: Store, group: Group) -> None:
         """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
-        terms = msgspec.json.decode(answer, type=_Terms)
-        self.run, self._storage, self._index = terms.run, directory.url, group.index
-        self.here = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
+        terms = msgspec.json.decode(answer, type=_LocalAgreement)
+        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, group.index
+        self.host_processes = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
         self.domains = Domains(tuple(terms.domains), self._copies)
-        self.own = self.folder.child(f"process-{group.index}")
+        self.own_folder = self.folder.child(f"process-{group.index}")
         self._claim()
 
     def _claim(self) -> None:
@@ -172,21 +176,23 @@ class Local:
 
         Raises InputError if the folder has other files or belongs to another run; DataError, StorageError.
         """
-        note = _run_of(self.own)
-        if note is None and not {_NEW_NOTE}.issuperset(self.own.names()):
-            raise InputError(f"{self.own.url} holds other files, but no {_NOTE}: give another local=, or remove them")
-        if note is not None and (note.get("run"), note.get("storage")) != (self.run, self._storage):
+        note = _read_note(self.own_folder)
+        if note is None and not {_NEW_NOTE}.issuperset(self.own_folder.names()):
+            raise InputError(
+                f"{self.own_folder.url} holds other files, but no {_NOTE}: give another local=, or remove them"
+            )
+        if note is not None and (note.get("run"), note.get("storage")) != (self.run_id, self._storage_url):
             where = note.get("storage")
-            whose = f"local steps of another run, which is stored at {where}, expected {self._storage}"
-            if where == self._storage:
+            whose = f"local steps of another run, which is stored at {where}, expected {self._storage_url}"
+            if where == self._storage_url:
                 whose = f"local steps of an earlier run in {where}, which was deleted or replaced since"
             elif where is None:
                 whose = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
-            raise InputError(f"{self.own.url} holds {whose}: remove that folder, or give another local=")
+            raise InputError(f"{self.own_folder.url} holds {whose}: remove that folder, or give another local=")
         if note is None:
-            note = {"run": self.run, "storage": self._storage, "folder": uuid.uuid4().hex}
-            self.folder.made(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
-            self.own.rename(_NEW_NOTE, _NOTE)
+            note = {"run": self.run_id, "storage": self._storage_url, "folder": uuid.uuid4().hex}
+            self.folder.create_child(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
+            self.own_folder.rename(_NEW_NOTE, _NOTE)
 
     def folders(self) -> dict[int, tuple[str, Folder]]:
         """The folders of the run that this process sees, each with its id, by the index of the process that created
@@ -196,35 +202,35 @@ class Local:
             if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
                 folder = self.folder.child(name)
                 try:
-                    note = _run_of(folder) or {}
+                    note = _read_note(folder) or {}
                 except (DataError, StorageError) as error:
                     _log.warning("%s is ignored: %s", folder.url, error)
                     continue
-                if (note.get("run"), note.get("storage")) == (self.run, self._storage):
+                if (note.get("run"), note.get("storage")) == (self.run_id, self._storage_url):
                     found[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
                 else:
                     _log.warning("%s is ignored: it belongs to another run", folder.url)
         return dict(sorted(found.items()))
 
-    def found(self, whole: tuple[int, str] | None, *, complete: bool = True) -> None:
+    def record_restored(self, restored: tuple[int, str] | None, *, complete: bool = True) -> None:
         """Note the (step, save id) of the local step that all processes restore; None if they restore from the storage.
 
         All other local steps of an earlier Checkpointer may then be deleted. If the step lacks copies (not `complete`),
         the next step is saved locally even if it is not due.
         """
-        self._whole, self._known, self._hurries = whole, True, not complete
+        self._restored, self._is_examined, self._must_save_next = restored, True, not complete
 
     @property
     def newest(self) -> tuple[int, str] | None:
         """(step, save id) of the local step that this Checkpointer saved last, or restored if it saved none."""
-        return self._made or self._whole
+        return self._last_saved or self._restored
 
     def delete(self, step: int, meeting: Meeting) -> None:
         """Delete a step in all local folders of the run.
 
         Every process calls this: otherwise the other folders could still hold the complete step.
         """
-        meeting.renew()
+        meeting.start_next()
         for _, folder in self.folders().values():
             folder.child(step_name(step)).unpublish(sync=False)
             folder.delete(step_name(step))
@@ -232,19 +238,19 @@ class Local:
 
     # Saving ----------------------------------------------------------------------------------------------
 
-    def due(self, step: int) -> bool:
-        hurries, self._hurries = self._hurries, False
+    def is_due(self, step: int) -> bool:
+        hurries, self._must_save_next = self._must_save_next, False
         return hurries or step % self.every == 0
 
-    def is_held_up(self, step: int, group: Group) -> bool:
+    def is_blocked_by_flush(self, step: int, group: Group) -> bool:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
         the folder would then hold a third step. Every process calls this."""
         flush = self.flush
-        if flush is None or self._begun == flush.step <= step:
+        if flush is None or self._begun_step == flush.step <= step:
             return False
         with group.meeting("asking whether a local step is still being flushed") as meeting:
             meeting.gather("")
-            if meeting.share("flushing" if flush.is_under_way else "free") == "free":
+            if meeting.broadcast("flushing" if flush.is_running else "free") == "free":
                 self.flush = None
                 return False
         if not flush.is_warned:
@@ -259,41 +265,43 @@ class Local:
 
     def spread(self, step: int, flush: Flush | None) -> Spread:
         """The `Spread` for saving a step in the local folders. Publication sets the save id and objects of `flush`."""
-        self._begun = step
-        published = functools.partial(self._published, step, flush)
-        return Spread(self.domains, functools.partial(self._decide, step), self._clear, published)
+        self._begun_step = step
+        published = functools.partial(self._record_published, step, flush)
+        return Spread(
+            self.domains, functools.partial(self._choose_kept_step, step), self._delete_other_steps, published
+        )
 
     def child(self, step: int) -> Folder:
         """The folder of this process's share of a step."""
-        return self.own.child(step_name(step))
+        return self.own_folder.child(step_name(step))
 
     def plan(self, draft: Draft, options: Options) -> LocalBytes:
         """The size of a local step of a tree in this process."""
         plan, copies = plan_spread(draft, options, self._index, self.domains)
         return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
 
-    def _decide(self, step: int) -> str:
+    def _choose_kept_step(self, step: int) -> str:
         """The older step that stays. Process 0."""
         kept = self.newest
         if kept is not None and kept[0] > step:
             kept = None  # a run that restarts from an older step discards the newer ones
-        known, is_ours = self._known or self._made is not None, self._made is not None
-        return msgspec.json.encode(_Kept(known, is_ours, *(kept or (-1, "")))).decode()
+        known, is_ours = self._is_examined or self._last_saved is not None, self._last_saved is not None
+        return msgspec.json.encode(_KeptStep(known, is_ours, *(kept or (-1, "")))).decode()
 
-    def _clear(self, text: str) -> None:
-        """Delete all steps except the one that stays. `text` is the result of `_decide`."""
+    def _delete_other_steps(self, text: str) -> None:
+        """Delete all steps except the one that stays. `text` is the result of `_choose_kept_step`."""
         self._claim()  # the folder may have been deleted, and its steps do not count without the note
-        kept = msgspec.json.decode(text, type=_Kept)
-        if kept.known:
-            _trim(self.own, kept)
-        if kept.is_ours and not self._is_swept:
-            for process in self.folders().keys() - self.here:
+        kept = msgspec.json.decode(text, type=_KeptStep)
+        if kept.can_delete_others:
+            _trim(self.own_folder, kept)
+        if kept.has_saved and not self._is_swept:
+            for process in self.folders().keys() - self.host_processes:
                 _log.info("%s/process-%d is deleted: no such process is on this host now", self.folder.url, process)
                 self.folder.delete(f"process-{process}")
             self._is_swept = True
 
-    def _published(self, step: int, flush: Flush | None, save_id: str, owned: Sequence[Object]) -> None:
-        self._made = step, save_id
+    def _record_published(self, step: int, flush: Flush | None, save_id: str, owned: Sequence[Object]) -> None:
+        self._last_saved = step, save_id
         if flush is not None:
             flush.save_id, flush.owned = save_id, owned
 
@@ -302,12 +310,12 @@ def _run_id(directory: Store) -> str:
     """The id of a run, created once. If two were created at the same time, the first by name counts. Local folders with
     the other id are then treated as those of another run, which is safe."""
     notes = directory.child(RUN)
-    if not any(name.startswith(_RUN_ID) for name in notes.names()):
-        directory.made(RUN).put(f"{_RUN_ID}{uuid.uuid4().hex}", b"{}", sync=True)
-    return min(name for name in notes.names() if name.startswith(_RUN_ID)).removeprefix(_RUN_ID)
+    if not any(name.startswith(_RUN_ID_PREFIX) for name in notes.names()):
+        directory.create_child(RUN).put(f"{_RUN_ID_PREFIX}{uuid.uuid4().hex}", b"{}", sync=True)
+    return min(name for name in notes.names() if name.startswith(_RUN_ID_PREFIX)).removeprefix(_RUN_ID_PREFIX)
 
 
-def _run_of(own: Folder) -> dict[str, Any] | None:
+def _read_note(own: Folder) -> dict[str, Any] | None:
     """The record of the run in a process's folder."""
     content = own.read(_NOTE)
     try:
@@ -317,16 +325,16 @@ def _run_of(own: Folder) -> dict[str, Any] | None:
     return note if note is None or isinstance(note, dict) else {}
 
 
-def _trim(own: Folder, kept: _Kept) -> None:
+def _trim(own: Folder, kept: _KeptStep) -> None:
     """Delete all saves in a process's folder except one. For each, delete the manifest first."""
     for name in filter(is_step, own.names()):
         child = own.child(name)
         stays = f"data-{kept.save_id}" if int(name) == kept.step else ""
         with contextlib.suppress(DataError, StorageError):  # not a plain file, so deleted with the rest below
-            if not names_data(child.read(MANIFEST), stays):
+            if not is_data_referenced(child.read(MANIFEST), stays):
                 child.unpublish(sync=False)
         if not stays:
             own.delete(name)
-        for data in filter(is_data, child.names()):
+        for data in filter(is_data_folder, child.names()):
             if data != stays:
                 child.delete(data)

@@ -11,7 +11,7 @@ from jaxckpt._format.values import is_utf8
 from jaxckpt._runtime.errors import InputError
 
 
-def recorded(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
+def recorded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
     """Metrics by name, None for those that are not finite. Raises InputError."""
     if metrics is None:
         return {}

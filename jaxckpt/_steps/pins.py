@@ -9,8 +9,8 @@ from jaxckpt._restore.source import source_at, step_of
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._storage.leases import hold
-from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, step_name
+from jaxckpt._storage.store_path import store_at
 
 
 def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = None) -> int:
@@ -52,7 +52,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):
         # Empty, so that a full disk leaves no pin after an error.
-        run.made(RUN).put(f"{PIN}{step_name(step)}-{name}", b"")
+        run.create_child(RUN).put(f"{PIN}{step_name(step)}-{name}", b"")
     return step
 
 

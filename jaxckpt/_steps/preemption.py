@@ -15,23 +15,23 @@ from jax.experimental import multihost_utils
 _log = logging.getLogger("jaxckpt")
 
 
-class Notice:
+class PreemptionListener:
     """Whether the job has been preempted.
 
     A single process listens for SIGTERM. In a job of several processes, JAX's preemption service forwards the signal of
     any process, and makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
     """
 
-    def __init__(self, processes: int, seconds: float) -> None:
-        """`processes` is their number in the job. The last save may take `seconds` after the notice."""
+    def __init__(self, processes: int, grace_seconds: float) -> None:
+        """`processes` is their number in the job. The last save may take `grace_seconds` after the notice."""
         self._processes = processes
-        self._listener = 0
-        self._seconds = seconds
-        self._heard = 0.0  # on the monotonic clock
-        self._told = False
+        self._listener_pid = 0
+        self._grace_seconds = grace_seconds
+        self._notified_at = 0.0  # on the monotonic clock
+        self._is_notified = False
         self._listening = False
         self._closed = False
-        self._previous: Any = None
+        self._replaced_handler: Any = None
 
     def _listen(self) -> None:
         if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
@@ -40,7 +40,7 @@ class Notice:
             if threading.current_thread() is threading.main_thread():
                 before = signal.getsignal(signal.SIGTERM)
                 if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
-                    self._previous, self._listener = before, os.getpid()
+                    self._replaced_handler, self._listener_pid = before, os.getpid()
                     signal.signal(signal.SIGTERM, self._on_signal)
             else:
                 _log.warning(
@@ -50,10 +50,10 @@ class Notice:
         self._listening = True
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._listener:
+        if os.getpid() != self._listener_pid:
             self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
-        closed, previous = self._closed, self._before()
-        self._told, self._heard = True, time.monotonic()
+        closed, previous = self._closed, self._previous_handler()
+        self._is_notified, self._notified_at = True, time.monotonic()
         self.close()  # a second signal has its previous effect
         if callable(previous):
             previous(number, frame)
@@ -61,25 +61,25 @@ class Notice:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def _before(self) -> Any:
+    def _previous_handler(self) -> Any:
         """The previous signal handler, skipping closed handlers of this class; None if it is not Python's."""
-        previous = self._previous
-        while isinstance(owner := getattr(previous, "__self__", None), Notice) and owner._closed:
-            previous = owner._previous
+        previous = self._replaced_handler
+        while isinstance(owner := getattr(previous, "__self__", None), PreemptionListener) and owner._closed:
+            previous = owner._replaced_handler
         return signal.SIG_DFL if previous is None else previous
 
-    def reached(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         """Whether to stop at this step. The first call starts to listen."""
         if not self._listening:
             self._listen()
-        if self._processes > 1 and not self._told and _sync_point(step):
-            self._told, self._heard = True, time.monotonic()
-        return self._told
+        if self._processes > 1 and not self._is_notified and _is_sync_point(step):
+            self._is_notified, self._notified_at = True, time.monotonic()
+        return self._is_notified
 
     @property
     def deadline(self) -> float:
         """The deadline of the last save, on the monotonic clock."""
-        return self._heard + self._seconds
+        return self._notified_at + self._grace_seconds
 
     def seconds_left(self) -> float:
         """Seconds until the deadline."""
@@ -90,11 +90,11 @@ class Notice:
         is_installed = not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal
         # Another thread cannot install a handler. This one then stays, and passes the signal on to the previous one.
         if is_installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before())
+            signal.signal(signal.SIGTERM, self._previous_handler())
         self._closed = True
 
 
-def _sync_point(step: int) -> bool:
+def _is_sync_point(step: int) -> bool:
     """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
     try:
         return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # JAX accepts 31 bits

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxckpt._format.manifest import decode_state
-from jaxckpt._restore.passing import Arrivals
-from jaxckpt._restore.pooled import Pooled
+from jaxckpt._restore.passing import PeerReads
+from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
@@ -17,27 +17,29 @@ from jaxckpt._storage.store import Store
 Resplit = Callable[[list[Any], int], Sequence[Any]]
 
 
-def own_state(source: Store | Pooled, name: str, resplit: Resplit | None, options: Options, meeting: Meeting) -> Any:
+def restore_process_state(
+    source: Store | PooledCheckpoint, name: str, resplit: Resplit | None, options: Options, meeting: Meeting
+) -> Any:
     """The value of `process_state[name]` for this process. Every process.
 
     Raises InputError, DataError; DamagedError if a local folder is damaged.
     """
     process, processes = meeting.group.index, meeting.group.count
-    manifest = source.manifest if isinstance(source, Pooled) else load_manifest(source)[0]
+    manifest = source.manifest if isinstance(source, PooledCheckpoint) else load_manifest(source)[0]
     # Each process reads only its own file out of thousands, unless all states must be divided again.
-    same = len(manifest.process_states) == processes
-    numbers = [process] if same else range(len(manifest.process_states))
-    if isinstance(source, Pooled):
-        with Arrivals(source, [source.lacking_states(numbers)], options, meeting) as arrivals:
-            arrivals.before()
-            states = [decode_state(source.state(number)) for number in numbers]
+    is_same_count = len(manifest.process_states) == processes
+    numbers = [process] if is_same_count else range(len(manifest.process_states))
+    if isinstance(source, PooledCheckpoint):
+        with PeerReads(source, [source.missing_state_requests(numbers)], options, meeting) as arrivals:
+            arrivals.wait_for_next_read()
+            states = [decode_state(source.read_state(number)) for number in numbers]
     else:
         states = load_states(source, manifest, numbers)
     if not isinstance(name, str) or not states or any(name not in state for state in states):  # pyright: ignore[reportUnnecessaryIsInstance]
         found = sorted(states[0]) if states else "none"
         raise InputError(f"{source.url} has no process_state {name!r}; it has {found}")
     items = [state[name] for state in states]
-    if not same:
+    if not is_same_count:
         if resplit is None:
             raise InputError(
                 f"{len(items)} processes saved {name!r} in {source.url}, but this job has {processes}: pass resplit=, a"
@@ -46,4 +48,4 @@ def own_state(source: Store | Pooled, name: str, resplit: Resplit | None, option
         items = list(resplit(items, processes))
         if len(items) != processes:
             raise InputError(f"resplit made {len(items)} states of {name!r} for {processes} processes")
-    return items[0 if same else process]
+    return items[0 if is_same_count else process]

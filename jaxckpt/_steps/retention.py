@@ -31,10 +31,10 @@ class SavedStep:
 
     @classmethod
     def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:
-        return cls(number, _moment(manifest.created), manifest.step or StepRecord(number), tuple(undroppable))
+        return cls(number, _creation_time(manifest.created), manifest.step or StepRecord(number), tuple(undroppable))
 
 
-def _moment(created: str) -> datetime.datetime:
+def _creation_time(created: str) -> datetime.datetime:
     """The time at which a step was saved. If its manifest has no valid time, the step always counts as new."""
     try:
         found = datetime.datetime.fromisoformat(created)
@@ -44,7 +44,7 @@ def _moment(created: str) -> datetime.datetime:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """The decision of the rules about a published step."""
 
     step: SavedStep
@@ -53,12 +53,12 @@ class Verdict:
     why: str
     """The rules that keep it ("keep_last=3"), or the rules that do not ("not kept by keep_last=3")."""
 
-    drops: tuple[str, ...] = ()
+    dropped_subtrees: tuple[str, ...] = ()
     """Subtrees of a kept step that must be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class KeepBest:
     """Keep the steps with the best values of a metric."""
 
     metric: str
@@ -70,7 +70,9 @@ class Best:
         """A rule from the caller's argument. Raises InputError."""
         match rule:
             case (str(metric), ("min" | "max") as mode, *rest) if len(rest) < 2:
-                return cls(metric, mode, require_whole_number(rest[0], "the count in keep_best", least=1) if rest else 1)
+                return cls(
+                    metric, mode, require_whole_number(rest[0], "the count in keep_best", minimum=1) if rest else 1
+                )
             case _:
                 raise InputError(
                     'keep_best must be (metric, "min"), (metric, "max", count), or a list of such tuples,'
@@ -81,7 +83,7 @@ class Best:
         """The steps that it keeps, best first."""
         return best_of(((step.number, step.record.metrics) for step in steps), self.metric, self.mode, self.count)
 
-    def measured(self, steps: Iterable[SavedStep]) -> bool:
+    def has_metric(self, steps: Iterable[SavedStep]) -> bool:
         """Whether a step has the metric."""
         return any(self.metric in step.record.metrics for step in steps)
 
@@ -90,67 +92,88 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RetentionPolicy:
     """Which steps, and which subtrees of them, are kept."""
 
-    last: int | None = None
-    every: int | None = None
-    bests: tuple[Best, ...] = ()
-    younger: datetime.timedelta | None = None
-    wanted: Predicate | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: tuple[KeepBest, ...] = ()
+    keep_for: datetime.timedelta | None = None
+    keep_if: Predicate | None = None
     components: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
-    def of(cls, last: object, every: object, best: object, younger: object, wanted: object, components: object) -> Self:
+    def of(
+        cls,
+        keep_last: object,
+        keep_every: object,
+        keep_best: object,
+        keep_for: object,
+        keep_if: object,
+        components: object,
+    ) -> Self:
         """The policy from the caller's arguments. Raises InputError."""
-        if last is not None:
-            last = require_whole_number(last, "keep_last", least=1)
-        if every is not None:
-            every = require_whole_number(every, "keep_every", least=1)
+        if keep_last is not None:
+            keep_last = require_whole_number(keep_last, "keep_last", minimum=1)
+        if keep_every is not None:
+            keep_every = require_whole_number(keep_every, "keep_every", minimum=1)
         # A list of rules, or one rule, which begins with a name.
-        several = isinstance(best, list | tuple) and not any(isinstance(part, str) for part in cast("list[Any]", best))
-        bests = tuple(map(Best.of, cast("list[Any]", best) if several else () if best is None else [best]))
-        if younger is not None and not (isinstance(younger, datetime.timedelta) and younger >= datetime.timedelta(0)):
-            raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {younger!r}")
+        several = isinstance(keep_best, list | tuple) and not any(
+            isinstance(part, str) for part in cast("list[Any]", keep_best)
+        )
+        bests = tuple(
+            map(KeepBest.of, cast("list[Any]", keep_best) if several else () if keep_best is None else [keep_best])
+        )
+        if keep_for is not None and not (
+            isinstance(keep_for, datetime.timedelta) and keep_for >= datetime.timedelta(0)
+        ):
+            raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {keep_for!r}")
         counts: dict[str, int] = {}
         if components is not None and not isinstance(components, Mapping):
             raise InputError(f'components must be a mapping such as {{"opt_state": 1}}, found {components!r}')
         for path, count in cast("Mapping[object, object]", components or {}).items():
             if not isinstance(path, str):
                 raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
-            counts[path] = require_whole_number(count, f"components[{path!r}]", least=1)
-        return cls(last, every, bests, younger, predicate(wanted, "keep_if"), counts)
+            counts[path] = require_whole_number(count, f"components[{path!r}]", minimum=1)
+        return cls(keep_last, keep_every, bests, keep_for, require_predicate(keep_if, "keep_if"), counts)
 
-    def judge(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Verdict]:
+    def decide(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Decision]:
         """The decision about each published step. Steps are in order, oldest first."""
-        rules = self._kept(steps, now)
-        by = {step.number: [rule for rule, kept in rules.items() if step.number in kept] for step in steps}
-        if steps and not by[steps[-1].number]:
-            by[steps[-1].number] = ["the newest"]
-        drops = self._dropped([step for step in steps if by[step.number]])
+        rules = self._steps_by_rule(steps, now)
+        rules_by_step = {step.number: [rule for rule, kept in rules.items() if step.number in kept] for step in steps}
+        if steps and not rules_by_step[steps[-1].number]:
+            rules_by_step[steps[-1].number] = ["the newest"]
+        drops = self._dropped([step for step in steps if rules_by_step[step.number]])
         unwanted = f"not kept by {', '.join(rules)}"
         return [
-            Verdict(step, bool(by[step.number]), ", ".join(by[step.number]) or unwanted, drops.get(step.number, ()))
+            Decision(
+                step,
+                bool(rules_by_step[step.number]),
+                ", ".join(rules_by_step[step.number]) or unwanted,
+                drops.get(step.number, ()),
+            )
             for step in steps
         ]
 
-    def _kept(self, steps: Sequence[SavedStep], now: datetime.datetime) -> dict[str, set[int]]:
+    def _steps_by_rule(self, steps: Sequence[SavedStep], now: datetime.datetime) -> dict[str, set[int]]:
         """The steps that each rule keeps, by the text of the rule."""
         everything = {step.number for step in steps}
-        for best in self.bests:
-            if not best.measured(steps):
+        for best in self.keep_best:
+            if not best.has_metric(steps):
                 return {f"{best}, while no step has that metric": everything}
         found: dict[str, set[int]] = {}
-        if self.last is not None:
-            found[f"keep_last={self.last}"] = {step.number for step in steps[-self.last :]}
-        if self.every is not None:
-            found[f"keep_every={self.every}"] = {number for number in everything if number % self.every == 0}
-        for best in self.bests:
+        if self.keep_last is not None:
+            found[f"keep_last={self.keep_last}"] = {step.number for step in steps[-self.keep_last :]}
+        if self.keep_every is not None:
+            found[f"keep_every={self.keep_every}"] = {number for number in everything if number % self.keep_every == 0}
+        for best in self.keep_best:
             found[str(best)] = {*best.steps(steps)}
-        if self.younger is not None:
-            found[f"keep_for={self.younger}"] = {step.number for step in steps if now - step.created < self.younger}
-        if self.wanted is not None:
-            found["keep_if"] = {step.number for step in steps if holds(self.wanted, "keep_if", step.record)}
+        if self.keep_for is not None:
+            found[f"keep_for={self.keep_for}"] = {step.number for step in steps if now - step.created < self.keep_for}
+        if self.keep_if is not None:
+            found["keep_if"] = {
+                step.number for step in steps if evaluate_predicate(self.keep_if, "keep_if", step.record)
+            }
         return found or {"no rule": everything}
 
     def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
@@ -163,13 +186,13 @@ class Rules:
         return found
 
 
-def predicate(given: object, name: str) -> Predicate | None:
+def require_predicate(given: object, name: str) -> Predicate | None:
     """A predicate from the caller's argument. Raises InputError."""
     if given is not None and not callable(given):
         raise InputError(f"{name} must be a function of (step, metrics), found {given!r}")
     return cast("Predicate | None", given)
 
 
-def holds(predicate: Predicate, name: str, record: StepRecord) -> bool:
+def evaluate_predicate(predicate: Predicate, name: str, record: StepRecord) -> bool:
     """The result of a predicate for a step. Raises InputError unless it is True or False."""
     return require_bool(predicate(record.number, dict(record.metrics)), f"what {name} returns for step {record.number}")

@@ -13,18 +13,18 @@ from jaxckpt._runtime.errors import JaxckptError, Preempted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._save.background import PendingSave
-from jaxckpt._save.describe import Recent
+from jaxckpt._save.describe import DraftCache
 from jaxckpt._save.prepare import SaveRequest, require_on_done
-from jaxckpt._save.reuse import Last
+from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save import start
 from jaxckpt._steps.deletion import Deletion
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.schedule import Due
 from jaxckpt._steps.flush import Flush
 from jaxckpt._steps.last_save import LastSave
-from jaxckpt._steps.local import Local
-from jaxckpt._steps.metrics import recorded
-from jaxckpt._steps.preemption import Notice
+from jaxckpt._steps.local import LocalTier
+from jaxckpt._steps.metrics import recorded_metrics
+from jaxckpt._steps.preemption import PreemptionListener
+from jaxckpt._steps.schedule import SaveSchedule
 
 _log = logging.getLogger("jaxckpt")
 
@@ -35,21 +35,21 @@ class Saver:
 
     directory: Directory
     deletion: Deletion
-    due: Due
-    notice: Notice
-    local: Local | None
+    schedule: SaveSchedule
+    preemption: PreemptionListener
+    local: LocalTier | None
     options: Options
     background: bool
     fail_fast: bool
     on_preemption: Literal["exit", "continue", "ignore"]
-    published: Last
-    last: LastSave = field(default_factory=LastSave)
+    reuse_cache: ReuseCache
+    last_save: LastSave = field(default_factory=LastSave)
     """The last save: of a local step, if there are local folders."""
 
-    flushed: LastSave = field(default_factory=LastSave)
+    last_flush: LastSave = field(default_factory=LastSave)
     """The last flush of a local step."""
 
-    recent: Recent = field(default_factory=Recent)
+    draft_cache: DraftCache = field(default_factory=DraftCache)
     preempted: bool = False
 
     def save(
@@ -57,42 +57,42 @@ class Saver:
         step: int,
         metrics: Mapping[str, Any] | None,
         request: SaveRequest,
-        calling: Callable[..., Group],
+        begin_call: Callable[..., Group],
         *,
         force: bool,
     ) -> bool:
         """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
-        last_one = self.on_preemption != "ignore" and not self.preempted and self.notice.reached(step)
-        stored = force or last_one or self.due.reached(step, metrics, calling)
-        if not (stored or (self.local is not None and self.local.due(step))):
+        is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
+        to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call)
+        if not (to_storage or (self.local is not None and self.local.is_due(step))):
             # Only for a step that is not due: for a due step all processes must make the same calls, even if only some
             # of them know of a failure yet.
-            if self.fail_fast and self.last.pending is not None and self.last.pending.done:
-                self.last.wait()
+            if self.fail_fast and self.last_save.pending is not None and self.last_save.pending.done:
+                self.last_save.wait()
             return False
         saved = False
-        if last_one:
+        if is_last_step:
             self.preempted = True
-            saved = self._hurry(step)
+            saved = self._finish_earlier_saves(step)
         if not saved:
-            awaited = not (self.background or last_one)
+            awaited = not (self.background or is_last_step)
             saved = self._begin(
                 step,
                 metrics,
                 request,
-                functools.partial(calling, step),
-                stored=stored,
-                last_one=last_one,
+                functools.partial(begin_call, step),
+                to_storage=to_storage,
+                is_last_step=is_last_step,
                 awaited=awaited,
             )
-            if saved and stored:
-                self.due.saved()
+            if saved and to_storage:
+                self.schedule.record_save()
             if awaited:
-                self.last.wait()
-                self.flushed.wait()
+                self.last_save.wait()
+                self.last_flush.wait()
                 self.deletion.wait()
-        if last_one:
-            self._leave(step, saved)
+        if is_last_step:
+            self._finish_preempted(step, saved)
         return saved
 
     def _begin(
@@ -100,10 +100,10 @@ class Saver:
         step: int,
         metrics: Mapping[str, Any] | None,
         request: SaveRequest,
-        calling: Callable[[], Group],
+        begin_call: Callable[[], Group],
         *,
-        stored: bool,
-        last_one: bool,
+        to_storage: bool,
+        is_last_step: bool,
         awaited: bool,
     ) -> bool:
         """Start to save a step. Returns whether it is being saved."""
@@ -113,68 +113,77 @@ class Saver:
             # stored, so that processes that disagree on the step still make the same number of calls.
             store = self.directory.child(step)
             group = Group.for_call(self.options, Call.of("flush", store.url))
-            if stored:
-                rate = None if last_one else self.local.rate or self.options.max_bytes_per_second
+            if to_storage:
+                rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
                 flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
-        with calling() as group:
-            request = self._completed(StepRecord(step, recorded(metrics)), request, stored=stored, last_one=last_one)
+        with begin_call() as group:
+            request = self._complete_request(
+                StepRecord(step, recorded_metrics(metrics)), request, to_storage=to_storage, is_last_step=is_last_step
+            )
             if self.local is not None:
-                if flush is None and self.local.is_held_up(step, group):
+                if flush is None and self.local.is_blocked_by_flush(step, group):
                     return False
-                if flush is not None or (self.flushed.pending is not None and self.flushed.pending.done):
-                    self.flushed.wait()
+                if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
+                    self.last_flush.wait()
                 request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
                 if flush is not None:
                     require_on_done(request.on_done)
-                    flush.overwrite, flush.then = request.overwrite, request.then
-                    request = replace(request, then=None, on_done=None)
+                    flush.overwrite, flush.then = request.overwrite, request.on_published
+                    request = replace(request, on_published=None, on_done=None)
             pending = start(request, self.options, group, background=not awaited)
         if pending.skipped:
             return False
-        self.last.begun(pending, step)
+        self.last_save.set_pending(pending, step)
         if flush is not None and self.local is not None:
             self.local.flush = flush
-            self.flushed.begun(flush.begin(pending), step, pending)
+            self.last_flush.set_pending(flush.begin(pending), step, pending)
         return True
 
-    def _completed(self, record: StepRecord, request: SaveRequest, *, stored: bool, last_one: bool) -> SaveRequest:
+    def _complete_request(
+        self, record: StepRecord, request: SaveRequest, *, to_storage: bool, is_last_step: bool
+    ) -> SaveRequest:
         """The complete request of a step: the caller's arguments and those of the Checkpointer."""
         request = replace(
             request,
             step=record,
-            components=tuple(self.directory.rules.components),
-            recent=self.recent,
-            last=self.published if self.local is None else None,
-            deadline=self.notice.deadline if last_one else None,
+            components=tuple(self.directory.policy.components),
+            draft_cache=self.draft_cache,
+            reuse_cache=self.reuse_cache if self.local is None else None,
+            deadline=self.preemption.deadline if is_last_step else None,
         )
-        if not stored:
+        if not to_storage:
             return request
-        check = functools.partial(self._admit, record, overwrite=request.overwrite, last_one=last_one)
-        return replace(request, check=check, then=functools.partial(self.deletion.begin, record))
+        savable = functools.partial(
+            self._require_savable, record, overwrite=request.overwrite, is_last_step=is_last_step
+        )
+        published = functools.partial(self.deletion.handle_published, record)
+        return replace(request, precheck=savable, on_published=published)
 
-    def _admit(self, record: StepRecord, *, overwrite: bool, last_one: bool) -> None:
+    def _require_savable(self, record: StepRecord, *, overwrite: bool, is_last_step: bool) -> None:
         """Raise unless a step may be saved, and protect it from deletion until it is saved. Process 0."""
-        if not last_one:
+        if not is_last_step:
             self.deletion.raise_failure()
-        self.deletion.spare(record.number)
-        self.directory.admit(record, overwrite=overwrite, last_one=last_one)
+        self.deletion.protect(record.number)
+        self.directory.require_savable(record, overwrite=overwrite, is_last_step=is_last_step)
 
     # The last step of a preempted job --------------------------------------------------------------------
 
-    def _hurry(self, step: int) -> bool:
+    def _finish_earlier_saves(self, step: int) -> bool:
         """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step."""
         if self.local is not None and self.local.flush is not None and self.local.flush.step != step:
             self.local.flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
-        for last in (self.last, self.flushed):
+        for last in (self.last_save, self.last_flush):
             try:
-                last.wait(self.notice.seconds_left())
+                last.wait(self.preemption.seconds_left())
             except Exception as error:
                 _log.warning("the save before the last one failed: %s", error)
-        return step == (self.last if self.local is None else self.flushed).step
+        return step == (self.last_save if self.local is None else self.last_flush).step
 
-    def _leave(self, step: int, saved: bool) -> None:
-        here = saved and self.last.wait(self.notice.seconds_left())
-        in_time = self.flushed.wait(self.notice.seconds_left()) and here  # otherwise `close` would wait for it forever
+    def _finish_preempted(self, step: int, saved: bool) -> None:
+        here = saved and self.last_save.wait(self.preemption.seconds_left())
+        in_time = (
+            self.last_flush.wait(self.preemption.seconds_left()) and here
+        )  # otherwise `close` would wait for it forever
         outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
         if here and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
@@ -187,9 +196,9 @@ class Saver:
     @property
     def pending(self) -> PendingSave | None:
         """The last background save, unless it has been waited for."""
-        return self.flushed.pending or self.last.pending
+        return self.last_flush.pending or self.last_save.pending
 
     def wait(self) -> None:
         """Wait until the last save is published. Raises its error."""
-        self.last.wait()
-        self.flushed.wait()
+        self.last_save.wait()
+        self.last_flush.wait()

@@ -21,15 +21,15 @@ import numpy as np
 from jaxckpt._format.manifest import decode
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
-from jaxckpt._restore.plan import read_bytes
-from jaxckpt._restore.pooled import DamagedError, Pooled
-from jaxckpt._restore.surviving import Candidate, Files, Held, candidates, missing
+from jaxckpt._restore.plan import max_read_bytes
+from jaxckpt._restore.pooled import DamagedError, PooledCheckpoint
+from jaxckpt._restore.surviving import Availability, Candidate, Files, candidates, missing_files
 from jaxckpt._runtime.errors import CorruptError, DataError, ManifestError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.local import Local
-from jaxckpt._storage.errors import system_errors
+from jaxckpt._steps.local import LocalTier
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.steps import is_step, step_name
 
@@ -37,29 +37,31 @@ _log = logging.getLogger("jaxckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class LocatedStep:
     """A step, and its location."""
 
     step: int | None
     """None if no step exists."""
 
-    source: Pooled | None = None
+    local_source: PooledCheckpoint | None = None
     """Its data in local folders; None for a step in the storage."""
 
-    complete: bool = True
+    has_all_copies: bool = True
     """Whether every file has all its copies, for the current number of processes."""
 
     @property
-    def save(self) -> tuple[int, str] | None:
+    def local_save(self) -> tuple[int, str] | None:
         """The step and the save id of a local step."""
-        return None if self.source is None or self.step is None else (self.step, self.source.manifest.save_id)
+        return (
+            None if self.local_source is None or self.step is None else (self.step, self.local_source.manifest.save_id)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _LocalStep:
     """The folder of a local step that this process sees."""
 
-    process: str
+    folder_id: str
     """The id of its parent folder."""
 
     folder: Folder
@@ -71,48 +73,59 @@ class _Seen:
     candidate: Candidate | None
 
 
-class Newest:
+class StepFinder:
     """Finds the step to restore. Every process creates one."""
 
-    def __init__(self, directory: Directory, local: Local | None, options: Options) -> None:
+    def __init__(self, directory: Directory, local: LocalTier | None, options: Options) -> None:
         self._directory = directory
         self._local = local
         self._options = options
-        self._unusable = set[str]()
+        self._unusable_files = set[str]()
         """Local files that this process could not read, by their paths."""
 
-        self._known: dict[int, Manifest] = {}
+        self._agreed_manifests: dict[int, Manifest] = {}
         """The local steps that were agreed on."""
 
     # Agreeing, every process -----------------------------------------------------------------------------
 
-    def find(self, group: Group, step: int | None, ready: Callable[[], object], *, apart: bool = True) -> Chosen:
-        """Find a step, by default the newest, after `ready`, which waits for a running save. Every process calls this.
+    def find(
+        self, group: Group, step: int | None, wait_for_save: Callable[[], object], *, allow_peers: bool = True
+    ) -> LocatedStep:
+        """Find a step, by default the newest, after `wait_for_save`, which waits for a running save. Every process
+        calls this.
 
-        Without `apart`, a local step counts only if each process sees all of its files. Raises DataError if the wanted
-        step exists only in the local folders and is damaged there.
+        Without `allow_peers`, a local step counts only if each process sees all of its files. Raises DataError if the
+        wanted step exists only in the local folders and is damaged there.
         """
         with group.meeting("looking for the newest step") as meeting:
-            ready()
-            seen = list(self._look())
-            heard = meeting.gather(json.dumps([one.candidate for one in seen if one.candidate]))
-            stored, offered = json.loads(meeting.share(self._offer(heard, step) if heard else ""))
-            for candidate, giver in offered:
-                meeting.renew()
-                chosen = self._gathered(meeting, Candidate(*candidate), giver, seen, apart=apart)
+            wait_for_save()
+            local_steps = list(self._local_steps())
+            gathered = meeting.gather(json.dumps([one.candidate for one in local_steps if one.candidate]))
+            storage_step, eligible = json.loads(
+                meeting.broadcast(self._encode_eligible(gathered, step) if gathered else "")
+            )
+            for candidate, sender in eligible:
+                meeting.start_next()
+                chosen = self._try_candidate(
+                    meeting, Candidate(*candidate), sender, local_steps, allow_peers=allow_peers
+                )
                 if chosen is not None:
                     return chosen
-        if offered and stored is None and step is not None:
+        if eligible and storage_step is None and step is not None:
             raise DataError(
                 f"step {step} is damaged or incomplete in the local folders, and {self._directory.url} does not have it"
                 "; see the log for details"
             )
-        if offered and group.index == 0:
-            taken = "no step is left" if stored is None else f"step {stored} is taken from {self._directory.url}"
+        if eligible and group.index == 0:
+            taken = (
+                "no step is left"
+                if storage_step is None
+                else f"step {storage_step} is taken from {self._directory.url}"
+            )
             _log.warning("no step in the local folders can be restored: %s", taken)
-        return Chosen(stored if step is None else step)
+        return LocatedStep(storage_step if step is None else step)
 
-    def _look(self) -> Iterator[_Seen]:
+    def _local_steps(self) -> Iterator[_LocalStep]:
         """The steps in the local folders that this process sees."""
         for name, process in self._local.folders().values() if self._local else ():
             try:
@@ -120,86 +133,97 @@ class Newest:
             except StorageError as error:
                 _log.warning("the local folder %s is not used: %s", process.url, error)
                 continue
-            yield from (_seen(name, process.child(step), int(step)) for step in steps)
+            yield from (_read_local_step(name, process.child(step), int(step)) for step in steps)
 
-    def _offer(self, heard: Sequence[str], step: int | None) -> str:
+    def _encode_eligible(self, gathered: Sequence[str], step: int | None) -> str:
         """Return, as JSON: the step in the storage (or None), and the local saves to try before it, newest first.
 
         Each local save comes with the process that sends its manifest to the processes that lack it (None if all have
         it). Only process 0 calls this.
         """
-        found = [[Candidate(*one) for one in json.loads(text)] for text in heard]
+        found = [[Candidate(*one) for one in json.loads(text)] for text in gathered]
         steps = self._directory.steps()
-        stored = max(steps, default=None) if step is None else step if step in steps else None
-        offered: list[tuple[Candidate, int | None]] = []
+        storage_step = max(steps, default=None) if step is None else step if step in steps else None
+        eligible: list[tuple[Candidate, int | None]] = []
         for one in candidates(found):
-            if one.step != step if step is not None else stored is not None and one.step < stored:
+            if one.step != step if step is not None else storage_step is not None and one.step < storage_step:
                 continue
             # If the local folders and the storage have different saves of one step, the storage's save counts.
             if one.step in steps and self._directory.save_id(one.step) not in (None, one.save_id):
                 continue
             having = [process for process, some in enumerate(found) if one in some]
-            offered.append((one, having[0] if len(having) < len(found) else None))
-        return json.dumps((stored, offered))
+            eligible.append((one, having[0] if len(having) < len(found) else None))
+        return json.dumps((storage_step, eligible))
 
-    def _gathered(
-        self, meeting: Meeting, candidate: Candidate, giver: int | None, seen: Sequence[_Seen], *, apart: bool
-    ) -> Chosen | None:
+    def _try_candidate(
+        self,
+        meeting: Meeting,
+        candidate: Candidate,
+        sender: int | None,
+        local_steps: Sequence[_LocalStep],
+        *,
+        allow_peers: bool,
+    ) -> LocatedStep | None:
         """A save in the local folders of all processes; None unless it is complete."""
         process = meeting.group.index
-        content = next((one.content for one in seen if one.candidate == candidate), None)
-        if giver is not None:
-            texts = meeting.gather(_packed(content) if content is not None and process == giver else "")
-            content = _unpacked(meeting.share(texts[giver] if texts else ""))
-            meeting.renew()
+        content = next((one.content for one in local_steps if one.candidate == candidate), None)
+        if sender is not None:
+            texts = meeting.gather(_packed(content) if content is not None and process == sender else "")
+            content = _unpacked(meeting.broadcast(texts[sender] if texts else ""))
+            meeting.start_next()
         url = f"{self._directory.url}/{step_name(candidate.step)} (local)"
         if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
             raise ManifestError(f"the manifest of {url} was lost or changed in transit")
         manifest = decode(content, url)
         files = Files.of(manifest)
-        of_step = [one for one in seen if one.step == candidate.step]
-        own = np.full(len(files.keys), -1)
+        of_step = [one for one in local_steps if one.step == candidate.step]
+        folder_numbers = np.full(len(files.keys), -1)
         numbers = {key: number for number, key in enumerate(files.keys)}
-        nothing = _bits([], len(own))
-        usable: dict[str, Held] = {}
+        nothing = _bits([], len(folder_numbers))
+        usable: dict[str, Availability] = {}
         for number, one in enumerate(of_step):
-            there = self._usable(one.folder, manifest.data, files, numbers)
-            own[there] = number
-            usable[one.process] = usable.get(one.process, nothing) | _bits(there, len(own))
+            there = self._usable(one.folder, manifest.data_folder, files, numbers)
+            folder_numbers[there] = number
+            usable[one.folder_id] = usable.get(one.folder_id, nothing) | _bits(there, len(folder_numbers))
         texts = meeting.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
         held = [
             {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in some.items()}
-            for some in json.loads(meeting.share(f"[{','.join(texts)}]"))
+            for some in json.loads(meeting.broadcast(f"[{','.join(texts)}]"))
         ]
-        by_folder: dict[str, Held] = {}
+        by_folder: dict[str, Availability] = {}
         for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
             by_folder[name] = by_folder.get(name, bits) & bits
         # A process is asked only for files that it can read. Another process may see more files in the same folder.
-        every = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
-        lacking = missing(every if apart else np.bitwise_and.reduce(every)[None], len(own))
+        readable = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
+        lacking = missing_files(readable if allow_peers else np.bitwise_and.reduce(readable)[None], len(folder_numbers))
         if lacking:
             if process == 0:
-                why = "no local folder holds" if apart else "one process does not see, which rename=Rules(…) needs,"
+                why = (
+                    "no local folder holds" if allow_peers else "one process does not see, which rename=Rules(…) needs,"
+                )
                 _log.warning(
                     "local step %d is not used: %s %d of its %d files, %s for example",
-                    *(candidate.step, why, len(lacking), len(own), files.keys[lacking[0]]),
+                    *(candidate.step, why, len(lacking), len(folder_numbers), files.keys[lacking[0]]),
                 )
             return None
         for one in of_step:
-            if one.candidate != candidate and manifest.data in one.folder.names():
-                _adopt(one.folder, manifest.data, content, sync=self._options.sync)
+            if one.candidate != candidate and manifest.data_folder in one.folder.names():
+                _publish_manifest(one.folder, manifest.data_folder, content, sync=self._options.sync)
         if process == 0:
             _log.info("step %d is complete in the local folders of %d processes", candidate.step, len(by_folder))
-        self._known[candidate.step] = manifest
-        max_bytes = max(1, read_bytes(self._options.host_bytes) // 4)
+        self._agreed_manifests[candidate.step] = manifest
+        max_bytes = max(1, max_read_bytes(self._options.host_bytes) // 4)
         folders = [one.folder for one in of_step]
-        source = Pooled(url, manifest, candidate.digest, files, folders, own.tolist(), every, max_bytes)
+        source = PooledCheckpoint(
+            url, manifest, candidate.digest, files, folders, folder_numbers.tolist(), readable, max_bytes
+        )
         counts = sum(
-            (np.unpackbits(bits, count=len(own)).astype(int) for bits in by_folder.values()), np.zeros(len(own), int)
+            (np.unpackbits(bits, count=len(folder_numbers)).astype(int) for bits in by_folder.values()),
+            np.zeros(len(folder_numbers), int),
         )
         copies = self._local.domains.copies if self._local else 0
         whole = len(by_folder) == meeting.group.count and bool((counts > copies).all())
-        return Chosen(candidate.step, source, complete=whole)
+        return LocatedStep(candidate.step, source, has_all_copies=whole)
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
         """The files of a save that exist with the right length and have not failed to be read."""
@@ -208,10 +232,10 @@ class Newest:
             for path, _, names in os.walk(os.path.join(folder.folder, data))
             for name in names
             if (key := os.path.relpath(os.path.join(path, name), folder.folder)) in numbers
-            and f"{folder.url}/{key}" not in self._unusable
+            and f"{folder.url}/{key}" not in self._unusable_files
         }
         try:
-            misfits = folder.misfits({key: files.lengths[number] for number, key in there.items()})
+            misfits = folder.check_lengths({key: files.lengths[number] for number, key in there.items()})
         except StorageError as error:
             _log.warning("the local folder %s is not used: %s", folder.url, error)
             return []
@@ -221,65 +245,65 @@ class Newest:
 
     # Without communication -------------------------------------------------------------------------------
 
-    def avoid(self, source: Pooled, error: DamagedError) -> None:
+    def mark_damaged(self, source: PooledCheckpoint, error: DamagedError) -> None:
         """Note damaged files of a local step, so that copies in other processes are used."""
         _log.warning("local files of %s are damaged, and are not used: %s", source.url, error)
-        self._unusable.update(source.damaged)
+        self._unusable_files.update(source.damaged)
 
-    def required(self, chosen: Chosen) -> int:
+    def require_found(self, chosen: LocatedStep) -> int:
         """The number of a step that was found. Raises NotACheckpointError if none was."""
         if chosen.step is None:
             raise NotACheckpointError(f"{self._directory.url} has no steps")
         return chosen.step
 
-    def taken(self, chosen: Chosen) -> None:
+    def record_restored(self, chosen: LocatedStep) -> None:
         """Note that a step was restored. All other steps of an earlier Checkpointer are no longer needed."""
         if self._local is not None:
-            self._local.found(chosen.save, complete=chosen.complete)
+            self._local.record_restored(chosen.local_save, complete=chosen.has_all_copies)
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics of the agreed local step, or of the last step that this Checkpointer saved. Raises
         NotACheckpointError."""
-        if step not in self._known and self._local is not None:
-            ours = (one for one in self._look() if one.candidate and one.candidate[:2] == self._local.newest)
-            self._known.update({one.step: decode(one.content or b"", one.folder.url) for one in ours})
-        record = self._known[step].step if step in self._known else None
+        if step not in self._agreed_manifests and self._local is not None:
+            ours = (one for one in self._local_steps() if one.candidate and one.candidate[:2] == self._local.newest)
+            self._agreed_manifests.update({one.step: decode(one.content or b"", one.folder.url) for one in ours})
+        record = self._agreed_manifests[step].step if step in self._agreed_manifests else None
         if record is None:
             more = ", and no local step of that number was restored or saved last" if self._local else ""
             raise NotACheckpointError(f"{self._directory.url} has no step {step}{more}")
         return dict(record.metrics)
 
 
-def _seen(process: str, folder: Folder, step: int) -> _Seen:
+def _read_local_step(process: str, folder: Folder, step: int) -> _LocalStep:
     """The local folder of a step. A manifest that is damaged, or of another step, counts as missing."""
     try:
         content = folder.read(MANIFEST)
         if content is None:
-            return _Seen(process, folder, step, None, None)
+            return _LocalStep(process, folder, step, None, None)
         manifest = decode(content, folder.url)
         if manifest.step is not None and manifest.step.number == step:
             found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
-            return _Seen(process, folder, step, content, found)
+            return _LocalStep(process, folder, step, content, found)
         why = "it is of another step"
     except (CorruptError, StorageError) as error:
         why = str(error)
     _log.warning("the manifest in %s is not used: %s", folder.url, why)
-    return _Seen(process, folder, step, None, None)
+    return _LocalStep(process, folder, step, None, None)
 
 
-def _adopt(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
+def _publish_manifest(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
     """Publish the manifest of a complete save in a folder that has its data but lacks the manifest, so that the save
     does not depend on one copy of the manifest."""
     name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
     try:
         folder.put(name, content, sync=sync)
-        with system_errors(f"cannot publish {folder.url}/{MANIFEST}"):
+        with translate_os_errors(f"cannot publish {folder.url}/{MANIFEST}"):
             os.rename(os.path.join(folder.folder, name), os.path.join(folder.folder, MANIFEST))
     except StorageError as error:
         _log.warning("the manifest is not in all local folders: %s", error)
 
 
-def _bits(numbers: Sequence[int], count: int) -> Held:
+def _bits(numbers: Sequence[int], count: int) -> Availability:
     """One bit per file, set for some of them."""
     there = np.zeros(count, bool)
     there[numbers] = True

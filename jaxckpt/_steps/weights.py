@@ -63,31 +63,33 @@ class Publisher:
     def __init__(
         self, directory: str | os.PathLike[str], *, anchor_every: int = 100, options: Options | None = None
     ) -> None:
-        self._anchor_every = require_whole_number(anchor_every, "anchor_every", least=1)
-        self._oldest = -1.0
+        self._anchor_every = require_whole_number(anchor_every, "anchor_every", minimum=1)
+        self._oldest_anchor = -1.0
         """The number of the oldest anchor that is kept."""
 
         packed = replace(options_or_default(options), compression="zstd")
-        self._steps = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
-        newest = self._steps.latest_step()
+        self._checkpointer = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
+        newest = self._checkpointer.latest_step()
         self._next = 0 if newest is None else newest + 1
         try:
             self._anchor = -1.0 if newest is None else self._anchor_of(newest)
         except BaseException:
-            self._steps.close()  # the directory belongs to another run and stays unchanged
+            self._checkpointer.close()  # the directory belongs to another run and stays unchanged
             raise
         self._chain = 0.0
-        self._before: Tree = None
+        self._last_weights: Tree = None
         """The last published weights, in bfloat16; None before the first publication and after a failure."""
 
     def _anchor_of(self, number: int) -> float:
-        anchor = self._steps.metrics(number).get(_ANCHOR)
+        anchor = self._checkpointer.metrics(number).get(_ANCHOR)
         if anchor is None:
-            raise InputError(f"{self._steps.path(number)} holds no published weights: give a Publisher its own folder")
+            raise InputError(
+                f"{self._checkpointer.path(number)} holds no published weights: give a Publisher its own folder"
+            )
         return anchor
 
     def _is_needed(self, number: int, metrics: Mapping[str, float | None]) -> bool:
-        return (metrics.get(_ANCHOR) or 0.0) >= self._oldest
+        return (metrics.get(_ANCHOR) or 0.0) >= self._oldest_anchor
 
     def publish(self, step: int, weights: Tree) -> bool:
         """Publish weights. Every process calls this.
@@ -103,37 +105,41 @@ class Publisher:
             InputError: A leaf is not a floating-point array.
             Exception: As `Checkpointer.save`. The next publication is then an anchor.
         """
-        step = require_whole_number(step, "step", least=0)
-        before, self._before = self._before, None
+        step = require_whole_number(step, "step", minimum=0)
+        last_weights, self._last_weights = self._last_weights, None
         _require_floats(weights)
-        now = _by_place(_as_bfloat16, weights)
+        now = _map_by_mesh(_as_bfloat16, weights)
         number = self._next
-        linked = before is not None and number - self._anchor < self._anchor_every and _alike(now, before)
+        linked = (
+            last_weights is not None
+            and number - self._anchor < self._anchor_every
+            and _has_same_layout(now, last_weights)
+        )
         anchor, chain = (self._anchor, self._chain) if linked else (float(number), random.SystemRandom().random())
         self._next += 1  # even if this fails, because the step may have been published
-        saved = self._steps.save(
+        saved = self._checkpointer.save(
             number,
-            _by_place(_difference, now, before) if linked else now,
+            _map_by_mesh(_difference, now, last_weights) if linked else now,
             metrics={_ANCHOR: anchor, _CHAIN: chain},
             metadata={"step": step, "previous": number - 1 if linked else None},
         )
         if not saved:
-            self._before, self._next = before, number
+            self._last_weights, self._next = last_weights, number
             return False
-        self._before = now
+        self._last_weights = now
         if not linked:
-            self._oldest, self._anchor, self._chain = self._anchor, anchor, chain
+            self._oldest_anchor, self._anchor, self._chain = self._anchor, anchor, chain
         return True
 
     def close(self) -> None:
         """Wait for the last publication, and record the end for followers. Raises the error of the publication."""
-        self._steps.close()
+        self._checkpointer.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._steps.__exit__(kind, error, trace)
+        self._checkpointer.__exit__(kind, error, trace)
 
 
 def subscribe(
@@ -168,27 +174,27 @@ def subscribe(
     tried: tuple[int, float | None] | None = None
     while True:
         newest = latest_step(directory, options=options)
-        found, goal = _newest_chain(directory, newest, options), newest or 0
+        found, newest_seen = _newest_chain(directory, newest, options), newest or 0
         if found is not None and found == tried:
             raise DataError(f"{os.fspath(directory)} lacks a publication since its newest anchor, {found[0]}")
         tried = found
         weights: Tree = None
-        have: tuple[int, float | None] | None = None
+        last_applied: tuple[int, float | None] | None = None
         after = found[0] - 1 if found and found[0] else None
         for publication in follow(directory, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
                 weights = publication.restore(target, mesh=mesh, specs=specs)
                 _require_bfloat16(weights)
-            elif (note["previous"], chain) == have:
-                weights = _applied(weights, publication.restore(jax.tree.map(_link_of, weights)))
+            elif (note["previous"], chain) == last_applied:
+                weights = _apply_link(weights, publication.restore(jax.tree.map(_link_of, weights)))
             else:  # publications were deleted before this loop reached them
                 break
-            have = publication.number, chain
+            last_applied = publication.number, chain
             # The newest at the time of the check, because a fast publisher would always be ahead.
-            if publication.number >= goal:
+            if publication.number >= newest_seen:
                 yield note["step"], weights
-                goal = latest_step(directory, options=options) or 0
+                newest_seen = latest_step(directory, options=options) or 0
         else:
             return
 
@@ -209,7 +215,7 @@ def _newest_chain(
 # On the devices -------------------------------------------------------------------------------------------
 
 
-def _by_place(function: Callable[..., Sequence[jax.Array]], *trees: Tree) -> Tree:
+def _map_by_mesh(function: Callable[..., Sequence[jax.Array]], *trees: Tree) -> Tree:
     """The results of a jitted function of lists, applied to the leaves of trees.
 
     It is called once for each mesh or set of devices, because JAX compiles no program for several of them.
@@ -217,7 +223,7 @@ def _by_place(function: Callable[..., Sequence[jax.Array]], *trees: Tree) -> Tre
     columns = [jax.tree.leaves(tree) for tree in trees]
     groups: dict[Hashable, list[int]] = {}
     for number, leaf in enumerate(columns[0]):
-        groups.setdefault(_place(leaf), []).append(number)
+        groups.setdefault(_mesh_key(leaf), []).append(number)
     made: list[Any] = [None] * len(columns[0])
     for numbers in groups.values():
         results = function(*([column[number] for number in numbers] for column in columns))
@@ -226,7 +232,7 @@ def _by_place(function: Callable[..., Sequence[jax.Array]], *trees: Tree) -> Tre
     return jax.tree.unflatten(jax.tree.structure(trees[0]), made)
 
 
-def _place(leaf: Any) -> Hashable:
+def _mesh_key(leaf: Any) -> Hashable:
     """The mesh or the devices of a leaf; None for a NumPy array."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -258,9 +264,9 @@ def _xor(weights: Sequence[jax.Array], link: Sequence[jax.Array]) -> list[jax.Ar
     return [changed(leaf, planes) for leaf, planes in zip(weights, link, strict=True)]
 
 
-def _applied(weights: Tree, link: Tree) -> Tree:
+def _apply_link(weights: Tree, link: Tree) -> Tree:
     """The weights after the differences in `link`, in the layout of `weights`."""
-    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _by_place(_xor, weights, link), weights)
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), _map_by_mesh(_xor, weights, link), weights)
 
 
 def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -271,7 +277,7 @@ def _link_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((2, *leaf.shape), jnp.uint8, sharding=sharding)
 
 
-def _alike(now: Tree, before: Tree) -> bool:
+def _has_same_layout(now: Tree, before: Tree) -> bool:
     """Whether both trees have the same structure, shapes and shardings. A difference then moves no leaf."""
 
     def kinds(tree: Tree) -> Any:

@@ -28,18 +28,18 @@ import tensorstore as ts
 
 from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box
-from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_data
+from jaxckpt._format.names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.events import log_swept
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.claims import overtaken
-from jaxckpt._storage.errors import readable, storage_errors
-from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, wanted_whole
+from jaxckpt._storage.claims import overtaken_error
+from jaxckpt._storage.errors import clean_error_text, translate_tensorstore_errors
+from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._storage.objects import MAX_FILE_BYTES, Objects, Pending
-from jaxckpt._storage.store import Writer
+from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensors import ROOT_CONTEXT
-from jaxckpt._storage.workers import Then
+from jaxckpt._storage.workers import MappedWork
 
 MARKS = "_steps/"
 """Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
@@ -77,9 +77,9 @@ def _context(retry_seconds: float) -> ts.Context:
 
 
 @functools.cache
-def _opened(spec: str, retry_seconds: float) -> ts.KvStore:
+def _open_store(spec: str, retry_seconds: float) -> ts.KvStore:
     # Cached for all paths of a bucket, because each opening looks up the credentials again.
-    with storage_errors("cannot open the object store"):
+    with translate_tensorstore_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
 
 
@@ -117,14 +117,14 @@ class Bucket:
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """Requests all files concurrently."""
         begun = [(key, self._keys.read(key)) for key in keys]
-        return [self._landed(key, pending)[0] for key, pending in begun]
+        return [self._await_read(key, pending)[0] for key, pending in begun]
 
     def _get(self, key: str) -> tuple[bytes | None, bytes]:
         """(content of a key, its generation for a conditional write)."""
-        return self._landed(key, self._keys.read(key))
+        return self._await_read(key, self._keys.read(key))
 
-    def _landed(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
-        with self._refused("read", key):
+    def _await_read(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
+        with self._translate_errors("read", key):
             found = pending.result()
         if len(found.value) > MAX_FILE_BYTES:
             raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
@@ -133,24 +133,26 @@ class Bucket:
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         self._begin_put(key, content).result()
 
-    def _begin_put(self, key: str, content: bytes, digest: str = "") -> Then:
+    def _begin_put(self, key: str, content: bytes, digest: str = "") -> MappedWork:
         """Write a key unconditionally. The result is the content's length and digest."""
-        return Then(self._keys.write(key, content), functools.partial(self._written, key, (len(content), digest)))
+        return MappedWork(
+            self._keys.write(key, content), functools.partial(self._await_write, key, (len(content), digest))
+        )
 
-    def _written(self, key: str, written: tuple[int, str], pending: Pending) -> tuple[int, str]:
-        with self._refused("write", key):
+    def _await_write(self, key: str, result: tuple[int, str], pending: Pending) -> tuple[int, str]:
+        with self._translate_errors("write", key):
             stamp = pending.result()
         if not stamp.generation:  # as for a failed condition, although this write has none
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
-        return written
+        return result
 
     def remove(self, key: str) -> None:
-        with self._refused("delete", key):
+        with self._translate_errors("delete", key):
             self._keys.write(key, None).result()
 
     # Arrays -----------------------------------------------------------------------------------------------
 
-    links = False  # deletion would have to count references
+    can_link = False  # deletion would have to count references
 
     def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
         return False
@@ -167,24 +169,24 @@ class Bucket:
     ) -> FetchingReader:
         below = f"{data}/{stack.name}/"
         base = {**json.loads(self.spec), "path": f"{self.path}{below}"}
-        fetched = wanted_whole(stack, stored, plan, self.fetch_bytes)
+        fetched = objects_to_fetch(stack, stored, plan, self.fetch_bytes)
         return FetchingReader(
             f"{self.url}/{below}", self._keys + below, base, _context(self.retry_seconds), stack, fetched
         )
 
     # Objects as bytes -------------------------------------------------------------------------------------
 
-    def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
+    def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """One request per object, for its last byte."""
         reads = {
             key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in lengths.items()
         }
-        found = {key: self._misfit(key, read, lengths[key]) for key, read in reads.items()}
+        found = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
         return {key: problem for key, problem in found.items() if problem}
 
-    def _misfit(self, key: str, pending: Pending, length: int) -> str | None:
+    def _length_problem(self, key: str, pending: Pending, length: int) -> str | None:
         try:
-            with self._refused("read", key, reading=True):
+            with self._translate_errors("read", key, reading=True):
                 tail = pending.result()
         except DataError:  # beyond its end
             return f"is shorter than the expected {length} bytes"
@@ -194,9 +196,9 @@ class Bucket:
         return None if found == length else f"is {found} bytes long, expected {length}"
 
     @contextlib.contextmanager
-    def ranges(self, key: str) -> Generator[zarr.ReadRange]:
+    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-            with self._refused("read", key, reading=True):
+            with self._translate_errors("read", key, reading=True):
                 found = self._keys.read(key, byte_range=slice(start, stop)).result()
             if len(found.value) != stop - start:
                 raise DataError(f"{self.url}/{key} was truncated while it was being read")
@@ -206,25 +208,25 @@ class Bucket:
 
     # Claim and publish ------------------------------------------------------------------------------------
 
-    def begin(self, save_id: str, previous: bytes | None) -> Writer:
+    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
         data = f"data-{save_id}"
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
         content = json.dumps({**note, "replaces": _identity(previous)}).encode()
-        if not self._exchange(key, self._get(key)[1], content):
+        if not self._write_if_unchanged(key, self._get(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it already exists")
         try:
             self._require_conditions(data)
         except BaseException:
             self.delete(data)
             raise
-        return Writer(self, data)
+        return DataClaim(self, data)
 
-    def _exchange(self, key: str, generation: bytes, content: bytes) -> bool:
+    def _write_if_unchanged(self, key: str, generation: bytes, content: bytes) -> bool:
         """Write a key if its content is still what was read with `generation`. `content` must be unique to this
         writer."""
         try:
-            with self._refused("write", key):
+            with self._translate_errors("write", key):
                 stamp = self._keys.write(key, content, if_equal=generation).result()
         except StorageError:
             with contextlib.suppress(StorageError, DataError):
@@ -234,16 +236,16 @@ class Bucket:
         # An empty generation means that the condition failed, or that a first try succeeded and its answer was lost.
         return bool(stamp.generation) or self.read(key) == content
 
-    def _turn(self, data: str, before: Collection[str], after: str) -> bool:
+    def _transition(self, data: str, before: Collection[str], after: str) -> bool:
         """Change the note of a writer from one state to another, unless another process was faster."""
         key = f"{data}/{WRITER}"
         content, generation = self._get(key)
-        note = _note(content)
+        note = _parse_note(content)
         if content is not None and not note:
             raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is not a valid writer's note")
         if note.get("state") not in before:
             return note.get("state") == after
-        return self._exchange(key, generation, json.dumps({**note, "state": after}).encode())
+        return self._write_if_unchanged(key, generation, json.dumps({**note, "state": after}).encode())
 
     def create_array(self, data: str, stack: Stack) -> None:
         self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
@@ -251,13 +253,13 @@ class Bucket:
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         found, generation = self._get(MANIFEST)
         if found != previous:
-            raise overtaken(self.url)
+            raise overtaken_error(self.url)
         # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
-        by_writer = not names_data(previous, data)
-        if by_writer and not self._turn(data, ["writing"], "publishing"):
-            raise overtaken(self.url)
-        if not self._exchange(MANIFEST, generation, manifest):
-            raise overtaken(self.url)
+        by_writer = not is_data_referenced(previous, data)
+        if by_writer and not self._transition(data, ["writing"], "publishing"):
+            raise overtaken_error(self.url)
+        if not self._write_if_unchanged(MANIFEST, generation, manifest):
+            raise overtaken_error(self.url)
         if by_writer:
             self._require_unswept(data, manifest, previous)
 
@@ -268,24 +270,24 @@ class Bucket:
         swept this data, and was itself deleted. If the note cannot be read, the manifest stays.
         """
         with contextlib.suppress(StorageError):
-            if self._turn(data, ["publishing"], "published"):
+            if self._transition(data, ["publishing"], "published"):
                 return
         content = self.read(f"{data}/{WRITER}")
-        if previous is not None or (content is not None and _note(content).get("state") != "swept"):
+        if previous is not None or (content is not None and _parse_note(content).get("state") != "swept"):
             return
         found, generation = self._get(MANIFEST)
         if found == manifest:
-            with self._refused("delete", MANIFEST):
+            with self._translate_errors("delete", MANIFEST):
                 self._keys.write(MANIFEST, None, if_equal=generation).result()
-        raise overtaken(self.url)
+        raise overtaken_error(self.url)
 
     def unpublish(self, *, sync: bool) -> None:
         self.remove(MANIFEST)
 
-    def give_up(self, data: str) -> None:
+    def discard(self, data: str) -> None:
         """Keeps the data if the write of the manifest had no response, because the manifest may still appear. A later
         sweep can delete the data."""
-        if self._turn(data, ["writing"], "swept"):
+        if self._transition(data, ["writing"], "swept"):
             self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
@@ -306,15 +308,15 @@ class Bucket:
             content = self.read(f"{name}/{WRITER}")
             # Read last, because this folder may have been published since the listing.
             manifest = self.read(MANIFEST)
-            if may_name(manifest, name):
+            if may_reference_data(manifest, name):
                 continue
-            note = _note(content)
+            note = _parse_note(content)
             if content is not None and not note:
                 left = True  # its writer is unknown
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
             outdated = all_writers or note.get("replaces") != _identity(manifest)
-            if no_writer or (outdated and self._turn(name, ["writing", "publishing"], "swept")):
+            if no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
                 if not all_writers:
                     log_swept(self.url, name)
@@ -324,7 +326,7 @@ class Bucket:
 
     def _data_folders(self) -> list[str]:
         found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
-        return sorted(name for name in found if is_data(name))
+        return sorted(name for name in found if is_data_folder(name))
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         named = {stack.name for stack in stacks}
@@ -346,14 +348,16 @@ class Bucket:
         ignores conditions all succeed, in any order and with any number of retries. The race may also expose a server
         that compares and writes in two separate steps.
         """
-        if self.spec in _proven:
+        if self.spec in _verified_stores:
             return
         key = f"{data}/{_PROBE}"
         google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
-                if _note(self.read(f"{data}/{WRITER}")).get("state") != "writing":  # a sweep deleted the key in between
-                    raise overtaken(self.url)
+                if (
+                    _parse_note(self.read(f"{data}/{WRITER}")).get("state") != "writing"
+                ):  # a sweep deleted the key in between
+                    raise overtaken_error(self.url)
                 raise StorageError(
                     errno.EOPNOTSUPP,
                     f"cannot save to {self.url}: the server ignores the write condition {condition}. Without it,"
@@ -361,19 +365,19 @@ class Bucket:
                     " Cloud Storage do",
                 )
         self.remove(key)
-        _proven.add(self.spec)
+        _verified_stores.add(self.spec)
 
     def _race(self, key: str) -> int:
         """Write a key several times concurrently, on condition of its current content. Returns how many succeeded."""
         generation = self._get(key)[1]
-        with self._refused("write", key):
+        with self._translate_errors("write", key):
             # Each write has different content, because on S3 the generation is a digest of the content.
             racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
             return sum(bool(racer.result().generation) for racer in racers)
 
     # As a directory of checkpoints ------------------------------------------------------------------------
 
-    def anchored(self) -> Self:
+    def absolute(self) -> Self:
         return self
 
     def is_file(self) -> bool:
@@ -387,7 +391,7 @@ class Bucket:
     def _list(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix, without the prefix."""
         until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        with self._refused("list", prefix):
+        with self._translate_errors("list", prefix):
             found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
         if not found and self._is_google:
             # For gs://, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
@@ -398,19 +402,19 @@ class Bucket:
         """One request, and one more for each requested mark."""
         names = sorted(filter(wanted, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
-        with self._refused("read", MANIFEST):
+        with self._translate_errors("read", MANIFEST):
             return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
 
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
 
-    def known_as(self, url: str) -> Self:
+    def with_url(self, url: str) -> Self:
         return replace(self, url=url)
 
-    def made(self, name: str) -> Self:
+    def create_child(self, name: str) -> Self:
         return self.child(name)
 
-    def above(self) -> tuple[Self, str] | None:
+    def parent_and_name(self) -> tuple[Self, str] | None:
         path, _, name = self.path.rstrip("/").rpartition("/")
         url = self.url.rpartition("/")[0]
         return (replace(self, url=url, path=f"{path}/" if path else ""), name) if name else None
@@ -423,7 +427,7 @@ class Bucket:
 
     def delete(self, name: str) -> None:
         begun = [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]
-        with self._refused("delete", name):
+        with self._translate_errors("delete", name):
             for pending in begun:
                 pending.result()
 
@@ -431,20 +435,22 @@ class Bucket:
 
     @property
     def _keys(self) -> ts.KvStore:
-        return _opened(self.spec, self.retry_seconds) + self.path
+        return _open_store(self.spec, self.retry_seconds) + self.path
 
     @property
     def _is_google(self) -> bool:
         return json.loads(self.spec)["driver"] == "gcs"
 
-    def _refused(self, verb: str, key: str, *, reading: bool = False) -> contextlib.AbstractContextManager[None]:
-        return storage_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
+    def _translate_errors(
+        self, verb: str, key: str, *, reading: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        return translate_tensorstore_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
 
 
-_proven: set[str] = set()  # stores that are known to honor conditions, by driver, endpoint and bucket
+_verified_stores: set[str] = set()  # stores that are known to honor conditions, by driver, endpoint and bucket
 
 
-def _note(content: bytes | None) -> dict[str, Any]:
+def _parse_note(content: bytes | None) -> dict[str, Any]:
     """A writer's note as a dict; empty if it is malformed."""
     try:
         found = json.loads(content or b"{}")
@@ -500,5 +506,5 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     try:
         ts.KvStore.Spec({**spec, **storage})
     except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(f"Options.storage does not fit {url!r}: {readable(str(error))}") from None
+        raise InputError(f"Options.storage does not fit {url!r}: {clean_error_text(str(error))}") from None
     return {**spec, **storage}

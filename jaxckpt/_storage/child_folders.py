@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Protocol, Self
 
 
-class Folders(Protocol):
+class ChildFolders(Protocol):
     """The folders directly below one path."""
 
-    def anchored(self) -> Self:
+    def absolute(self) -> Self:
         """The same directory with an absolute path, which a later change of the working directory does not affect."""
         ...
 
@@ -29,15 +29,15 @@ class Folders(Protocol):
         """The folder of this name directly below, which need not exist."""
         ...
 
-    def known_as(self, url: str) -> Self:
+    def with_url(self, url: str) -> Self:
         """The same folder, by another path in messages."""
         ...
 
-    def made(self, name: str) -> Self:
+    def create_child(self, name: str) -> Self:
         """A folder directly below. Creates it if it does not exist."""
         ...
 
-    def above(self) -> tuple[Self, str] | None:
+    def parent_and_name(self) -> tuple[Self, str] | None:
         """The parent directory, and the name of this one in it; None at the root."""
 
     def mark(self, name: str) -> None:

@@ -13,13 +13,13 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import CheckpointExistsError
 
 if TYPE_CHECKING:
-    from jaxckpt._storage.store import Writer
+    from jaxckpt._storage.store import DataClaim
 
 
 class Claims(Protocol):
     """Changes the checkpoint of a path. At every moment the path has the old checkpoint, the new one, or none."""
 
-    def begin(self, save_id: str, previous: bytes | None) -> Writer:
+    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
         """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
         ...
 
@@ -38,7 +38,7 @@ class Claims(Protocol):
     def unpublish(self, *, sync: bool) -> None:
         """Delete the manifest. After that, the path has no checkpoint."""
 
-    def give_up(self, data: str) -> None:
+    def discard(self, data: str) -> None:
         """Delete the data of a failed save, unless that save may still be published."""
 
     def sweep(self, current: str | None) -> bool:
@@ -56,7 +56,7 @@ class Claims(Protocol):
         """Delete the folders of stacks that a published manifest no longer names."""
 
 
-def overtaken(url: str) -> CheckpointExistsError:
+def overtaken_error(url: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"another save published a checkpoint at {url} while this one was writing; this save was abandoned"
     )

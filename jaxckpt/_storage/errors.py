@@ -11,7 +11,7 @@ from jaxckpt._runtime.errors import DataError, InputError, JaxckptError, Storage
 
 
 @contextlib.contextmanager
-def system_errors(what: str) -> Generator[None]:
+def translate_os_errors(what: str) -> Generator[None]:
     """Raise file system errors of the block as a StorageError whose message begins with `what`."""
     try:
         yield
@@ -22,23 +22,23 @@ def system_errors(what: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def storage_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
+def translate_tensorstore_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
     """Raise tensorstore's errors of the block as jaxckpt errors. Every message begins with `what`."""
     try:
         yield
     except (ValueError, NotImplementedError, DataError, StorageError) as error:
         if isinstance(error, InputError):
             raise
-        raise _translated(error, what if isinstance(what, str) else what(), reading=reading) from None
+        raise _translate(error, what if isinstance(what, str) else what(), reading=reading) from None
 
 
-def _translated(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
+def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
     """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
     if isinstance(error, DataError):
         return DataError(f"{what}: {error}; run jaxckpt.verify for a list of all damage")
     if isinstance(error, StorageError):
         return StorageError(error.errno, f"{what}: {error.strerror}")
-    text = readable(str(error))
+    text = clean_error_text(str(error))
     status = text.partition(":")[0]
     system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
     code = int(system[1]) if system else _CODES.get(status, errno.EIO)
@@ -60,7 +60,7 @@ _CODES = {
 }
 
 
-def readable(text: str) -> str:
+def clean_error_text(text: str) -> str:
     """The text of a tensorstore error without query strings, lines of tensorstore's source, or the server's response,
     which may quote keys and signatures."""
     text = re.sub(r"(Failed to parse response metadata): .*", r"\1", text, flags=re.DOTALL)

@@ -16,7 +16,7 @@ from jaxckpt._format.grid import Box, volume
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._runtime.errors import DataError
-from jaxckpt._storage.errors import storage_errors
+from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
 
@@ -47,12 +47,12 @@ class EncodingWriter:
         below = key.removeprefix(f"{self._stack.name}/")
         memory = self._memory.kvstore
         assert memory is not None
-        with storage_errors(f"cannot encode {self._url}/{key}"):
+        with translate_tensorstore_errors(f"cannot encode {self._url}/{key}"):
             begin_write(self._memory, pieces).result()
             content = memory.read(below).result().value
             memory.write(below, None).result()
         view = np.frombuffer(content, np.uint8)
-        digest = zarr.digest(lambda start, stop: view[start:stop], self._stack, len(content))
+        digest = zarr.read_digest(lambda start, stop: view[start:stop], self._stack, len(content))
         return self._begin_put(key, content, digest)
 
 
@@ -69,17 +69,17 @@ class _Object:
     length: int
     digest: str
 
-    wanted: int = 0
+    wanted_elements: int = 0
     """Number of elements that the planned reads need."""
 
-    reads: int = 0
+    remaining_reads: int = 0
     """Number of reads that still need this object."""
 
-    coming: Pending | None = None
-    is_here: bool = False
+    pending: Pending | None = None
+    is_in_memory: bool = False
 
 
-def wanted_whole(
+def objects_to_fetch(
     stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], max_bytes: int
 ) -> dict[tuple[int, ...], _Object]:
     """The objects to fetch whole, by grid index. They have at most `max_bytes`, and the planned reads need all their
@@ -92,11 +92,11 @@ def wanted_whole(
                 if index not in found:
                     place = "/".join(map(str, index))
                     found[index] = _Object(index, f"c/{place}", volume(whole), *stored[place])
-                found[index].wanted += volume(common)
+                found[index].wanted_elements += volume(common)
                 touched.add(index)
         for index in touched:
-            found[index].reads += 1
-    return {i: one for i, one in found.items() if one.wanted == one.n_elements and one.length <= max_bytes}
+            found[index].remaining_reads += 1
+    return {i: one for i, one in found.items() if one.wanted_elements == one.n_elements and one.length <= max_bytes}
 
 
 class FetchingReader(ArrayReader):
@@ -122,30 +122,30 @@ class FetchingReader(ArrayReader):
         layered = {"driver": "kvstack", "layers": [{"base": base}, *layers]} if layers else base
         self._array = TensorReader(open_array(layered, stack, context))
 
-    def _fetched(self, box: Box) -> list[_Object]:
+    def _fetched_objects(self, box: Box) -> list[_Object]:
         """The objects that a box touches and that are fetched whole."""
         found = (self._objects.get(index) for index, _, _ in indexed_objects_of(self._stack, box))
         return [one for one in found if one is not None]
 
-    def held_bytes(self, boxes: Sequence[Box]) -> int:
-        return sum({one.key: one.length for box in boxes for one in self._fetched(box)}.values())
+    def buffered_bytes(self, boxes: Sequence[Box]) -> int:
+        return sum({one.key: one.length for box in boxes for one in self._fetched_objects(box)}.values())
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        touched = [self._fetched(box) for box, _ in wanted]
+        touched = [self._fetched_objects(box) for box, _ in wanted]
         if not any(touched):
             return self._array.read(wanted)
         for one in itertools.chain.from_iterable(touched):
-            if one.coming is None and not one.is_here:
-                one.coming = self._keys.read(one.key)
-        land = functools.cache(functools.partial(self._land, wanted, touched))
-        return [_Box(land, number) for number in range(len(wanted))]
+            if one.pending is None and not one.is_in_memory:
+                one.pending = self._keys.read(one.key)
+        land = functools.cache(functools.partial(self._finish_read, wanted, touched))
+        return [_PendingBox(land, number) for number in range(len(wanted))]
 
-    def _land(
+    def _finish_read(
         self, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
     ) -> list[Exception | None]:
         """Wait for the objects of a read and decode its boxes. Returns the error of each box, if any."""
         objects = {one.key: one for one in itertools.chain.from_iterable(touched)}
-        problems = {key: self._problem(one) for key, one in objects.items()}
+        problems = {key: self._load(one) for key, one in objects.items()}
         errors: list[Exception | None] = [
             next((DataError(found) for one in ones if (found := problems[one.key])), None) for ones in touched
         ]
@@ -156,43 +156,43 @@ class FetchingReader(ArrayReader):
             except (ValueError, NotImplementedError) as error:  # tensorstore's
                 errors[number] = error
         for one in objects.values():
-            one.reads -= 1
-            if not one.reads:
-                one.is_here = False
+            one.remaining_reads -= 1
+            if not one.remaining_reads:
+                one.is_in_memory = False
                 self._memory.write(one.key, None).result()
         return errors
 
-    def _problem(self, one: _Object) -> str | None:
+    def _load(self, one: _Object) -> str | None:
         """Wait for an object. Returns the error, or None if the object is now in memory."""
-        if one.is_here:
+        if one.is_in_memory:
             return None
         where = f"{self._url}{one.key}"
-        assert one.coming is not None
-        with storage_errors(f"cannot read {where}", reading=True):
-            found = one.coming.result()
-        one.coming = None
+        assert one.pending is not None
+        with translate_tensorstore_errors(f"cannot read {where}", reading=True):
+            found = one.pending.result()
+        one.pending = None
         if found.state != "value":
             return f"{where} is missing"
         if len(found.value) != one.length:
             return f"{where} is {len(found.value)} bytes long, expected {one.length}"
         content = np.frombuffer(found.value, np.uint8)
-        problems = zarr.problems(
+        problems = zarr.object_problems(
             lambda start, stop: content[start:stop], self._stack, one.index, one.length, one.digest
         )
         for _, reason in problems:
             return f"{where} {reason}"
         self._memory.write(one.key, found.value).result()
-        one.is_here = True
+        one.is_in_memory = True
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class _PendingBox:
     """The pending result of one box. All boxes of a read finish together."""
 
-    land: Callable[[], list[Exception | None]]
+    finish_read: Callable[[], list[Exception | None]]
     number: int
 
     def result(self) -> None:
-        if error := self.land()[self.number]:
+        if error := self.finish_read()[self.number]:
             raise error

@@ -26,15 +26,15 @@ import crc32c
 import numpy as np
 
 from jaxckpt._format import zarr
-from jaxckpt._format.chunks import chunks_of, in_place, scatter
-from jaxckpt._format.grid import Box, box_at, hull, show_box, touched, volume, within
+from jaxckpt._format.chunks import chunks_of, contiguous_bytes, scatter
+from jaxckpt._format.grid import Box, box_at, hull, show_box, slices_within, touched_cells, volume
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.zarr import Bytes, Chunks
 from jaxckpt._runtime.errors import DataError
-from jaxckpt._storage.errors import system_errors
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
-from jaxckpt._storage.workers import THREADS, All, submit
+from jaxckpt._storage.workers import THREADS, JoinedWork, submit
 
 BATCH_BYTES = 4 << 20
 READ_BYTES = 16 << 20
@@ -46,7 +46,7 @@ BLOCK_BYTES = max(2 << 20, min(8 << 20, (32 << 20) // THREADS))
 cache may hold, but between 2 and 8 MiB. With smaller blocks, the threads wait more often for Python's lock; on 2 cores,
 8 MiB restore 7 to 15 % faster than 2 MiB, and 16 MiB are no faster."""
 
-BUFFERS = 1024  # largest number per system call: IOV_MAX of Linux and macOS
+MAX_BUFFERS = 1024  # largest number per system call: IOV_MAX of Linux and macOS
 
 
 T = TypeVar("T")
@@ -72,8 +72,8 @@ class FileWriter:
 
     def _write(self, index: tuple[int, ...], pieces: Pieces) -> tuple[int, str]:
         path = _path(self.folder, index)
-        with system_errors(f"cannot write {path}"):
-            handle = _created(path, self.folder)
+        with translate_os_errors(f"cannot write {path}"):
+            handle = _create_file(path, self.folder)
             try:
                 written = self._encode(handle, index, pieces)
                 if self.sync:
@@ -113,10 +113,10 @@ class FileReader(ArrayReader):
     expected: Mapping[str, tuple[int, str]]
     """Length and digest of each object, by grid index."""
 
-    oddity: Callable[[str], str | None]
+    path_problem: Callable[[str], str | None]
     """Returns a problem if a path is not a regular file in real folders, because a link could lead anywhere."""
 
-    indices: dict[tuple[int, ...], _Index] = field(default_factory=dict[tuple[int, ...], "_Index"])
+    chunk_indexes: dict[tuple[int, ...], _ChunkIndex] = field(default_factory=dict[tuple[int, ...], "_ChunkIndex"])
     """The indexes of the objects that were opened."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -127,22 +127,22 @@ class FileReader(ArrayReader):
         for box, target in wanted:
             touched.append([])
             for index, common, _ in indexed_objects_of(self.stack, box):
-                by_object.setdefault(index, []).append((common, target[within(common, box)]))
+                by_object.setdefault(index, []).append((common, target[slices_within(common, box)]))
                 touched[-1].append(index)
         work = {index: submit(functools.partial(self._read, index, boxes)) for index, boxes in by_object.items()}
-        return [All([work[index] for index in indices]) for indices in touched]
+        return [JoinedWork([work[index] for index in indices]) for indices in touched]
 
     def _read(self, index: tuple[int, ...], wanted: Sequence[_Wanted]) -> None:
         """Read the needed boxes of one object."""
         path = _path(self.folder, index)
-        with system_errors(f"cannot read {path}"):
+        with translate_os_errors(f"cannot read {path}"):
             try:
-                odd = None if index in self.indices else self.oddity(path)
+                odd = None if index in self.chunk_indexes else self.path_problem(path)
                 if odd:
                     raise DataError(f"{path} {odd}")
                 handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
-                    _Opened(self.stack, index, path, handle, self._index(path, handle, index)).read(wanted)
+                    _OpenObject(self.stack, index, path, handle, self._chunk_index(path, handle, index)).read(wanted)
                 finally:
                     os.close(handle)
             except OSError as error:
@@ -150,10 +150,10 @@ class FileReader(ArrayReader):
                     raise DataError(f"{path} is missing") from error
                 raise
 
-    def _index(self, path: str, handle: int, index: tuple[int, ...]) -> _Index:
+    def _chunk_index(self, path: str, handle: int, index: tuple[int, ...]) -> _ChunkIndex:
         """The index of an object; read once."""
         with self.lock:
-            found = self.indices.get(index)
+            found = self.chunk_indexes.get(index)
         if found is not None:
             return found
         length, digest = self.expected["/".join(map(str, index))]
@@ -164,12 +164,12 @@ class FileReader(ArrayReader):
             raise DataError(f"{path} is {status.st_size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         read_into(path, handle, length - len(tail), [tail])
-        entries = zarr.index_of(tail, length - len(tail))
+        entries = zarr.parse_index(tail, length - len(tail))
         if isinstance(entries, str):
             raise DataError(f"{path} {entries}")
-        made = _Index(path, entries, self.stack.chunk_stored_bytes, digest)
+        made = _ChunkIndex(path, entries, self.stack.chunk_stored_bytes, digest)
         with self.lock:  # two threads may have read it at the same time; both must note their checks in one object
-            return self.indices.setdefault(index, made)
+            return self.chunk_indexes.setdefault(index, made)
 
 
 _Wanted = tuple[Box, Array]
@@ -177,71 +177,71 @@ _Wanted = tuple[Box, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenObject:
     """An object that is being read."""
 
     stack: Stack
     index: tuple[int, ...]
     path: str
     handle: int
-    found: _Index
+    found: _ChunkIndex
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
         """Fill arrays. Chunks with the same order in memory as in the file are read in place, many at a time. Other
         chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
-        places, aside = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[_Wanted]]]()
+        places, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[_Wanted]]]()
         scattered: list[list[_Wanted]] = []
-        for together in _sharing_chunks(wanted, self.stack.chunk):
+        for together in _group_by_shared_chunks(wanted, self.stack.chunk):
             if (runs := self._runs_in_place(together)) is None:
                 scattered.append(together)
                 continue
             places += ((chunks.numbers, place) for chunks, place in runs if place is not None)
-            aside += ((chunks, together) for chunks, place in runs if place is None)
-        for together in _tiling(scattered, self.stack.chunk):
+            buffered += ((chunks, together) for chunks, place in runs if place is None)
+        for together in _merge_tiling_groups(scattered, self.stack.chunk):
             part = hull(box for box, _ in together)
             blocks = zarr.chunk_blocks(self.stack, self.index, part, self.found.starts, BLOCK_BYTES)
-            aside += ((chunks, together) for chunks in blocks)
+            buffered += ((chunks, together) for chunks in blocks)
         places.sort(key=lambda one: self.found.starts[one[0][0]])
-        aside.sort(key=lambda one: self.found.starts[one[0].numbers[0]])
+        buffered.sort(key=lambda one: self.found.starts[one[0].numbers[0]])
         self._read_in_place(places)
-        self._read_aside(aside)
+        self._read_buffered(buffered)
 
     def _runs_in_place(self, wanted: Sequence[_Wanted]) -> list[tuple[Chunks, Bytes | None]] | None:
         """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
         contiguous destination, or if there are several boxes, which share chunks."""
         if len(wanted) > 1:
             return None
-        ((part, target),) = wanted
-        run = zarr.numbers_in_one_run(self.stack, self.index, part) if target.flags.c_contiguous else None
+        ((box, target),) = wanted
+        run = zarr.contiguous_chunk_numbers(self.stack, self.index, box) if target.flags.c_contiguous else None
         if run is not None:
-            return [(Chunks(run, part, range(len(part))), target.reshape(-1).view(np.uint8))]
-        firsts = (-(-start // side) * side for (start, _), side in zip(part, self.stack.chunk, strict=True))
-        if in_place(box_at(firsts, self.stack.chunk), part, target) is None:
+            return [(Chunks(run, box, range(len(box))), target.reshape(-1).view(np.uint8))]
+        firsts = (-(-start // side) * side for (start, _), side in zip(box, self.stack.chunk, strict=True))
+        if contiguous_bytes(box_at(firsts, self.stack.chunk), box, target) is None:
             return None
-        runs = zarr.chunk_runs(self.stack, self.index, part)
-        return [(chunks, in_place(chunks.box, part, target)) for chunks in runs]
+        runs = zarr.chunk_runs(self.stack, self.index, box)
+        return [(chunks, contiguous_bytes(chunks.box, box, target)) for chunks in runs]
 
     def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
         """Read chunks directly into their destinations, then check them."""
         numbers = [number for some, _ in places for number in some]
-        chunks = [chunk for some, place in places for chunk in _rows(place, len(some))]
+        chunks = [chunk for some, place in places for chunk in _split_chunks(place, len(some))]
         stored = np.empty(len(chunks), "<u4")
-        buffers = _interleaved(chunks, stored)
+        buffers = _interleave(chunks, stored)
         sums = list[int]()
-        for runs in self.found.runs(self.path, numbers, range(0, len(chunks), self._at_most(READ_BYTES))):
+        for runs in self.found.runs(self.path, numbers, range(0, len(chunks), self._n_chunks(READ_BYTES))):
             for start, begun, end in runs:
                 read_into(self.path, self.handle, start, buffers[2 * begun : 2 * end])
             sums += [_checksum(chunk, 64 << 10) for chunk in chunks[runs[0][1] : runs[-1][2]]]
         self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_odd_bools, chunks)))
 
-    def _read_aside(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
+    def _read_buffered(self, wanted: Sequence[tuple[Chunks, Sequence[_Wanted]]]) -> None:
         """Read chunks into a buffer, copy them to the wanted boxes, and check them."""
         size = self.stack.chunk_stored_bytes
         numbers = [number for chunks, _ in wanted for number in chunks.numbers]
-        most = max(0, *(len(chunks.numbers) for chunks, _ in wanted), min(self._at_most(BLOCK_BYTES), len(numbers)))
+        most = max(0, *(len(chunks.numbers) for chunks, _ in wanted), min(self._n_chunks(BLOCK_BYTES), len(numbers)))
         scratch = np.empty((most, size), np.uint8)
         memory = scratch.reshape(-1).data
-        together = list(_together(wanted, most))
+        together = list(_batches(wanted, most))
         counts = (sum(len(chunks.numbers) for chunks, _ in some) for some in together)
         borders = {0, *itertools.accumulate(counts)}
         sums, stored, odd = list[int](), list[bytes](), False
@@ -251,7 +251,7 @@ class _Opened:
                 read_into(self.path, self.handle, start, [memory[(begun - first) * size : (end - first) * size]])
             tails = scratch[:count, -4:].tobytes()
             stored.append(tails)
-            if _checksum(memory[: count * size]) == zarr.sum_of_intact(size, count):
+            if _checksum(memory[: count * size]) == zarr.intact_chunks_crc32c(size, count):
                 sums += np.frombuffer(tails, "<u4").tolist()
             else:
                 sums += map(_checksum, scratch[:count, :-4])
@@ -262,7 +262,7 @@ class _Opened:
                 place += len(chunks.numbers)
         self._check(numbers, sums, np.frombuffer(b"".join(stored), "<u4"), odd)
 
-    def _at_most(self, n_bytes: int) -> int:
+    def _n_chunks(self, n_bytes: int) -> int:
         """The number of chunks that have about this many bytes."""
         return -(-n_bytes // self.stack.chunk_stored_bytes)
 
@@ -278,14 +278,14 @@ class _Opened:
             raise DataError(f"{self.path} has a damaged chunk ({place}): its crc32c does not match")
         if odd:
             raise DataError(f"{self.path} has values that are neither true nor false")
-        self.found.note(self.path, numbers, stored)
+        self.found.record_sums(self.path, numbers, stored)
 
 
 def _has_odd_bools(data: Array) -> bool:
     return bool(np.max(data) > 1)
 
 
-class _Index:
+class _ChunkIndex:
     """The index of an object: offsets of its chunks, and the checksums of those that were read."""
 
     def __init__(self, path: str, entries: zarr.Entries, size: int, digest: str) -> None:
@@ -321,7 +321,7 @@ class _Index:
             runs.append((start, begun, end))
         yield runs
 
-    def note(self, path: str, chunks: Sequence[int], sums: Sums) -> None:
+    def record_sums(self, path: str, chunks: Sequence[int], sums: Sums) -> None:
         """Note chunks that were read. After the last one, the object's digest proves that they belong to this save."""
         numbers = np.asarray(chunks)
         with self._lock:
@@ -332,12 +332,12 @@ class _Index:
             raise DataError(f"{path} does not hold the data that was saved there")
 
 
-def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator[list[_Wanted]]:
+def _group_by_shared_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator[list[_Wanted]]:
     """Group neighboring boxes that share chunks."""
     group: list[_Wanted] = []
     held: Sequence[tuple[int, int]] = ()
     for one in wanted:
-        found = touched(one[0], sides)
+        found = touched_cells(one[0], sides)
         if group and all(a < d and c < b for (a, b), (c, d) in zip(found, held, strict=True)):
             held = hull((found, tuple(held)))
         else:
@@ -349,15 +349,15 @@ def _sharing_chunks(wanted: Sequence[_Wanted], sides: Sequence[int]) -> Iterator
         yield group
 
 
-def _tiling(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
+def _merge_tiling_groups(groups: list[list[_Wanted]], sides: Sequence[int]) -> list[list[_Wanted]]:
     """Merge all groups into one if the chunks that they touch form a box, which is then read in file order."""
-    found = [touched(hull(box for box, _ in group), sides) for group in groups]
+    found = [touched_cells(hull(box for box, _ in group), sides) for group in groups]
     if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
         return [[one for group in groups for one in group]]
     return groups
 
 
-def _together(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
+def _batches(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
     """Consecutive items in batches of at most `most` chunks."""
     group: list[tuple[Chunks, T]] = []
     count = 0
@@ -378,7 +378,7 @@ def _path(folder: str, index: tuple[int, ...]) -> str:
     return f"{folder}/c/{'/'.join(map(str, index))}"
 
 
-def _created(path: str, folder: str) -> int:
+def _create_file(path: str, folder: str) -> int:
     """Create a file, and the folders that it needs below `folder`."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     try:
@@ -400,12 +400,12 @@ def make_folders(path: str, folder: str) -> None:
             continue
 
 
-def _rows(data: Bytes, count: int) -> list[Any]:
+def _split_chunks(data: Bytes, count: int) -> list[Any]:
     """The chunks of a run."""
     return [data] if count == 1 else list(data.reshape(count, -1))
 
 
-def _interleaved(chunks: Sequence[Any], sums: Sums) -> list[Any]:
+def _interleave(chunks: Sequence[Any], sums: Sums) -> list[Any]:
     """Buffers in file order: each chunk and its checksum."""
     buffers: list[Any] = [None] * (2 * len(chunks))
     buffers[0::2] = chunks
@@ -432,13 +432,13 @@ class _Output:
 
     def add(self, numbers: Sequence[int], data: Bytes) -> None:
         """Write chunks that follow each other in memory. The memory must not change until the next `write`."""
-        chunks = _rows(data, len(numbers))
-        most = max(1, zarr.RUN_BYTES // self._stored_bytes)
+        chunks = _split_chunks(data, len(numbers))
+        most = max(1, zarr.CHUNK_BATCH_BYTES // self._stored_bytes)
         for first in range(0, len(chunks), most):
             found = chunks[first : first + most]
             sums = list(map(_checksum, found))
             self.sums += sums
-            self.buffers += _interleaved(found, np.array(sums, "<u4"))
+            self.buffers += _interleave(found, np.array(sums, "<u4"))
             self._waiting_bytes += len(found) * self._stored_bytes
             if self._waiting_bytes >= BATCH_BYTES:
                 self.write()
@@ -457,17 +457,17 @@ def _checksum(data: Any, held_bytes: int = 1 << 20) -> int:
 
 
 def write_all(handle: int, buffers: Sequence[Any]) -> None:
-    for first in range(0, len(buffers), BUFFERS):
-        rest = list(buffers[first : first + BUFFERS])
+    for first in range(0, len(buffers), MAX_BUFFERS):
+        rest = list(buffers[first : first + MAX_BUFFERS])
         count = os.writev(handle, rest)
-        while rest := _after(rest, count):
+        while rest := _skip_bytes(rest, count):
             count = os.writev(handle, rest)
 
 
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
     """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
-    for first in range(0, len(buffers), BUFFERS):
-        rest: list[Any] = list(buffers[first : first + BUFFERS])
+    for first in range(0, len(buffers), MAX_BUFFERS):
+        rest: list[Any] = list(buffers[first : first + MAX_BUFFERS])
         left = sum(map(len, rest))
         while left:
             count = os.preadv(handle, rest, start)
@@ -475,10 +475,10 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
                 raise DataError(f"{path} was truncated while it was being read")
             start, left = start + count, left - count
             if left:
-                rest = _after(rest, count)
+                rest = _skip_bytes(rest, count)
 
 
-def _after(buffers: list[Any], count: int) -> list[Any]:
+def _skip_bytes(buffers: list[Any], count: int) -> list[Any]:
     """The buffers without their first `count` bytes. A system call may stop after any byte."""
     for number, buffer in enumerate(buffers):
         size = len(buffer)

@@ -26,19 +26,19 @@ import tensorstore as ts
 
 from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box
-from jaxckpt._format.names import MANIFEST, WRITER, is_data, may_name, names_data
+from jaxckpt._format.names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._runtime.events import log_swept
-from jaxckpt._storage.claims import overtaken
-from jaxckpt._storage.errors import storage_errors, system_errors
+from jaxckpt._storage.claims import overtaken_error
+from jaxckpt._storage.errors import translate_os_errors, translate_tensorstore_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects, Pending
-from jaxckpt._storage.store import Writer
+from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, local_store, open_array
-from jaxckpt._storage.workers import All, Then, submit
+from jaxckpt._storage.workers import JoinedWork, MappedWork, submit
 
 _LOCK_SECONDS = 300.0
 """How long to wait for the lock. A sweep that holds it may have many files to delete."""
@@ -65,9 +65,9 @@ class Folder:
     # Small files -----------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes | None:
-        with self._refused("read", key):
+        with self._translate_errors("read", key):
             try:
-                with self._opened(key) as (handle, size), open(handle, "rb", closefd=False) as file:
+                with self._open_file(key) as (handle, size), open(handle, "rb", closefd=False) as file:
                     if size > MAX_FILE_BYTES:
                         raise DataError(
                             f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large"
@@ -80,9 +80,9 @@ class Folder:
         return [self.read(key) for key in keys]
 
     @contextlib.contextmanager
-    def _opened(self, key: str) -> Generator[tuple[int, int]]:
+    def _open_file(self, key: str) -> Generator[tuple[int, int]]:
         """(handle, size) of a regular file below this folder. Raises DataError if it is anything else."""
-        _, odd = self._look(key, set())
+        _, odd = self._inspect_file(key, set())
         if odd:
             raise DataError(f"{self.url}/{key} {odd}")
         # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
@@ -92,23 +92,23 @@ class Folder:
         finally:
             os.close(handle)
 
-    def _look(self, key: str, plain: set[str]) -> tuple[int, str | None]:
+    def _inspect_file(self, key: str, plain_folders: set[str]) -> tuple[int, str | None]:
         """(size of a file, a problem unless it is a regular file in real folders below this one).
 
         A link could lead anywhere, and a pipe or a device may never end. `plain` caches folders that were checked.
         """
         above = key.rpartition("/")[0]
-        while above and above not in plain:
+        while above and above not in plain_folders:
             mode = os.lstat(self._path(above)).st_mode
             if not stat.S_ISDIR(mode):
                 return 0, f"is in {above}, which is {_kind(mode)}, expected a plain folder"
-            plain.add(above)
+            plain_folders.add(above)
             above = above.rpartition("/")[0]
         info = os.lstat(self._path(key))
         return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, not a regular file"
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        with self._refused("write", key), open(self._path(key), "wb") as file:
+        with self._translate_errors("write", key), open(self._path(key), "wb") as file:
             file.write(content)
             file.flush()
             if sync:
@@ -121,7 +121,7 @@ class Folder:
     # Arrays -----------------------------------------------------------------------------------------------
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
-        if self._own_files(stack):
+        if self._uses_own_engine(stack):
             return FileWriter(self._path(data, stack.name), stack, sync)
         return _TensorFileWriter(self, data, stack, self._open_array(data, stack, sync=sync))
 
@@ -132,21 +132,21 @@ class Folder:
         stored: Mapping[str, tuple[int, str]],
         plan: Iterable[Sequence[Box]] = (),
     ) -> ArrayReader:
-        if self._own_files(stack):
+        if self._uses_own_engine(stack):
             plain = set[str]()
             below = len(self._path(""))
             folder = self._path(data, stack.name)
-            return FileReader(folder, stack, stored, lambda path: self._look(path[below:], plain)[1])
+            return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
         return _TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
 
-    links = True
+    can_link = True
 
     def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
         stack = self._path(new.partition("/c/")[0])
         same_kind = isinstance(source, Folder)
         return same_kind and link(source._path(old), self._path(new), stack, length, sync=sync)
 
-    def _own_files(self, stack: Stack) -> bool:
+    def _uses_own_engine(self, stack: Stack) -> bool:
         return self.io == "auto" and stack.compression is None
 
     def _open_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
@@ -156,20 +156,20 @@ class Folder:
 
     def digest(self, key: str, stack: Stack) -> tuple[int, str]:
         """Length and digest of an object."""
-        with self._refused("read", key):
+        with self._translate_errors("read", key):
             try:
-                with self._opened(key) as (_, size), self.ranges(key) as read:
-                    return size, zarr.digest(read, stack, size)
+                with self._open_file(key) as (_, size), self.range_reader(key) as read:
+                    return size, zarr.read_digest(read, stack, size)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise DataError(f"{self.url}/{key} is missing") from error
 
-    def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
+    def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         plain = set[str]()
         found: dict[str, str] = {}
         for key, length in lengths.items():
-            with self._refused("look at", key):
+            with self._translate_errors("look at", key):
                 try:
-                    size, odd = self._look(key, plain)
+                    size, odd = self._inspect_file(key, plain)
                 except (FileNotFoundError, NotADirectoryError):
                     size, odd = 0, "is missing"
             if odd or size != length:
@@ -177,7 +177,7 @@ class Folder:
         return found
 
     @contextlib.contextmanager
-    def ranges(self, key: str) -> Generator[zarr.ReadRange]:
+    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
         buffer = np.empty(0, np.uint8)
 
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -187,26 +187,26 @@ class Folder:
             read_into(f"{self.url}/{key}", handle, start, [buffer[: stop - start]])
             return buffer[: stop - start]
 
-        with self._refused("read", key), self._opened(key) as (handle, _):
+        with self._translate_errors("read", key), self._open_file(key) as (handle, _):
             yield read
 
     # Claim and publish ------------------------------------------------------------------------------------
 
-    def begin(self, save_id: str, previous: bytes | None) -> Writer:
+    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
         """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
-        with self._refused("create", data):
+        with self._translate_errors("create", data):
             for tries_left in reversed(range(100)):
                 try:
-                    return Writer(self, data, self._begin(self._path(data), note))
+                    return DataClaim(self, data, self._create_data_folder(self._path(data), note))
                 except (FileNotFoundError, FileExistsError):
                     # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
                     if not tries_left:
                         raise
         raise AssertionError
 
-    def _begin(self, path: str, note: bytes) -> int:
+    def _create_data_folder(self, path: str, note: bytes) -> int:
         """Create a data folder with its writer's note, and lock the note."""
         os.makedirs(self.folder, exist_ok=True)
         with self._locked(), contextlib.ExitStack() as undo:
@@ -254,17 +254,17 @@ class Folder:
                 return
 
     def create_array(self, data: str, stack: Stack) -> None:
-        with self._refused("create", f"{data}/{stack.name}"):
+        with self._translate_errors("create", f"{data}/{stack.name}"):
             os.makedirs(self._path(data, stack.name), exist_ok=True)
         self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        with self._refused("publish", MANIFEST), self._locked() as handle:
+        with self._translate_errors("publish", MANIFEST), self._locked() as handle:
             if self.read(MANIFEST) != previous:
-                raise overtaken(self.url)
+                raise overtaken_error(self.url)
             # A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
             # therefore proves that the data was deleted.
-            if not names_data(previous, data) and not os.path.exists(self._path(data, WRITER)):
+            if not is_data_referenced(previous, data) and not os.path.exists(self._path(data, WRITER)):
                 raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
             self._replace_manifest(data, manifest, sync=sync)
             try:
@@ -285,12 +285,16 @@ class Folder:
         os.rename(self._path(data, MANIFEST), self._path(MANIFEST))
 
     def unpublish(self, *, sync: bool) -> None:
-        with self._refused("delete", MANIFEST), contextlib.suppress(FileNotFoundError), self._locked() as handle:
+        with (
+            self._translate_errors("delete", MANIFEST),
+            contextlib.suppress(FileNotFoundError),
+            self._locked() as handle,
+        ):
             os.unlink(self._path(MANIFEST))
             if sync:  # otherwise a power loss could restore the manifest without its data
                 os.fsync(handle)
 
-    def give_up(self, data: str) -> None:
+    def discard(self, data: str) -> None:
         self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
@@ -303,13 +307,13 @@ class Folder:
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with self._refused("sweep", ""), gone, self._locked():
+        with self._translate_errors("sweep", ""), gone, self._locked():
             for name in self.names():
-                if not is_data(name) or name == current:
+                if not is_data_folder(name) or name == current:
                     continue
                 path = self._path(name)
                 # The manifest is checked last, because the folder may have been published since the listing.
-                if _abandoned(path) and not may_name(self.read(MANIFEST), name):
+                if _is_abandoned(path) and not may_reference_data(self.read(MANIFEST), name):
                     shutil.rmtree(path, ignore_errors=True)
                     log(self.url, name)
                 else:
@@ -324,7 +328,7 @@ class Folder:
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer."""
-        if _abandoned(self._path(data)):
+        if _is_abandoned(self._path(data)):
             self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
         for name in self.child(data).names():
@@ -342,7 +346,7 @@ class Folder:
                 folders.add(folder)
                 folder = os.path.dirname(folder)
         # Concurrently, because a journal then commits them together.
-        All([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
+        JoinedWork([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         """Includes the folders above, because any of them may be new."""
@@ -365,14 +369,14 @@ class Folder:
 
     # As a directory of checkpoints ------------------------------------------------------------------------
 
-    def anchored(self) -> Self:
+    def absolute(self) -> Self:
         return replace(self, url=self.folder)
 
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)
 
     def names(self) -> list[str]:
-        with self._refused("list", ""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with self._translate_errors("list", ""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self.folder))
         return []
 
@@ -382,15 +386,15 @@ class Folder:
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", folder=self._path(name))
 
-    def known_as(self, url: str) -> Self:
+    def with_url(self, url: str) -> Self:
         return replace(self, url=url)
 
-    def made(self, name: str) -> Self:
-        with self._refused("create", name):
+    def create_child(self, name: str) -> Self:
+        with self._translate_errors("create", name):
             os.makedirs(self._path(name), exist_ok=True)
         return self.child(name)
 
-    def above(self) -> tuple[Self, str] | None:
+    def parent_and_name(self) -> tuple[Self, str] | None:
         folder, name = os.path.split(self.folder)
         return (replace(self, url=folder, folder=folder), name) if name else None
 
@@ -402,7 +406,7 @@ class Folder:
 
     def rename(self, name: str, to: str) -> None:
         """Rename a folder below this one atomically. Does nothing if it does not exist."""
-        with self._refused("move", name), contextlib.suppress(FileNotFoundError):
+        with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
             os.makedirs(os.path.dirname(self._path(to)), exist_ok=True)
             os.rename(self._path(name), self._path(to))
 
@@ -414,8 +418,8 @@ class Folder:
     def _path(self, *names: str) -> str:
         return os.path.join(self.folder, *names)
 
-    def _refused(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
-        return system_errors(f"cannot {verb} {self.url}/{key}")
+    def _translate_errors(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
+        return translate_os_errors(f"cannot {verb} {self.url}/{key}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,20 +431,20 @@ class _TensorFileReader(ArrayReader):
     stack: Stack
     stored: Mapping[str, tuple[int, str]]
     array: TensorReader
-    known: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
+    checked: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
 
     def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
         for box, _ in wanted:
             for index, _, _ in indexed_objects_of(self.stack, box):
-                if index not in self.known:
-                    self._require(index)
-                    self.known.add(index)
+                if index not in self.checked:
+                    self._require_intact(index)
+                    self.checked.add(index)
         return self.array.read(wanted)
 
-    def _require(self, index: tuple[int, ...]) -> None:
+    def _require_intact(self, index: tuple[int, ...]) -> None:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"
         length, digest = self.stored["/".join(map(str, index))]
-        problem = self.files.misfits({key: length}).get(key)
+        problem = self.files.check_lengths({key: length}).get(key)
         if not problem and self.files.digest(key, self.stack)[1] != digest:
             problem = "does not hold the data that was saved there"
         if problem:
@@ -458,10 +462,10 @@ class _TensorFileWriter:
 
     def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        return Then(begin_write(self.array, pieces), functools.partial(self._written, key))
+        return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key))
 
     def _written(self, key: str, pending: Pending) -> tuple[int, str]:
-        with storage_errors(f"cannot write {self.files.url}/{key}"):
+        with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
             pending.result()
         return self.files.digest(key, self.stack)
 
@@ -472,7 +476,7 @@ def _kind(mode: int) -> str:
 
 def sync_path(path: str) -> None:
     """Make a file durable, or the names in a folder. Raises StorageError."""
-    with system_errors(f"cannot sync {path}"):
+    with translate_os_errors(f"cannot sync {path}"):
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -480,7 +484,7 @@ def sync_path(path: str) -> None:
             os.close(handle)
 
 
-def _abandoned(path: str) -> bool:
+def _is_abandoned(path: str) -> bool:
     """Whether the writer of a data folder is known to be dead."""
     try:
         handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only files that are open for writing

@@ -25,7 +25,7 @@ from collections.abc import Collection, Generator
 
 from jaxckpt._runtime.errors import NotACheckpointError, StorageError
 from jaxckpt._runtime.options import require_seconds
-from jaxckpt._runtime.threads import Latch, start_thread, uninterrupted
+from jaxckpt._runtime.threads import Latch, run_uninterrupted, start_thread
 from jaxckpt._storage.steps import RUN, is_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 
@@ -48,55 +48,62 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
 
     Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
     """
-    term_seconds, holding = require_seconds(term_seconds, "term_seconds"), os.getpid()
+    term_seconds, holder_pid = require_seconds(term_seconds, "term_seconds"), os.getpid()
     name, folder = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}", run.child(RUN)
-    stop, writing, holder = Latch(), threading.Lock(), Latch()
+    stop, write_lock, lifetime_token = Latch(), threading.Lock(), Latch()
     try:
         try:
-            run.made(RUN).put(name, _note(term_seconds, 0))
+            run.create_child(RUN).put(name, _encode_lease(term_seconds, 0))
         except StorageError as error:
             raise StorageError(
                 error.errno,
                 f"cannot hold step {step} of {run.url}: a lease is a file in {run.url}/{RUN}, and writing it failed"
                 f" ({error.strerror}). Get permission to write there, or read without holding the step",
             ) from error
-        alive = weakref.ref(holder)
-        start_thread(functools.partial(_renew, folder, name, term_seconds, stop, writing, alive), "jaxckpt-lease")
-        _require_spared(run, folder, step)
+        token_ref = weakref.ref(lifetime_token)
+        start_thread(
+            functools.partial(_renew, folder, name, term_seconds, stop, write_lock, token_ref), "jaxckpt-lease"
+        )
+        _require_not_deleted(run, folder, step)
         yield
     finally:
-        if os.getpid() == holding:  # a forked process does not hold the lease
-            uninterrupted(functools.partial(_release, folder, name, stop, writing))
+        if os.getpid() == holder_pid:  # a forked process does not hold the lease
+            run_uninterrupted(functools.partial(_release, folder, name, stop, write_lock))
 
 
 def _renew(
-    folder: Store, name: str, term_seconds: float, stop: Latch, writing: threading.Lock, alive: weakref.ref[Latch]
+    folder: Store,
+    name: str,
+    term_seconds: float,
+    stop: Latch,
+    write_lock: threading.Lock,
+    token_ref: weakref.ref[Latch],
 ) -> None:
     """Renew a lease until it is released. If an interrupt ended its holder before that, release it here."""
     beats = 0
     while not stop.wait(term_seconds / _RENEWALS):
-        if alive() is None:
-            _release(folder, name, stop, writing)
+        if token_ref() is None:
+            _release(folder, name, stop, write_lock)
             return
         beats += 1
         try:
-            with writing:
+            with write_lock:
                 if not stop.is_set:
-                    folder.put(name, _note(term_seconds, beats))
+                    folder.put(name, _encode_lease(term_seconds, beats))
         except StorageError as error:
             _log.warning("a lease could not be renewed and will expire unless a later attempt succeeds: %s", error)
 
 
-def _release(folder: Store, name: str, stop: Latch, writing: threading.Lock) -> None:
+def _release(folder: Store, name: str, stop: Latch, write_lock: threading.Lock) -> None:
     stop.set()
-    taken = writing.acquire(timeout=_DELETION_SECONDS)  # otherwise a running write would recreate the file
+    taken = write_lock.acquire(timeout=_DELETION_SECONDS)  # otherwise a running write would recreate the file
     with contextlib.suppress(StorageError):  # a lease that cannot be removed expires
         folder.remove(name)
     if taken:
-        writing.release()
+        write_lock.release()
 
 
-def _note(term_seconds: float, beats: int) -> bytes:
+def _encode_lease(term_seconds: float, beats: int) -> bytes:
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
     return json.dumps(holder).encode()
 
@@ -109,12 +116,12 @@ def _term(note: bytes) -> float:
         return TERM_SECONDS
 
 
-def _leased(name: str) -> str:
+def _leased_step_name(name: str) -> str:
     """The name of the step that a lease holds."""
     return name.removeprefix(_LEASE).partition("-")[0]
 
 
-def _require_spared(run: Store, folder: Store, step: int) -> None:
+def _require_not_deleted(run: Store, folder: Store, step: int) -> None:
     """Raise unless a step is published, and any process that deletes it has seen the lease."""
     deadline = time.monotonic() + _DELETION_SECONDS
     while True:
@@ -142,30 +149,30 @@ class Leases:
         """How long to wait before checking the leases again."""
 
     @contextlib.contextmanager
-    def condemned(self, steps: Collection[int]) -> Generator[set[int]]:
+    def mark_for_deletion(self, steps: Collection[int]) -> Generator[set[int]]:
         """Prevent readers from acquiring steps while the block deletes them. Yields the steps that are already held."""
         if not steps:
             yield set()
             return
-        folder = self._run.made(RUN)
+        folder = self._run.create_child(RUN)
         marks = [f"{_DELETING}{step_name(step)}" for step in steps]
         try:
             for mark in marks:
                 folder.put(mark, b"{}")
-            yield self._held() & {*steps}
+            yield self._held_steps() & {*steps}
         finally:
             for mark in marks:
                 folder.remove(mark)
 
-    def clear(self, names: Collection[str]) -> None:
+    def remove_stale_marks(self, names: Collection[str]) -> None:
         """Remove marks, among these names, that a process left when it was killed while it deleted steps."""
         for name in names:
             if name.startswith(_DELETING):
                 self._folder.remove(name)
 
-    def _held(self) -> set[int]:
+    def _held_steps(self) -> set[int]:
         """The steps with a lease that has not expired; expired leases are removed."""
-        names = [name for name in self._folder.names() if name.startswith(_LEASE) and is_step(_leased(name))]
+        names = [name for name in self._folder.names() if name.startswith(_LEASE) and is_step(_leased_step_name(name))]
         before, self._seen = self._seen, {}
         self.poll_seconds = TERM_SECONDS / _RENEWALS
         held = set[int]()
@@ -180,5 +187,5 @@ class Leases:
                 continue
             self._seen[name] = (note, since)
             self.poll_seconds = min(self.poll_seconds, _term(note) / _RENEWALS)
-            held.add(int(_leased(name)))
+            held.add(int(_leased_step_name(name)))
         return held

@@ -8,8 +8,9 @@ import stat
 from jaxckpt._storage.files import make_folders
 
 
-def link(old: str, new: str, below: str, length: int, *, sync: bool) -> bool:
-    """Give the file `old` of `length` bytes a second name, `new`. Creates missing folders below the folder `below`.
+def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> bool:
+    """Give the file `old` of `length` bytes a second name, `new`. Creates missing folders below the folder
+    `base_folder`.
 
     Returns False, and creates nothing, if the file is missing or has another length, or the file system refuses the
     link: across devices, for files of other users, or beyond its limit of links. With `sync` the file's data is made
@@ -22,7 +23,7 @@ def link(old: str, new: str, below: str, length: int, *, sync: bool) -> bool:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-        _link(old, new, below)
+        _link(old, new, base_folder)
         # Checked by its new name, because the old name may refer to another file by now.
         found = os.lstat(new)
         if stat.S_ISREG(found.st_mode) and found.st_size == length:
@@ -33,11 +34,11 @@ def link(old: str, new: str, below: str, length: int, *, sync: bool) -> bool:
     return False
 
 
-def _link(old: str, new: str, below: str) -> None:
+def _link(old: str, new: str, base_folder: str) -> None:
     try:
         os.link(old, new, follow_symlinks=False)
     except FileNotFoundError:
-        make_folders(new, below)
+        make_folders(new, base_folder)
         os.link(old, new, follow_symlinks=False)
     except FileExistsError:  # NFS may execute a call twice
         if not os.path.samestat(os.lstat(old), os.lstat(new)):

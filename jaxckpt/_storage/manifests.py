@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxckpt._format.checks import SHOWN
-from jaxckpt._format.manifest import decode, decode_state, state_name
-from jaxckpt._format.names import MANIFEST, is_data
+from jaxckpt._format.checks import MAX_PROBLEM_CHARACTERS
+from jaxckpt._format.manifest import decode, decode_state, state_file_name
+from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._format.records import Manifest
 from jaxckpt._runtime.errors import DataError, ManifestError, NotACheckpointError, StorageError
 from jaxckpt._storage.store import Store
@@ -19,7 +19,7 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
     """The state of each process that saved, or of some of them, in process order. Raises DataError."""
     states: list[dict[str, Any]] = []
     numbers = range(len(manifest.process_states)) if processes is None else processes
-    keys = [f"{manifest.data}/{state_name(process)}" for process in numbers]
+    keys = [f"{manifest.data_folder}/{state_file_name(process)}" for process in numbers]
     for process, key, content in zip(numbers, keys, store.read_all(keys), strict=True):
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
@@ -28,7 +28,7 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
         try:
             states.append(decode_state(content))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:SHOWN]}") from error
+            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
     return states
 
 
@@ -39,7 +39,7 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
     """
     content = store.read(MANIFEST)
     if content is None:
-        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_why_not(store)}")
+        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
             f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
@@ -48,7 +48,7 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
     return decode(content, store.url), content
 
 
-def _why_not(store: Store) -> str:
+def _missing_reason(store: Store) -> str:
     """The reason why a path without a manifest is not a checkpoint, for the error."""
     if store.is_file():
         return "it is a file, not a folder"
@@ -58,7 +58,7 @@ def _why_not(store: Store) -> str:
         if error.errno not in (errno.ENOTSUP, errno.EACCES):
             raise
         return f"it has no manifest.json ({error})"  # some stores, such as HTTP, can be read but not listed
-    if any(map(is_data, names)):
+    if any(map(is_data_folder, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published]
     if inside:

@@ -63,7 +63,7 @@ class Objects(Protocol):
 
     # Objects as bytes
 
-    links: bool
+    can_link: bool
     """Whether an object of another checkpoint can be linked into this one without a copy."""
 
     def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
@@ -71,11 +71,11 @@ class Objects(Protocol):
         was possible. With `sync` its data is made durable first."""
         ...
 
-    def misfits(self, lengths: Mapping[str, int]) -> dict[str, str]:
+    def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """The problems of objects of these lengths that can be found without reading them completely."""
         ...
 
-    def ranges(self, key: str) -> contextlib.AbstractContextManager[ReadRange]:
+    def range_reader(self, key: str) -> contextlib.AbstractContextManager[ReadRange]:
         """A function that reads ranges of an object. It raises DataError if the object is too short."""
         ...
 
@@ -102,6 +102,6 @@ class ArrayReader(abc.ABC):
         """Start to read boxes, each into an array of its shape. Neighboring boxes are read together."""
         ...
 
-    def held_bytes(self, boxes: Sequence[Box]) -> int:
+    def buffered_bytes(self, boxes: Sequence[Box]) -> int:
         """Bytes of memory, in addition to the arrays, that a read of these boxes needs until all results arrive."""
         return 0

@@ -10,8 +10,8 @@ import msgspec
 
 from jaxckpt._format.manifest import decode
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._format.paths import closest
-from jaxckpt._format.records import LARGEST
+from jaxckpt._format.paths import closest_hint
+from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import require_whole_number
 from jaxckpt._storage.store import Store
@@ -32,7 +32,7 @@ Mode = Literal["min", "max"]
 
 def require_step(step: object) -> int:
     """The number of a step as a plain int. Raises InputError for anything else."""
-    return require_whole_number(step, "step", least=0, most=LARGEST)
+    return require_whole_number(step, "step", minimum=0, maximum=MAX_INTEGER)
 
 
 def step_name(step: int) -> str:
@@ -43,7 +43,7 @@ def step_name(step: int) -> str:
 def is_step(name: str) -> bool:
     """Whether a step's folder can have this name."""
     # A number with more digits could exceed the largest step and would then always be the newest.
-    return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= LARGEST
+    return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= MAX_INTEGER
 
 
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:
@@ -74,7 +74,7 @@ def pins(run: Store) -> dict[str, int]:
 # Paths ----------------------------------------------------------------------------------------------------
 
 
-def step_meant(store: Store) -> Store | None:
+def resolve_step(store: Store) -> Store | None:
     """The step that a path refers to if it is not a checkpoint itself: the newest of a run, or the step of `run@name`.
 
     None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError.
@@ -89,16 +89,16 @@ def step_meant(store: Store) -> Store | None:
         published, _ = step_folders(run)
     except StorageError:  # listing is not possible, for example over HTTP or without permission
         return None
-    return run.child(step_name(_named(run, name, published))) if published else None
+    return run.child(step_name(_resolve_name(run, name, published))) if published else None
 
 
 def run_and_name(store: Store) -> tuple[Store, str] | None:
     """The run and the name in a path such as "run@best"; None for any other path."""
-    above = store.above()
+    above = store.parent_and_name()
     base, separator, name = above[1].rpartition("@") if above else ("", "", "")
     if above is None or not base or not separator:
         return None
-    return above[0].child(base).known_as(store.url.removesuffix(f"@{name}")), name
+    return above[0].child(base).with_url(store.url.removesuffix(f"@{name}")), name
 
 
 def steps_of(store: Store) -> list[Store] | None:
@@ -110,7 +110,7 @@ def steps_of(store: Store) -> list[Store] | None:
     return [store.child(step_name(step)) for step in published] or None
 
 
-def _named(run: Store, name: str, published: list[int]) -> int:
+def _resolve_name(run: Store, name: str, published: list[int]) -> int:
     """The step of a run with a name. Raises InputError, NotACheckpointError."""
     if name.isdecimal() and name.isascii():
         if (step := int(name)) not in published:
@@ -126,7 +126,7 @@ def _named(run: Store, name: str, published: list[int]) -> int:
         return known[name]
     raise InputError(
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
-        f" {', '.join(('latest', 'best', *known))}{closest(name, ('latest', 'best', *known))}"
+        f" {', '.join(('latest', 'best', *known))}{closest_hint(name, ('latest', 'best', *known))}"
     )
 
 

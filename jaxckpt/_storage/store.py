@@ -6,18 +6,18 @@ import os
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxckpt._format.names import MANIFEST, WRITER, may_name
+from jaxckpt._format.names import MANIFEST, WRITER, may_reference_data
+from jaxckpt._storage.child_folders import ChildFolders
 from jaxckpt._storage.claims import Claims
-from jaxckpt._storage.child_folders import Folders
 from jaxckpt._storage.objects import Objects
 
 
-class Store(Objects, Claims, Folders, Protocol):
+class Store(Objects, Claims, ChildFolders, Protocol):
     """The common interface of `Folder` (file systems) and `Bucket` (object stores)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class DataClaim:
     """The claim of a save on its data folder."""
 
     store: Store
@@ -29,10 +29,10 @@ class Writer:
     def release(self, *, keep: bool) -> None:
         """Release the claim. Without `keep`, also delete the data, unless it may still be published."""
         try:
-            if keep or may_name(self.store.read(MANIFEST), self.data):
+            if keep or may_reference_data(self.store.read(MANIFEST), self.data):
                 self.store.remove(f"{self.data}/{WRITER}")
             else:
-                self.store.give_up(self.data)
+                self.store.discard(self.data)
         finally:
             if self.handle is not None:
                 os.close(self.handle)

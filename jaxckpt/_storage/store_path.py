@@ -28,7 +28,7 @@ def store_at(path: Path, options: Options) -> Store:
 
 def run_at(path: Path, options: Options) -> Store:
     """The store of a run's directory, which need not exist yet. Raises InputError."""
-    run = store_at(path, options).anchored()
+    run = store_at(path, options).absolute()
     if run.is_file():
         raise InputError(f"{run.url} is a file; give the directory of a Checkpointer, which holds steps")
     return run

@@ -16,7 +16,7 @@ from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, StorageError
-from jaxckpt._storage.errors import readable, storage_errors
+from jaxckpt._storage.errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 
 # One parent context, so that memory:// paths refer to the same memory in every call.
@@ -43,7 +43,7 @@ def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStor
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
-    with storage_errors(f"cannot open the array {stack.name}", reading=True):
+    with translate_tensorstore_errors(f"cannot open the array {stack.name}", reading=True):
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
@@ -95,7 +95,7 @@ class ArrayFolder:
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
         """Several small values, None for missing ones. Raises DataError, StorageError."""
-        with storage_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
+        with translate_tensorstore_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
             folder = ts.KvStore.open(self._spec(), context=self.context).result()
             results = [pending.result() for pending in [folder.read(key) for key in keys]]
         return [None if result.state == "missing" else bytes(result.value) for result in results]
@@ -114,4 +114,4 @@ class ArrayFolder:
         try:
             return TensorReader(ts.open(spec, open=True, assume_metadata=True, context=self.context).result())
         except (ValueError, OverflowError) as error:
-            raise DataError(f"the Zarr metadata of {name!r} is damaged: {readable(str(error))}") from error
+            raise DataError(f"the Zarr metadata of {name!r} is damaged: {clean_error_text(str(error))}") from error

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 from jaxckpt._runtime.stalls import Watch
-from jaxckpt._runtime.threads import POLL_SECONDS, Task, ending, start_thread
+from jaxckpt._runtime.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Workers:
             if not self._started:
                 self._start()
         except RuntimeError:
-            if not ending():
+            if not is_shutting_down():
                 raise
             task.run()  # Python 3.12 starts no threads during its shutdown
         else:
@@ -61,13 +61,13 @@ _workers = Workers("jaxckpt-files")
 _waiting = Workers("jaxckpt-rules")
 
 
-def renew_workers() -> None:
+def replace_workers() -> None:
     """Abandon the threads, and start new ones for the next work: after a fork, or if the threads hang."""
     global _workers, _waiting
     _workers, _waiting = Workers("jaxckpt-files"), Workers("jaxckpt-rules")
 
 
-os.register_at_fork(after_in_child=renew_workers)
+os.register_at_fork(after_in_child=replace_workers)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
@@ -80,7 +80,7 @@ def submit_waiting(work: Callable[[], T]) -> Task[T]:
     return _waiting.submit(work)
 
 
-class Aside:
+class StorageThread:
     """Uses storage in another thread, and stops waiting for that thread if no bytes have moved for `seconds`.
 
     with Aside(seconds) as aside:
@@ -99,22 +99,22 @@ class Aside:
     def __exit__(self, *_: object) -> None:
         self._todo.put(None)
 
-    def do(self, what: str, work: Callable[[], T]) -> T:
+    def run(self, what: str, work: Callable[[], T]) -> T:
         """Return or raise what the work does. Raises StorageError, which names `what`, if the work hangs."""
         task = Task(work)
         if not self._started:
             try:
                 start_thread(functools.partial(_run_all, self._todo), "jaxckpt-storage")
             except RuntimeError:
-                if not ending():
+                if not is_shutting_down():
                     raise
                 return work()  # Python 3.12 starts no threads during its shutdown
             self._started = True
         self._todo.put(task)
-        with self._watch.doing(what):
+        with self._watch.operation(what):
             while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
-                if error := self._watch.stalled():
-                    renew_workers()  # these threads may also hang
+                if error := self._watch.stall_error():
+                    replace_workers()  # these threads may also hang
                     raise error
         return task.result()
 
@@ -126,7 +126,7 @@ def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Then:
+class MappedWork:
     """Running work, and the function that computes its result."""
 
     pending: Any
@@ -141,7 +141,7 @@ class Then:
 
 
 @dataclass(frozen=True, slots=True)
-class All:
+class JoinedWork:
     """Several pieces of running work as one."""
 
     works: Sequence[Any]
@@ -162,7 +162,7 @@ class All:
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class ChainedWork:
     """Work that starts further work. Its result is the result of the further work."""
 
     first: Any
@@ -175,7 +175,7 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
+class CompletedWork(Generic[T]):
     """Completed work, and its result."""
 
     value: T

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from command_line import run, run_json
 
 import jaxckpt
-from jaxckpt._cli.arguments import FORMATS, closest_path
+from jaxckpt._cli.arguments import FORMATS, similar_path_hint
 from jaxckpt._cli.main import main
 
 
@@ -52,7 +52,7 @@ def test_a_path_that_does_not_exist(here: Path, command: list[str], hint: str) -
     if hint:
         assert run(*command, code=4).stderr.endswith(f"; {hint}\n")
     else:
-        assert closest_path(command[1]) == ""
+        assert similar_path_hint(command[1]) == ""
 
 
 def test_plan_by_rules(here: Path) -> None:

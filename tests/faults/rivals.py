@@ -17,9 +17,9 @@ import jaxckpt
 
 # The moments of a save at which a saver can stop itself. Each is a function call.
 MOMENTS = {
-    "planning": ("_save.prepare", "_planned"),
-    "looking at the path": ("_save.claim", "_previous"),
-    "making its folder": ("_storage.folder.Folder", "begin"),
+    "planning": ("_save.prepare", "_cached_plan"),
+    "looking at the path": ("_save.claim", "_previous_manifest"),
+    "making its folder": ("_storage.folder.Folder", "begin_save"),
     "making arrays": ("_storage.folder.Folder", "create_array"),
     "writing": ("_storage.files.FileWriter", "write"),
     "syncing its folders": ("_storage.folder.Folder", "sync_folders"),

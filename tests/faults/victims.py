@@ -203,7 +203,7 @@ def save_where_refused(say: Say, path: str, how: str, user: int | None) -> None:
     """Try to save without permission. The error must come before any copy from a device."""
     tree = {"x": jax.numpy.arange(1000.0), "y": np.arange(10)}
     if how != "save_async":  # save_async copies all arrays before it returns
-        _staging.Staged.data = None  # pyright: ignore
+        _staging.StagedObject.data = None  # pyright: ignore
     if user is not None:
         os.setuid(user)
     match how:

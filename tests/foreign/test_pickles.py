@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 
 from jaxckpt._foreign import pickles
-from jaxckpt._foreign.pickle_machine import FOUND_BYTES, Object
+from jaxckpt._foreign.pickle_machine import MIN_LOCATED_BYTES, OpaqueObject
 from jaxckpt._foreign.pickles import as_tree, unpickle
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._restore.source import ForeignArray
@@ -70,7 +70,7 @@ def test_data_comes_back(tmp_path_factory, data: Any, protocol: int, start: int)
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64", "bfloat16", "float8_e4m3fn"])
 def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dtype: str) -> None:
     small = np.arange(6).reshape(2, 3).astype(dtype)
-    large = np.arange(FOUND_BYTES).reshape(2, -1).astype(dtype)
+    large = np.arange(MIN_LOCATED_BYTES).reshape(2, -1).astype(dtype)
     tree = {"small": small, "large": large, "fortran": np.asfortranarray(large), "empty": small[:0], "one": small[0, 0]}
     found = read(tmp_path, pickle.dumps(tree, protocol), start=5)
     for name, array in tree.items():
@@ -80,8 +80,8 @@ def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dt
 
 
 def test_large_bytes_are_not_read(tmp_path: Path) -> None:
-    (found,) = read(tmp_path, pickle.dumps([b"x" * FOUND_BYTES]))
-    assert (found.kind, array_of(found).tobytes()) == ("bytes", b"x" * FOUND_BYTES)
+    (found,) = read(tmp_path, pickle.dumps([b"x" * MIN_LOCATED_BYTES]))
+    assert (found.kind, array_of(found).tobytes()) == ("bytes", b"x" * MIN_LOCATED_BYTES)
 
 
 # Hostile --------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
     for name in value:
         with pytest.raises(DataError, match="leave it out with select="):
             array_of(found[name])
-    assert isinstance(unpickle(str(tmp_path / "x.pkl"))["object"], Object)
+    assert isinstance(unpickle(str(tmp_path / "x.pkl"))["object"], OpaqueObject)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 
 from jaxckpt._foreign import shards
 from jaxckpt._foreign.shards import FileData, Tiled, from_ranks, require_cover, tiled
-from jaxckpt._format.grid import Box, extent, within
-from jaxckpt._restore.source import ForeignArray, Memory
+from jaxckpt._format.grid import Box, extent, slices_within
+from jaxckpt._restore.source import ForeignArray, InMemoryData
 from jaxckpt._runtime.errors import DataError, SpecError
 
 
@@ -73,17 +73,17 @@ def test_a_hole_an_overlap_and_what_lies_outside_are_named(boxes: list[Box], mes
 def test_what_covers_is_put_together() -> None:
     data = np.arange(24, dtype=np.float32).reshape(4, 6)
     boxes = [(rows, columns) for rows in ((0, 1), (1, 4)) for columns in ((0, 2), (2, 3), (3, 6))]
-    block = tiled("w", (4, 6), [(box, Memory(data[tuple(slice(*side) for side in box)])) for box in boxes])
+    block = tiled("w", (4, 6), [(box, InMemoryData(data[tuple(slice(*side) for side in box)])) for box in boxes])
     assert isinstance(block, Tiled)
     for box in itertools.product([(0, 4), (1, 2), (3, 4)], [(0, 6), (1, 5)]):
         target = np.empty(extent(box), np.float32)
         block.read(box, target)
-        np.testing.assert_array_equal(target, data[within(box, ((0, 4), (0, 6)))])
+        np.testing.assert_array_equal(target, data[slices_within(box, ((0, 4), (0, 6)))])
 
 
 def ranks(data: np.ndarray, parts: dict[int, tuple[slice, ...]]) -> dict[int, ForeignArray]:
     return {
-        rank: ForeignArray("float32", data[index].shape, Memory(np.ascontiguousarray(data[index])))
+        rank: ForeignArray("float32", data[index].shape, InMemoryData(np.ascontiguousarray(data[index])))
         for rank, index in parts.items()
     }
 

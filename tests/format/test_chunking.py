@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxckpt import Options
 from jaxckpt._format import chunking
-from jaxckpt._format.chunking import COLUMN_CUTS, GATHERED_BYTES, MIN_CHUNK_BYTES, RUN_BYTES
-from jaxckpt._format.grid import Box, Layout, touched, whole
+from jaxckpt._format.chunking import COLUMN_CUTS, MIN_CHUNK_BYTES, MIN_GATHERED_BYTES, MIN_RUN_BYTES
+from jaxckpt._format.grid import Box, Layout, touched_cells, whole_box
 from jaxckpt._format.stacks import TINY_BYTES, shape_stack
 
 CHUNK_BYTES = Options().chunk_bytes
@@ -89,7 +89,9 @@ def cells(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 def over_read(box: Box, chunk: Sequence[int]) -> float:
     """Elements of the chunks that a box touches, for each one in it."""
-    read = math.prod((stop - start) * side for (start, stop), side in zip(touched(box, chunk), chunk, strict=True))
+    read = math.prod(
+        (stop - start) * side for (start, stop), side in zip(touched_cells(box, chunk), chunk, strict=True)
+    )
     return read / math.prod(stop - start for start, stop in box)
 
 
@@ -108,10 +110,12 @@ def test_one_layer_and_a_range_of_layers_are_read_without_the_others(made: Any, 
         if cell[dim] < 16 and dim != max(range(len(cell) - 1), key=lambda dim: shape[dim]):
             first = data.draw(st.integers(0, cell[dim] - 1))
             last = data.draw(st.integers(first + 1, cell[dim]))
-            box = (*whole(cell[:dim]), (first, last), *whole(cell[dim + 1 :]))
-            short_runs = math.prod(cell[dim + 1 :]) * itemsize < 8 * chunking.LAYER_RUN_BYTES
+            box = (*whole_box(cell[:dim]), (first, last), *whole_box(cell[dim + 1 :]))
+            short_runs = math.prod(cell[dim + 1 :]) * itemsize < 8 * chunking.MIN_LAYER_RUN_BYTES
             assert (
-                over_read(box, chunk) <= over_read(whole(cell), chunk) or size < 8 * MIN_CHUNK_BYTES or (dim and short_runs)
+                over_read(box, chunk) <= over_read(whole_box(cell), chunk)
+                or size < 8 * MIN_CHUNK_BYTES
+                or (dim and short_runs)
             )
 
 
@@ -123,16 +127,16 @@ def test_finer_splits_read_no_more_than_the_bound(made: Any) -> None:
     size = math.prod(chunk) * itemsize
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk) - 1)
     row_bytes = math.prod(n for n, side in zip(cell[row + 1 :], chunk[row + 1 :], strict=True) if side > 1) * itemsize
-    least = MIN_CHUNK_BYTES if in_one_run(cell, chunk) else GATHERED_BYTES
-    padded = over_read(whole(cell), chunk)
+    least = MIN_CHUNK_BYTES if in_one_run(cell, chunk) else MIN_GATHERED_BYTES
+    padded = over_read(whole_box(cell), chunk)
     for dim, length in enumerate(cell):
         for finer in (2, 4, 8):
             if length % finer == 0 and length >= 16:
-                box = (*whole(cell[:dim]), (0, length // finer), *whole(cell[dim + 1 :]))
+                box = (*whole_box(cell[:dim]), (0, length // finer), *whole_box(cell[dim + 1 :]))
                 found = over_read(box, chunk)
                 assert found <= finer * padded, "no reader reads more than the cell"
-                small_layer = math.prod(cell[row:]) * itemsize < COLUMN_CUTS**2 * GATHERED_BYTES
-                whole_row = dim > row and (row_bytes < COLUMN_CUTS * RUN_BYTES or small_layer)
+                small_layer = math.prod(cell[row:]) * itemsize < COLUMN_CUTS**2 * MIN_GATHERED_BYTES
+                whole_row = dim > row and (row_bytes < COLUMN_CUTS * MIN_RUN_BYTES or small_layer)
                 assert found <= 2 * padded or size < 4 * least or whole_row
 
 
@@ -143,9 +147,9 @@ def test_chunks_are_in_place_unless_rows_are_long_or_layers_lie_inside(made: Any
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk) - 1)
     row_bytes = math.prod(cell[row + 1 :]) * itemsize
     inside = any(chunk[dim] < cell[dim] < 16 for dim in range(row + 1, len(cell)))
-    assert in_one_run(cell, chunk) or row_bytes >= COLUMN_CUTS * RUN_BYTES or inside
+    assert in_one_run(cell, chunk) or row_bytes >= COLUMN_CUTS * MIN_RUN_BYTES or inside
     if not in_one_run(cell, chunk):
-        assert math.prod(chunk[row + 1 :]) * itemsize >= min(RUN_BYTES, chunking.LAYER_RUN_BYTES)
+        assert math.prod(chunk[row + 1 :]) * itemsize >= min(MIN_RUN_BYTES, chunking.MIN_LAYER_RUN_BYTES)
 
 
 @given(cells())
@@ -156,9 +160,9 @@ def test_any_box_reads_at_most_a_chunk_more_at_each_border(made: Any) -> None:
     assert math.prod(chunk) * itemsize <= CHUNK_BYTES or max(chunk) == 1
     for dim, length in enumerate(cell):
         start, stop = length // 3, length - length // 3
-        box = (*whole(cell[:dim]), (start, stop), *whole(cell[dim + 1 :]))
+        box = (*whole_box(cell[:dim]), (start, stop), *whole_box(cell[dim + 1 :]))
         most = (stop - start + 2 * (chunk[dim] - 1)) / (stop - start)
-        assert over_read(box, chunk) <= most * over_read(whole(cell), chunk)
+        assert over_read(box, chunk) <= most * over_read(whole_box(cell), chunk)
 
 
 @given(

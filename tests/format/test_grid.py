@@ -47,7 +47,9 @@ def test_within_addresses_a_box_in_an_array_that_holds_just_another(data: st.Dat
     assert inner is not None
     array = np.arange(math.prod(shape)).reshape(shape)
     held = array[tuple(slice(*side) for side in origin)]
-    np.testing.assert_array_equal(held[_grid.within(inner, origin)], array[tuple(slice(*side) for side in inner)])
+    np.testing.assert_array_equal(
+        held[_grid.slices_within(inner, origin)], array[tuple(slice(*side) for side in inner)]
+    )
 
 
 @given(st.data())
@@ -57,7 +59,7 @@ def test_grid_cells_hold_every_element_once(data: st.DataObject) -> None:
     cells = list(_grid.grid_cells(shape, sides))
     assert (strategies.paint(shape, [box for _, box in cells]) == 1).all()
     for index, box in cells:
-        assert _grid.touched(box, sides) == tuple((i, i + 1) for i in index)
+        assert _grid.touched_cells(box, sides) == tuple((i, i + 1) for i in index)
 
 
 @given(st.data())
@@ -66,7 +68,7 @@ def test_touched_names_the_cells_that_a_box_meets(data: st.DataObject) -> None:
     sides = tuple(data.draw(st.integers(1, n)) for n in shape)
     box = data.draw(strategies.boxes(shape))
     met = {index for index, cell in _grid.grid_cells(shape, sides) if _grid.intersection(box, cell) is not None}
-    assert set(itertools.product(*(range(*side) for side in _grid.touched(box, sides)))) == met
+    assert set(itertools.product(*(range(*side) for side in _grid.touched_cells(box, sides)))) == met
 
 
 @given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=4), st.data())
@@ -218,7 +220,7 @@ def test_cut_regions_serve_every_box_whole_and_share_no_chunk(data: st.DataObjec
         np.testing.assert_array_equal(strategies.paint(shape, found), strategies.paint(shape, [box]))
 
     def chunks(box: Box) -> set[tuple[int, ...]]:
-        return set(itertools.product(*(range(*side) for side in _grid.touched(box, chunk))))
+        return set(itertools.product(*(range(*side) for side in _grid.touched_cells(box, chunk))))
 
     read = [index for region, _ in regions for index in chunks(region)]
     assert len(read) == len(set(read)), "a chunk lies in two regions"
@@ -241,8 +243,10 @@ def test_a_box_that_is_cut_down_is_its_parts(data: st.DataObject) -> None:
     parts = list(_grid.cut_down(box, (coarse, chunk), lambda part: _grid.volume(part) <= most))
     assert (strategies.paint(shape, parts) == strategies.paint(shape, [box])).all()
     for part in parts:
-        assert all(last - first == 1 for first, last in _grid.touched(part, coarse)), "in one cell of the first grid"
-        one_chunk = all(last - first == 1 for first, last in _grid.touched(part, chunk))
+        assert all(last - first == 1 for first, last in _grid.touched_cells(part, coarse)), (
+            "in one cell of the first grid"
+        )
+        one_chunk = all(last - first == 1 for first, last in _grid.touched_cells(part, chunk))
         assert one_chunk or _grid.volume(part) <= most
-    chunks = [set(itertools.product(*(range(*side) for side in _grid.touched(part, chunk)))) for part in parts]
+    chunks = [set(itertools.product(*(range(*side) for side in _grid.touched_cells(part, chunk)))) for part in parts]
     assert sum(map(len, chunks)) == len(set().union(*chunks)), "no chunk is in two parts"

@@ -70,15 +70,15 @@ awkward = st.text(st.sampled_from("~/012a"), max_size=4)
 
 @given(st.one_of(st.text(), awkward), st.one_of(st.text(), awkward))
 def test_no_two_keys_are_written_alike_and_none_holds_a_slash(one: str, other: str) -> None:
-    assert (_paths.component(one) == _paths.component(other)) == (one == other)
-    assert "/" not in _paths.component(one)
-    assert _paths.component(one), "'' is the path of the tree itself"
+    assert (_paths.escape_key(one) == _paths.escape_key(other)) == (one == other)
+    assert "/" not in _paths.escape_key(one)
+    assert _paths.escape_key(one), "'' is the path of the tree itself"
 
 
 @given(st.dictionaries(awkward, st.dictionaries(awkward, st.builds(Mark), min_size=1), min_size=1))
 def test_nested_dicts_come_back_from_their_paths(tree: Any) -> None:
     leaves, _ = _tree.flatten(tree)
-    assert _tree.nested({leaf.path: leaf.value for leaf in leaves}) == tree
+    assert _tree.nested_dicts({leaf.path: leaf.value for leaf in leaves}) == tree
 
 
 keys = st.recursive(
@@ -594,7 +594,7 @@ WIDE = [name for name, dtype in _dtypes.DTYPES.items() if dtype.itemsize > 2]
 @given(st.sampled_from(WIDE), st.sampled_from(list(_dtypes.DTYPES)), st.integers(0, 99))
 def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: str, target: str, seed: int) -> None:
     dtype = _dtypes.DTYPES[source]
-    if not _dtypes.lossless(dtype, _dtypes.DTYPES[target]):
+    if not _dtypes.is_lossless(dtype, _dtypes.DTYPES[target]):
         assert source != target
         return
     values = strategies.bits(dtype, (64,), seed)
@@ -620,7 +620,7 @@ def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: s
     ],
 )  # fmt: skip
 def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> None:
-    assert _dtypes.lossless(_dtypes.DTYPES[source], _dtypes.DTYPES[target])
+    assert _dtypes.is_lossless(_dtypes.DTYPES[source], _dtypes.DTYPES[target])
 
 
 # Choosing and renaming ------------------------------------------------------------------------------------
@@ -628,11 +628,11 @@ def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> 
 
 @given(st.lists(st.text(st.characters(exclude_characters="*?["), max_size=5), min_size=1, max_size=4))
 def test_a_plain_path_selects_its_leaf_and_what_is_below_it_alone(parts: list[str]) -> None:
-    path = "/".join(map(_paths.component, parts))
+    path = "/".join(map(_paths.escape_key, parts))
     for head in strategies.neighbours(path):
-        assert _select.selector(head)(path)
-    assert not _select.selector(path)(f"{path}x")
-    assert not _select.selector(f"{path}/x")(path)
+        assert _select.parse_select(head)(path)
+    assert not _select.parse_select(path)(f"{path}x")
+    assert not _select.parse_select(f"{path}/x")(path)
 
 
 @pytest.mark.parametrize(
@@ -657,7 +657,7 @@ def test_a_plain_path_selects_its_leaf_and_what_is_below_it_alone(parts: list[st
     ],
 )
 def test_globs_expressions_and_functions_select(pattern: Any, chosen: set[str]) -> None:
-    selected = _select.selector(pattern)
+    selected = _select.parse_select(pattern)
     assert {path for path in ["params/a.b/w", "params/a.b/b", "params/axb/w", "step"] if selected(path)} == chosen
 
 
@@ -675,7 +675,7 @@ def test_globs_expressions_and_functions_select(pattern: Any, chosen: set[str]) 
 )
 def test_renames_move_leaves_and_containers(rename: Any, path: str, expected: str) -> None:
     others = {"a/0", "a/b/0"} - {path}  # each name of the mapping must be there
-    assert _select.renamed(rename, [path, *others])[0] == expected
+    assert _select.rename_paths(rename, [path, *others])[0] == expected
 
 
 PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
@@ -683,8 +683,8 @@ PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
 
 @given(st.dictionaries(st.one_of(st.just(""), PATHS), st.one_of(st.just(""), PATHS), max_size=4), PATHS)
 def test_origins_are_what_a_rename_takes_to_a_path(rename: dict[str, str], path: str) -> None:
-    assert path in (_select.origins(rename, _select._moved(rename, path)) or [])
-    assert all(_select._moved(rename, old) == path for old in _select.origins(rename, path) or [])
+    assert path in (_select.origins(rename, _select._rename_path(rename, path)) or [])
+    assert all(_select._rename_path(rename, old) == path for old in _select.origins(rename, path) or [])
     assert _select.origins(str.upper, path) is None
 
 
@@ -693,23 +693,23 @@ def test_origins_are_what_a_rename_takes_to_a_path(rename: dict[str, str], path:
     st.lists(st.one_of(PATHS, st.sampled_from(["**", "*", "*/b", "a/?"])), min_size=1, max_size=3),
 )
 def test_each_entry_of_a_select_must_match(paths: list[str], select: list[str]) -> None:
-    tests = [_select.selector(entry) for entry in select]
+    tests = [_select.parse_select(entry) for entry in select]
     unused = [entry for entry, test in zip(select, tests, strict=True) if not any(map(test, paths))]
     if unused:
         with pytest.raises(TreeError, match=re.escape(f"{unused[0]!r} matches none of the {len(paths)} lea")):
-            _select.selector(select).choose(paths)
+            _select.parse_select(select).choose(paths)
     else:
-        assert _select.selector(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
+        assert _select.parse_select(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
 
 
 def test_renamed_leaves_make_nested_dicts_unless_one_lies_below_another() -> None:
-    assert _tree.nested({"a/b~1c": 1, "a/~0": 2}) == {"a": {"b/c": 1, "~": 2}}
-    assert _tree.nested({"": 1}) == 1
+    assert _tree.nested_dicts({"a/b~1c": 1, "a/~0": 2}) == {"a": {"b/c": 1, "~": 2}}
+    assert _tree.nested_dicts({"": 1}) == 1
     for clash in ({"a": 1, "a/b": 2}, {"a/b": 2, "a": 1}):
         with pytest.raises(TreeError, match="after rename"):
-            _tree.nested(clash)
+            _tree.nested_dicts(clash)
 
 
 def test_a_path_that_was_mistyped_is_answered_with_near_ones() -> None:
-    assert _paths.closest("params/kernal", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
-    assert _paths.closest("zzz", ["params/kernel"]) == ""
+    assert _paths.closest_hint("params/kernal", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
+    assert _paths.closest_hint("zzz", ["params/kernel"]) == ""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxckpt._format.values import KINDS, NUMBERS, PYTHON, decode_value, encode_value
+from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS, decode_value, encode_value
 
 VALUES = [True, 7, -(1 << 70), 0.1, float("inf"), 1 - 2j, "text", "", b"\0bytes"]
 
@@ -15,7 +15,7 @@ VALUES = [True, 7, -(1 << 70), 0.1, float("inf"), 1 - 2j, "text", "", b"\0bytes"
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_comes_back_from_its_text(value: Any) -> None:
     kind, text = encode_value(value) or ("", "")
-    assert kind == type(value).__name__ == PYTHON[type(value)]
+    assert kind == type(value).__name__ == PYTHON_KINDS[type(value)]
     assert repr(decode_value(kind, text)) == repr(value)
 
 
@@ -37,7 +37,7 @@ def test_what_is_stored_as_an_array_comes_back_as_its_kind() -> None:
     stored = {"str": np.frombuffer("é".encode(), np.uint8), "bytes": np.frombuffer(b"ab", np.uint8)}
     assert KINDS["str"].from_array(stored["str"]) == "é"
     assert KINDS["bytes"].from_array(stored["bytes"]) == b"ab"
-    for kind in NUMBERS:
+    for kind in NUMBER_KINDS:
         assert type(KINDS[kind].from_array(np.asarray(1))) is KINDS[kind].type
     assert isinstance(KINDS["numpy_scalar"].from_array(np.asarray(1)), np.generic)
     assert [name for name, kind in KINDS.items() if kind.on_devices] == ["jax", "key"]

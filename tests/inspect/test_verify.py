@@ -229,8 +229,8 @@ def test_it_stops_soon_when_interrupted(tmp_path: Path, monkeypatch: pytest.Monk
     """Of many objects: a Ctrl-C must not wait for all of them."""
     jaxckpt.save(tmp_path / "c", {"w": np.arange(500 * 16)}, options=jaxckpt.Options(chunk_bytes=128, object_bytes=128))
     read: list[str] = []
-    original = Folder.ranges
-    monkeypatch.setattr(Folder, "ranges", lambda self, key: read.append(key) or original(self, key))
+    original = Folder.range_reader
+    monkeypatch.setattr(Folder, "range_reader", lambda self, key: read.append(key) or original(self, key))
 
     def interrupt(_: jaxckpt.Progress) -> None:
         raise KeyboardInterrupt

@@ -109,14 +109,14 @@ def process_0_fails_while_others_write(folder: str) -> None:
 
 
 def exchanged_from_other_devices(folder: str) -> None:
-    lies_in_host_memory = staging.lies_in_host_memory
-    staging.lies_in_host_memory = lambda value: False
+    lies_in_host_memory = staging.is_in_host_memory
+    staging.is_in_host_memory = lambda value: False
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     tree = {"x": jax.make_array_from_callback((8, 8), NamedSharding(mesh, P("a")), lambda index: x[index])}
     pending = jaxckpt.save_async(f"{folder}/c", tree, mesh=mesh, specs=P(None, "a"))
     tree["x"].delete()
     pending.wait(60)
-    staging.lies_in_host_memory = lies_in_host_memory
+    staging.is_in_host_memory = lies_in_host_memory
 
 
 CASES: list[Callable[[str], None]] = [

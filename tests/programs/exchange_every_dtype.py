@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._save.exchange import box_everywhere
+from jaxckpt._save.exchange import replicate_box
 
 SPECS = [P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")]
 BOXES = [((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))]
@@ -34,7 +34,7 @@ for name, dtype in DTYPES.items():
     for spec, box in WAYS.get(name, EVERY_WAY[:1]):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
         with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of these
-            got = box_everywhere(array, box)
+            got = replicate_box(array, box)
         wanted = host[tuple(slice(*side) for side in box)]
         for shard in got.addressable_shards:
             assert shard.data.shape == wanted.shape, (name, spec, box)
@@ -45,8 +45,8 @@ for memory in ("pinned_host", "unpinned_host"):  # programs do not compute with 
     host = np.arange(96, dtype=np.float32).reshape(8, 12)
     sharding = NamedSharding(mesh, P("a", "b"), memory_kind=memory)
     array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-    got = box_everywhere(array, ((1, 7), (3, 9)))
+    got = replicate_box(array, ((1, 7), (3, 9)))
     assert (np.asarray(got.addressable_data(0)) == host[1:7, 3:9]).all(), memory
 scalar = jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(-0.0))
-assert np.signbit(np.asarray(box_everywhere(scalar, ()).addressable_data(0)))
+assert np.signbit(np.asarray(replicate_box(scalar, ()).addressable_data(0)))
 print(compared)

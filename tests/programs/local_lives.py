@@ -44,7 +44,7 @@ SPECS = {
 SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "replicated": (77,)}
 
 PHASES: dict[str, tuple[str, int]] = {
-    "sweeping": ("_steps.local.Local._clear", 1),
+    "sweeping": ("_steps.local.LocalTier._delete_other_steps", 1),
     "before the exchange": ("_save.save.claim_own", 1),
     "writing": ("_storage.files.FileWriter.write", 1),
     "before the barrier": ("_save.save.publish_own", 1),

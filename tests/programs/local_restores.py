@@ -41,24 +41,24 @@ class Lines(logging.Handler):
 
 logging.getLogger("jaxckpt").addHandler(Lines())
 logging.getLogger("jaxckpt").setLevel(logging.INFO)
-arrivals: list[passing.Arrivals] = []
+arrivals: list[passing.PeerReads] = []
 fault = ""
 
 
-class Counted(passing.Arrivals):
+class Counted(passing.PeerReads):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         arrivals.append(self)
 
     def _next(self) -> None:
-        if fault and process_id == 1 and self._passed == 1:
+        if fault and process_id == 1 and self._n_rounds_done == 1:
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("in the middle")
-        super()._next()
+        super()._run_next_round()
 
 
-placing.Arrivals = Counted
+placing.PeerReads = Counted
 devices = np.array(jax.devices())
 line, square = Mesh(devices, ("data",)), Mesh(devices.reshape(-1, 2), ("data", "model"))
 LAYOUTS: dict[str, tuple[Mesh, Any]] = {
@@ -109,15 +109,15 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         n_bytes = sum(counts)
         assert set(tree) == set(target)
         compare(tree, host)
-        number = steps._restored
+        number = steps._restored_step
         found = {
             "step": number,
             "latest": steps.latest_step(),
             "metrics": steps.metrics(number),
             "state": steps.process_state("at", resplit=lambda states, count: states[:count]),
             "read": n_bytes,
-            "got": sum(one.got_bytes for one in arrivals),
-            "passed": sum(one.passed_bytes for one in arrivals),
+            "got": sum(one.received_bytes for one in arrivals),
+            "passed": sum(one.sent_bytes for one in arrivals),
             "lines": [line for line in lines if not line.startswith("INFO restored")],
         }
     return found

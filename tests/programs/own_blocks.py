@@ -10,13 +10,13 @@ from jaxckpt._restore import blocks, placing
 from jaxckpt._save import staging
 
 # CPU devices simulate devices with their own memory.
-staging.lies_in_host_memory = lambda value: False
+staging.is_in_host_memory = lambda value: False
 blocks.has_own_memory = lambda sharding: True
-placing.kept = lambda goal: goal.kind not in ("jax", "key")
+placing.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
 
 calls: list[str] = []
-stacked, place_rows = staging._stacked, placing.place_rows
-staging._stacked = lambda *given: calls.append("stacked") or stacked(*given)
+stacked, place_rows = staging._stage_stacked, placing.place_rows
+staging._stage_stacked = lambda *given: calls.append("stacked") or stacked(*given)
 placing.place_rows = lambda *given: calls.append("split") or place_rows(*given)
 
 path = args[0]  # noqa: F821

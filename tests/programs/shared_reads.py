@@ -23,8 +23,8 @@ from jaxckpt._restore import gathering, placing
 
 jax.config.update("jax_enable_x64", True)
 if args["accelerators"]:  # simulate a TPU slice: devices with their own memory and links
-    placing.kept = lambda goal: not goal.on_devices
-    gathering.links = len
+    placing.can_keep_buffers = lambda goal: not goal.on_devices
+    gathering.n_sending_devices = len
     gathering.needs_whole_job = placing.needs_whole_job = restore_plan.needs_whole_job = lambda: True
 host = jaxckpt.load_numpy(args["path"])
 saved = jaxckpt.open(args["path"])

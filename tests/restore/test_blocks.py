@@ -26,7 +26,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The number of arrays sent to the host and to the devices, with CPU devices treated as accelerators."""
     counts = {"to_host": 0, "to_devices": 0}
-    to_host, place_rows, put = staging._to_host, placing.place_rows, jax.device_put
+    to_host, place_rows, put = staging._start_host_copies, placing.place_rows, jax.device_put
 
     def counted_to_host(arrays: list[Any]) -> list[Any]:
         counts["to_host"] += len(arrays)
@@ -41,10 +41,10 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             inside.setattr(jax, "device_put", counted_put)
             return place_rows(*given)
 
-    monkeypatch.setattr(staging, "lies_in_host_memory", lambda value: False)
-    monkeypatch.setattr(staging, "_to_host", counted_to_host)
+    monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
+    monkeypatch.setattr(staging, "_start_host_copies", counted_to_host)
     monkeypatch.setattr(blocks, "has_own_memory", lambda sharding: True)
-    monkeypatch.setattr(placing, "kept", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(placing, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
     monkeypatch.setattr(placing, "place_rows", counted_place_rows)
     return counts
 

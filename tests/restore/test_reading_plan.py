@@ -22,7 +22,7 @@ from jaxckpt._format.grid import Box
 from jaxckpt._format.layouts import PlannedSharding
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore import plan as _plan
-from jaxckpt._restore.plan import ReadStep, Want
+from jaxckpt._restore.plan import ReadStep, WantedRows
 from jaxckpt._save.plan import ArrayLeaf, plan_save
 
 HOST_BYTES = Options().host_bytes
@@ -32,16 +32,16 @@ HOST_BYTES = Options().host_bytes
 
 
 @st.composite
-def reads(draw: st.DrawFn) -> tuple[list[Stack], list[Want]]:
+def reads(draw: st.DrawFn) -> tuple[list[Stack], list[WantedRows]]:
     """Some rows of some stacks, with several distinct boxes of each; neighbors often want the same boxes."""
     found = draw(st.lists(stacks(), min_size=1, max_size=2))
-    wants: list[Want] = []
+    wants: list[WantedRows] = []
     dtypes = st.sampled_from([None, None, np.dtype("int16"), np.dtype("int64")])
     for number, stack in enumerate(found):
         usual = draw(wanted_boxes(stack.shape))
         edges = sorted(draw(st.sets(st.integers(0, stack.rows), min_size=1)))
         wants += [
-            Want(
+            WantedRows(
                 number,
                 rows,
                 usual if draw(st.booleans()) else draw(wanted_boxes(stack.shape)),
@@ -71,7 +71,7 @@ def carried_out(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tupl
                 for region in step.regions:
                     common = _grid.intersection(region.box, held)
                     if (number, place) in region.serves and common is not None:
-                        buffer[_grid.within(common, held)] = stored[tuple(slice(*side) for side in common)]
+                        buffer[_grid.slices_within(common, held)] = stored[tuple(slice(*side) for side in common)]
                 for offset, row in enumerate(range(*run.rows)):
                     assert (step.stack, row, box) not in filled
                     filled[step.stack, row, box] = buffer[offset]
@@ -82,7 +82,7 @@ host_sizes = st.sampled_from([1, 100, 400, 4000, 1 << 30])
 
 
 @given(reads(), host_sizes)
-def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[Want]], host_bytes: int) -> None:
+def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
     stacks, wants = case
     filled = carried_out(stacks, _plan.plan_read(stacks, wants, host_bytes))
     wanted = {(want.stack, row, box) for want in wants for row in range(*want.rows) for box in want.boxes}
@@ -95,7 +95,7 @@ def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[Want]], 
 
 @given(reads(), host_sizes)
 def test_no_chunk_is_read_twice_nor_one_that_is_not_needed(
-    case: tuple[list[Stack], list[Want]], host_bytes: int
+    case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
     read = collections.Counter(
@@ -120,7 +120,7 @@ def chunk_bytes(stack: Stack, box: Box) -> int:
 
 @given(reads(), host_sizes)
 def test_a_step_is_no_larger_than_asked_unless_one_row_of_chunks_is(
-    case: tuple[list[Stack], list[Want]], host_bytes: int
+    case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
     steps = _plan.plan_read(stacks, wants, host_bytes)
@@ -134,7 +134,7 @@ def test_a_step_is_no_larger_than_asked_unless_one_row_of_chunks_is(
 
 @given(reads(), host_sizes)
 def test_a_read_is_of_a_quarter_of_the_bytes_that_may_be_held_unless_one_chunk_is_more(
-    case: tuple[list[Stack], list[Want]], host_bytes: int
+    case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
     for step in _plan.plan_read(stacks, wants, host_bytes):
@@ -147,7 +147,7 @@ def test_a_read_is_of_a_quarter_of_the_bytes_that_may_be_held_unless_one_chunk_i
 
 
 @given(reads(), host_sizes)
-def test_what_is_parted_is_read_object_by_object(case: tuple[list[Stack], list[Want]], host_bytes: int) -> None:
+def test_what_is_parted_is_read_object_by_object(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
     stacks, wants = case
     for step in _plan.plan_read(stacks, wants, host_bytes):
         if len(step.reads) == 1:
@@ -162,7 +162,7 @@ def test_what_is_parted_is_read_object_by_object(case: tuple[list[Stack], list[W
 
 @given(reads(), host_sizes)
 def test_what_goes_to_devices_has_no_buffer_larger_than_a_read(
-    case: tuple[list[Stack], list[Want]], host_bytes: int
+    case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
     for step in _plan.plan_read(stacks, wants, host_bytes):
@@ -176,7 +176,7 @@ def test_what_goes_to_devices_has_no_buffer_larger_than_a_read(
 
 def test_rows_that_want_the_same_share_a_buffer_and_a_request() -> None:
     stack = Stack("s", "float32", (8,), 6, (2, 8), (6, 8))
-    (step,) = _plan.plan_read([stack], [Want(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
+    (step,) = _plan.plan_read([stack], [WantedRows(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
     assert [run.rows for run in step.runs] == [(0, 6)]
     (read,) = step.reads
     assert [(region.box, region.staged) for region in read.regions] == [(((0, 6), (0, 8)), False)]
@@ -185,7 +185,7 @@ def test_rows_that_want_the_same_share_a_buffer_and_a_request() -> None:
 
 @given(reads(), host_sizes)
 def test_what_serves_one_buffer_is_read_into_it_and_all_else_is_staged(
-    case: tuple[list[Stack], list[Want]], host_bytes: int
+    case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
     for step in _plan.plan_read(stacks, wants, host_bytes):
@@ -200,7 +200,7 @@ def test_what_serves_one_buffer_is_read_into_it_and_all_else_is_staged(
                     staged += _grid.volume(region.box) * 4
                 else:
                     ((_, box),) = region.serves
-                    assert _grid.contains(runs[0].held(box), region.box)
+                    assert _grid.contains(runs[0].buffer_box(box), region.box)
             stored = sum(chunk_bytes(stacks[step.stack], region.box) for region in read.regions)
             cast = any(run.streamed and run.dtype is not None for run in step.runs)
             assert read.held_bytes == stored + staged or (cast and read.held_bytes > stored + staged)
@@ -210,7 +210,7 @@ def test_a_large_leaf_in_other_boxes_is_read_by_whole_objects() -> None:
     """From rows to columns: each object is one request, regardless of the boxes that it covers."""
     stack = Stack("s", "float32", (4096, 4096), 1, (1, 256, 256), (1, 512, 4096))
     columns = tuple(((0, 4096), (512 * i, 512 * (i + 1))) for i in range(8))
-    (step,) = _plan.plan_read([stack], [Want(0, (0, 1), columns)], 32 << 20)
+    (step,) = _plan.plan_read([stack], [WantedRows(0, (0, 1), columns)], 32 << 20)
     assert [len(read.regions) for read in step.reads] == [8] * 8
     for number, read in enumerate(step.reads):
         assert _grid.hull(region.box for region in read.regions) == (
@@ -235,7 +235,7 @@ def test_an_aligned_read_costs_what_it_needs_with_checksums_and_indexes(
     (stack,) = plan.stacks
     cost = _plan.ReadCost()
     for box in _grid.spec_boxes(axes, spec, shape):  # the box that its writer reads again
-        steps = _plan.plan_read(plan.stacks, [Want(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
+        steps = _plan.plan_read(plan.stacks, [WantedRows(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
         cost += _plan.read_cost(plan.stacks, steps, HOST_BYTES)
     needed = 3 * math.prod(shape) * 4
     chunks = sum(len(list(chunks_of(stack, obj))) for _, obj in stack.objects())
@@ -246,7 +246,7 @@ def test_an_aligned_read_costs_what_it_needs_with_checksums_and_indexes(
 
 @given(reads(), host_sizes)
 def test_a_cost_counts_each_chunk_and_the_index_of_each_object(
-    case: tuple[list[Stack], list[Want]], host_bytes: int
+    case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
     steps = _plan.plan_read(stacks, wants, host_bytes)
@@ -280,4 +280,7 @@ def test_objects_of_a_box_are_those_that_it_meets(stack: Stack, data: st.DataObj
 
 def test_nothing_wanted_is_nothing_read() -> None:
     stack = Stack("s", "float32", (0, 3), 2, (1, 1, 3), (2, 1, 3))
-    assert _plan.plan_read([stack], [Want(0, (0, 1), (((0, 0), (0, 3)),)), Want(0, (1, 2), ())], HOST_BYTES) == []
+    assert (
+        _plan.plan_read([stack], [WantedRows(0, (0, 1), (((0, 0), (0, 3)),)), WantedRows(0, (1, 2), ())], HOST_BYTES)
+        == []
+    )

@@ -25,7 +25,7 @@ from strategies import boxes
 import jaxckpt
 from jaxckpt import Rule, Rules
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.tree import nested
+from jaxckpt._format.tree import nested_dicts
 from jaxckpt._restore.source import ArrayData, ForeignArray, compose
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -142,7 +142,7 @@ def test_any_rules_give_what_numpy_computes_and_their_inverse_gives_the_source_b
     rules = Rules([case.rule for case in found])
     folder = Path(tempfile.mkdtemp())
     try:
-        jaxckpt.save(folder / "a", nested(source))
+        jaxckpt.save(folder / "a", nested_dicts(source))
         seen = jaxckpt.open(folder / "a", rename=rules)
         assert set(seen) == set(target)
         for path, leaf in target.items():

@@ -21,8 +21,16 @@ import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Layout, cell_shape, contains, grid_cells
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.plan import Want
-from jaxckpt._restore.sharing import ALIGNED_BYTES, Round, digest, members_of, pieces, plan_rounds, share
+from jaxckpt._restore.plan import WantedRows
+from jaxckpt._restore.sharing import (
+    READ_ALIGNMENT_BYTES,
+    Round,
+    members_of,
+    plan_rounds,
+    share,
+    split_into_transfers,
+    wants_digest,
+)
 
 COUNT = 4
 Sought = list[tuple[int, tuple[int, int], Layout]]
@@ -41,13 +49,13 @@ def jobs(draw: st.DrawFn) -> tuple[list[Stack], Sought]:
     return found, [one for one in sought if one[1][0] < one[1][1]]
 
 
-def wanted_by(process: int, found: list[Stack], sought: Sought) -> list[tuple[Want, Layout]]:
-    wanted: list[tuple[Want, Layout]] = []
+def wanted_by(process: int, found: list[Stack], sought: Sought) -> list[tuple[WantedRows, Layout]]:
+    wanted: list[tuple[WantedRows, Layout]] = []
     for number, rows, layout in sought:
         shape = found[number].shape
         cells = grid_cells(shape, cell_shape(layout, shape))
         boxes = [box for (_, box), holders in zip(cells, layout.holders, strict=True) if process in holders]
-        wanted.append((Want(number, rows, tuple(boxes)), layout))
+        wanted.append((WantedRows(number, rows, tuple(boxes)), layout))
     return wanted
 
 
@@ -56,7 +64,7 @@ def test_each_chunk_is_read_once_and_all_that_is_wanted_arrives(job: tuple[list[
     found, sought = job
     wanted = [wanted_by(process, found, sought) for process in range(COUNT)]
     divided = [share(found, wanted[process], process) for process in range(COUNT)]
-    assert len({digest(one) for one in wanted}) == 1
+    assert len({wants_digest(one) for one in wanted}) == 1
     assert len({tuple(shared) for _, shared in divided}) == 1, "all go through the same communities in the same order"
     planned: dict[tuple[int, ...], list[Round]] = {}
     reads = collections.Counter[tuple[int, tuple[int, ...]]]()
@@ -96,11 +104,11 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_byt
             read = collections.Counter[int]()
             for one in portions:
                 assert one.start == read[one.reader]
-                assert not one.start % ALIGNED_BYTES
+                assert not one.start % READ_ALIGNMENT_BYTES
                 read[one.reader] += one.n_bytes
             assert max(read.values()) <= total / len(members) + largest
             passed: Round = []
-            for piece in pieces(portions, members, max_bytes):
+            for piece in split_into_transfers(portions, members, max_bytes):
                 passed += piece.portions
                 assert set(piece.spans) == {one.reader for one in piece.portions}
                 for reader, (first, end) in piece.spans.items():

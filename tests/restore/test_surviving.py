@@ -22,7 +22,16 @@ from strategies import stacks
 import jaxckpt
 from jaxckpt._format.grid import intersection, volume
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.surviving import ALIGNED_BYTES, Candidate, Request, candidates, hops, missing, requests, server
+from jaxckpt._restore.surviving import (
+    PARCEL_ALIGNMENT_BYTES,
+    Candidate,
+    FileRequest,
+    candidates,
+    choose_sender,
+    missing_files,
+    plan_hops,
+    split_request,
+)
 
 COUNT = 5
 
@@ -46,11 +55,11 @@ def holdings(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], int]:
 @given(holdings(), st.integers(0, COUNT - 1))
 def test_missing_files_are_those_that_no_process_holds(found: tuple[np.ndarray[Any, Any], int], lost: int) -> None:
     held, count = found
-    assert not missing(held, count)
+    assert not missing_files(held, count)
     there = np.unpackbits(held, axis=1, count=count).astype(bool)
     there[lost] = False
     gone = [number for number in range(count) if not there[:, number].any()]
-    assert missing(np.packbits(there, axis=1), count) == gone
+    assert missing_files(np.packbits(there, axis=1), count) == gone
 
 
 @given(holdings(), st.data())
@@ -59,14 +68,14 @@ def test_hops_pass_each_request_once_from_a_holder(
 ) -> None:
     held, count = found
     there = np.unpackbits(held, axis=1, count=count).astype(bool)
-    wanted: list[list[Request]] = []
+    wanted: list[list[FileRequest]] = []
     for process in range(COUNT):
         lacking = [number for number in range(count) if not there[process, number]]
         asked = data.draw(st.lists(st.sampled_from(lacking), unique=True)) if lacking else []
         wanted.append([(number, ((0, 7 * number + 1),)) for number in asked])
     most = data.draw(st.sampled_from([1, 64, 1 << 20]))
-    passed = hops(wanted, held, lambda request: volume(request[1]), most)
-    got: dict[int, list[Request]] = collections.defaultdict(list)
+    passed = plan_hops(wanted, held, lambda request: volume(request[1]), most)
+    got: dict[int, list[FileRequest]] = collections.defaultdict(list)
     for hop in passed:
         assert len({giver for giver, _ in hop}) == len({getter for _, getter in hop}) == len(hop)
         assert len({(getter - giver) % COUNT for giver, getter in hop}) == 1
@@ -74,11 +83,11 @@ def test_hops_pass_each_request_once_from_a_holder(
             end = 0
             for request, start, size in parcel.requests:
                 assert there[giver, request[0]]
-                assert giver == server(request[0], getter, held)
-                assert start == -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+                assert giver == choose_sender(request[0], getter, held)
+                assert start == -(-end // PARCEL_ALIGNMENT_BYTES) * PARCEL_ALIGNMENT_BYTES
                 assert size == volume(request[1])
                 end = start + size
-            assert end <= parcel.n_bytes <= max(most, end + ALIGNED_BYTES)
+            assert end <= parcel.n_bytes <= max(most, end + PARCEL_ALIGNMENT_BYTES)
             assert parcel.n_bytes <= most or len(parcel.requests) == 1
             got[getter] += [request for request, _, _ in parcel.requests]
     assert [sorted(got[process]) for process in range(COUNT)] == [sorted(asked) for asked in wanted]
@@ -92,7 +101,7 @@ def test_requests_cut_a_box_without_a_chunk_in_two(stack: Stack, data: st.DataOb
     edges = [sorted(data.draw(st.lists(st.integers(a, b), min_size=2, max_size=2, unique=True))) for a, b in whole]
     box = tuple((a, b) for a, b in edges)
     most = data.draw(st.sampled_from([1, 100, 1 << 20]))
-    parts = [part for _, part in requests(3, stack, box, most)]
+    parts = [part for _, part in split_request(3, stack, box, most)]
     assert sum(map(volume, parts)) == volume(box)
     assert all(intersection(part, box) == part for part in parts)
     chunk = math.prod(stack.chunk) * stack.itemsize

@@ -56,7 +56,7 @@ def test_lines_go_to_the_log_where_somebody_listens(
 
 
 def test_lines_are_logged_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = _progress._Lines()
+    lines = _progress._LineLogger()
     for second in range(31):
         lines(jaxckpt.Progress("save", second, 30, float(second)))
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["10", "20", "30"]

@@ -73,8 +73,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate(monkeypatch)
     yield made
     made.opened.set()
-    for pending in _background.under_way():
-        _background.give_up(pending)
+    for pending in _background.unreported_saves():
+        _background.await_cleanup(pending)
 
 
 def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
@@ -389,7 +389,7 @@ def similar() -> list[Any]:
     ]
 
 
-def message(tree: Any, recent: _draft.Recent, components: tuple[str, ...] = ()) -> str:
+def message(tree: Any, recent: _draft.DraftCache, components: tuple[str, ...] = ()) -> str:
     draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
     values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
     # repr, because 1, 1.0 and True are equal but not the same
@@ -420,21 +420,21 @@ def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Pat
         checkpoints.save(1, {"bag": bag})
     assert list(jaxckpt.open(checkpoints.path(1))) == ["bag/z", "bag/b"]
     # A node that has not changed is still remembered.
-    recent = _draft.Recent()
+    recent = _draft.DraftCache()
     assert message(bag, recent) == message(bag, recent)
     options = jaxckpt.Options()
-    first, second = (_draft.describe(bag, None, None, options, recent=recent) for _ in range(2))
+    first, second = (_draft.describe(bag, None, None, options, cache=recent) for _ in range(2))
     assert first.records is second.records
 
 
 def test_no_tree_is_taken_for_another() -> None:
     trees = similar()
-    expected = [message(tree, _draft.Recent()) for tree in trees]
-    recent = _draft.Recent()
+    expected = [message(tree, _draft.DraftCache()) for tree in trees]
+    recent = _draft.DraftCache()
     for numbers in (range(len(trees)), reversed(range(len(trees))), [0, 0, 2, 2, 0, 3, 3, 1, 9, 10, 11, 10, 9]):
         for number in numbers:
             assert message(trees[number], recent) == expected[number]
-    assert message(trees[12], recent, ("q",)) == message(trees[12], _draft.Recent(), ("q",))
+    assert message(trees[12], recent, ("q",)) == message(trees[12], _draft.DraftCache(), ("q",))
     assert message(trees[12], recent) == expected[12]
 
 
@@ -591,7 +591,7 @@ def test_what_was_given_just_before_the_feeder_left_is_taken() -> None:
 
     def fed() -> Handover:
         made = Handover(None, None, Watch(60))
-        made._given = Late()
+        made._items = Late()
         made.feed([SimpleNamespace(copied_bytes=0, n=n) for n in range(3)], lambda: None)  # type: ignore[list-item]
         return made
 
@@ -633,7 +633,7 @@ def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) ->
             return info
 
         pending = jaxckpt.PendingSave(str(number), 0, 0.0, Watch(60))
-        _background.hand_over(pending, work, awaited=awaited)
+        _background.submit_save(pending, work, awaited=awaited)
         return pending
 
     first, second, third = (submit(number, awaited=number == 1) for number in range(3))
@@ -643,7 +643,7 @@ def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) ->
     third.wait(60)  # the thread has come across the second save, which another thread runs
     assert [job.pending for job in _background._jobs] == [second]
     gates[1].set()
-    assert _background.give_up(second)
+    assert _background.await_cleanup(second)
     assert second.done
 
 

@@ -37,7 +37,7 @@ def jobs(draw: st.DrawFn) -> tuple[Domains, list[ArrayLeaf]]:
 
 
 def planned(domains: Domains, leaves: list[ArrayLeaf]) -> list[tuple[SavePlan, SavePlan, Copies]]:
-    count = len(domains.of)
+    count = len(domains.by_process)
     plans = [plan_save(leaves, OPTIONS, process, count) for process in range(count)]
     return [(plans[p], *plan_copies(plans[p], domains, p, plans.__getitem__)) for p in range(count)]
 
@@ -53,7 +53,7 @@ def test_every_object_lies_in_as_many_domains_as_asked_for(job: tuple[Domains, l
     everything = {obj for own, _, _ in planned(domains, leaves) for obj in own.objects}
     assert held.keys() == everything
     for processes in held.values():
-        labels = [domains.of[process] for process in processes]
+        labels = [domains.by_process[process] for process in processes]
         assert len(labels) == len(set(labels)) == domains.copies + 1
 
 
@@ -75,7 +75,10 @@ def test_only_what_no_other_domain_holds_by_its_sharding_is_sent(job: tuple[Doma
     replicated = [
         leaf
         for leaf in leaves
-        if all(len({domains.of[process] for process in holders}) > domains.copies for holders in leaf.layout.holders)
+        if all(
+            len({domains.by_process[process] for process in holders}) > domains.copies
+            for holders in leaf.layout.holders
+        )
         # Cells that share some holders may form one object, which only the common holders have completely.
         and all(a == b or set(a).isdisjoint(b) for a, b in itertools.combinations(leaf.layout.holders, 2))
     ]
@@ -113,9 +116,9 @@ def test_too_few_domains_are_an_error() -> None:
 def test_rounds_carry_all_streams(streams: list[int], max_bytes: int) -> None:
     rounds = plan_rounds([((0, 1), (1, 2), (2, 0))], [[n_bytes] for n_bytes in streams], max_bytes)
     for giver, n_bytes in enumerate(streams):
-        room = sum(one.n_bytes for one in rounds if giver in one.givers)
+        room = sum(one.n_bytes for one in rounds if giver in one.senders)
         assert n_bytes <= room
-        assert all(one.givers for one in rounds)
+        assert all(one.senders for one in rounds)
 
 
 def test_a_round_is_filled_up_by_a_few_percent_at_most() -> None:

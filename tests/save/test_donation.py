@@ -98,7 +98,7 @@ def test_steps_that_donate_before_anything_is_written(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     if elsewhere:  # take the path of accelerators; CPU devices have pinned memory too
-        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+        monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     tree = state()
     for number in range(3):
         wanted = values(tree)
@@ -135,9 +135,9 @@ def test_numpy_arrays_overwritten_right_after(tmp_path: Path, gate: threading.Ev
 
 
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+    monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     held, most = 0, 0
-    pieces, landed = _staging._pieces, jaxckpt._save.handover.Handover.landed
+    pieces, landed = _staging._stage_pieces, jaxckpt._save.handover.Handover.landed
 
     def count(*arguments: Any, **named: Any) -> Any:
         nonlocal held, most
@@ -151,8 +151,8 @@ def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.Mo
         held -= one.copied_bytes
         landed(self, one)
 
-    monkeypatch.setattr(_staging, "_pieces", count)
-    monkeypatch.setattr(jaxckpt._save.handover.Handover, "landed", uncount)
+    monkeypatch.setattr(_staging, "_stage_pieces", count)
+    monkeypatch.setattr(jaxckpt._save.handover.Handover, "mark_written", uncount)
     mesh = jax.make_mesh((8,), ("a",))
     x = jax.device_put(np.arange(1 << 22, dtype=np.float32).reshape(64, -1), NamedSharding(mesh, P("a")))
     options = jaxckpt.Options(staging_bytes=4 << 20, object_bytes=1 << 20, host_bytes=16 << 20)
@@ -167,7 +167,7 @@ def test_arrays_offloaded_to_host_memory(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     if elsewhere:
-        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+        monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     x = np.arange(4096.0, dtype=np.float32)
     tree = {"x": jax.device_put(x, NamedSharding(mesh, P("a"), memory_kind="pinned_host"))}
@@ -185,7 +185,7 @@ def test_what_is_saved_is_let_go_of(
 ) -> None:
     """The save releases its inputs early, so that a step that does not donate frees them before the save ends."""
     if elsewhere:
-        monkeypatch.setattr(_staging, "lies_in_host_memory", lambda value: False)
+        monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(np.arange(4096.0, dtype=np.float32), NamedSharding(mesh, P("a")))
     left = weakref.ref(x)

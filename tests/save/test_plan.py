@@ -43,7 +43,7 @@ def plan_all(
 
 
 def shared(plan: SavePlan) -> tuple[object, ...]:
-    return plan.stacks, plan.members, plan.moved, plan.layouts, plan.process_bytes, plan.n_objects
+    return plan.stacks, plan.members, plan.exchanged, plan.layouts, plan.process_bytes, plan.n_objects
 
 
 # Each byte once -------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def test_who_holds_an_element_on_an_odd_mesh_writes_it_once(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_save_plan, "SHARED_BYTES", shared_bytes)
-        patch.setattr(_save_plan, "PACK_BYTES", shared_bytes)
-        patch.setattr(_plan, "PACK_BYTES", shared_bytes)
+        patch.setattr(_save_plan, "PACK_BELOW_BYTES", shared_bytes)
+        patch.setattr(_plan, "PACK_BELOW_BYTES", shared_bytes)
         check_cover(case[0], options, case[1])
 
 
@@ -132,10 +132,10 @@ def test_leaves_of_no_elements_have_a_row_and_no_object() -> None:
 
 def test_leaves_that_are_exchanged_are_kept_apart_from_those_that_are_not() -> None:
     layout = Layout((1,), ((0, 1),))
-    leaves = [ArrayLeaf(n, "float32", (8,), layout, moved=n % 2 == 1) for n in range(6)]
+    leaves = [ArrayLeaf(n, "float32", (8,), layout, is_exchanged=n % 2 == 1) for n in range(6)]
     plan = plan_save(leaves, Options(), 0, 2)
     assert plan.members == ((0, 2, 4), (1, 3, 5))
-    assert plan.moved == (False, True)
+    assert plan.exchanged == (False, True)
 
 
 # Even shares ----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_leaves_that_are_exchanged_are_kept_apart_from_those_that_are_not() -> N
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 200), st.integers(1, 20))
 def test_equal_objects_are_dealt_as_one_by_one_to_the_least_burdened(loads: list[int], count: int, size: int) -> None:
-    (shares,) = _save_plan._fill(np.array([loads]), count, size).tolist()
+    (shares,) = _save_plan._water_fill(np.array([loads]), count, size).tolist()
     one_by_one = list(loads)
     for _ in range(count):
         lowest = min(range(len(loads)), key=lambda column: (one_by_one[column], column))
@@ -248,7 +248,7 @@ def test_small_leaves_are_packed_many_to_an_object(shape: tuple[int, ...]) -> No
     plan = plan_save(leaves, Options(), 0, 1)
     total = 2000 * math.prod(shape) * 4
     assert len(plan.stacks) == 1
-    assert plan.n_objects == math.ceil(total / _plan.PACKED_BYTES)
+    assert plan.n_objects == math.ceil(total / _plan.MAX_PACKED_OBJECT_BYTES)
     assert math.prod(plan.stacks[0].chunk) * 4 <= max(4 * _plan.TINY_BYTES, math.prod(shape) * 4)
 
 

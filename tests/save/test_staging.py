@@ -29,13 +29,13 @@ def stackable(array: np.ndarray[Any, Any], mesh: Mesh) -> dict[str, jax.Array]:
 def stacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The dtypes of the objects that were stacked."""
     seen: list[str] = []
-    stack = _staging._stacked
+    stack = _staging._stage_stacked
 
     def counted(obj: Any, values: Any, dtype: Any) -> Any:
         seen.append(values[0].dtype.name)
         return stack(obj, values, dtype)
 
-    monkeypatch.setattr(_staging, "_stacked", counted)
+    monkeypatch.setattr(_staging, "_stage_stacked", counted)
     return seen
 
 

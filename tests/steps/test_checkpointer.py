@@ -263,8 +263,8 @@ def test_an_older_step_that_is_published_meanwhile_stays(
         if listings == last:
             assert found["00000003"] is False
             with monkeypatch.context() as elsewhere:  # as in another process, where no save is in progress
-                elsewhere.setattr(_coord, "_running", [])
-                elsewhere.setattr(_background, "_writer", None)
+                elsewhere.setattr(_coord, "_running_calls", [])
+                elsewhere.setattr(_background, "_writer_thread", None)
                 jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
         return found
 
@@ -529,7 +529,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
                 stopped = step
                 break
         assert stopped == (1 if fail_fast else 3)
-        checkpoints._last.pending = None  # reported above
+        checkpoints._last_save.pending = None  # reported above
 
 
 def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
@@ -701,7 +701,7 @@ def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("init", [{"w": 1}, None, np.zeros(2)], ids=["dict", "None", "array"])
 def test_what_makes_the_initial_tree_must_be_a_function(tmp_path: Path, init: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match="init must be a function .* found an object of type "):
+        with pytest.raises(jaxckpt.InputError, match=r"init must be a function .* found an object of type "):
             checkpoints.restore_or_init(init)
         assert checkpoints.restore_or_init(lambda: {"w": 1}) == (None, {"w": 1})
 

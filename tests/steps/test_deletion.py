@@ -124,7 +124,7 @@ def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "unpublish", refusing)
         checkpoints.save(2, state(2))
-        checkpoints._last.wait()
+        checkpoints._last_save.wait()
         checkpoints._deletion.wait()
     assert checkpoints.steps() == [0, 2]
     assert checkpoints.restore()["step"] == 2, "a restore is none of its business"
@@ -152,7 +152,7 @@ def test_a_predicate_that_fails_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_pinned_as_its_deletion_begins_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    condemned = Leases.condemned
+    condemned = Leases.mark_for_deletion
 
     def pinned_first(self: Leases, steps: Any) -> Any:
         if steps:
@@ -162,7 +162,7 @@ def test_a_step_that_is_pinned_as_its_deletion_begins_is_kept(tmp_path: Path, mo
     with jaxckpt.Checkpointer(tmp_path, keep_last=1, background=False, options=FAST) as checkpoints:
         checkpoints.save(0, state(0))
         with monkeypatch.context() as patched:
-            patched.setattr(Leases, "condemned", pinned_first)
+            patched.setattr(Leases, "mark_for_deletion", pinned_first)
             checkpoints.save(1, state(1))
         assert checkpoints.steps() == [0, 1]
     assert jaxckpt.open(f"{tmp_path}@paper").step == 0

@@ -228,7 +228,7 @@ def test_a_reader_that_may_not_write_follows_without_leases(
     def refused(store: Folder, name: str) -> Folder:
         raise jaxckpt.StorageError(13, f"cannot create {store.url}/{name}: Permission denied")
 
-    monkeypatch.setattr(Folder, "made", refused)  # root may write anywhere, so simulate this
+    monkeypatch.setattr(Folder, "create_child", refused)  # root may write anywhere, so simulate this
     with caplog.at_level(logging.WARNING, "jaxckpt"):
         assert [(step.number, step.held) for step in jaxckpt.follow(tmp_path)] == [(1, False), (2, False)]
     assert caplog.text.count("read without leases") == 1

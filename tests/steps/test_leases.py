@@ -118,7 +118,7 @@ def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
         reader = threading.Thread(target=read)
         reader.start()
         time.sleep(0.0001 * 2 ** (round_number % 10))  # on a slow machine, the longer delays make both meet
-        with Leases(store).condemned([1]) as spared:
+        with Leases(store).mark_for_deletion([1]) as spared:
             if not spared:
                 store.child("00000001").unpublish(sync=False)
         reader.join()
@@ -134,7 +134,7 @@ def test_a_step_that_is_being_deleted_cannot_be_held(tmp_path: Path, monkeypatch
     checkpoint = jaxckpt.open(f"{tmp_path}@1")
     monkeypatch.setattr(leases, "_DELETION_SECONDS", 0.2)
     store = Folder(str(tmp_path), str(tmp_path))
-    with Leases(store).condemned([1]) as spared:
+    with Leases(store).mark_for_deletion([1]) as spared:
         assert not spared
         with pytest.raises(jaxckpt.NotACheckpointError, match="is being deleted"):
             checkpoint.hold().__enter__()

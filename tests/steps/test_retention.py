@@ -27,7 +27,7 @@ import jaxckpt
 from jaxckpt._format.manifest import encode
 from jaxckpt._format.records import StepRecord
 from jaxckpt._steps.deletion import Deletion
-from jaxckpt._steps.retention import Rules, SavedStep
+from jaxckpt._steps.retention import RetentionPolicy, SavedStep
 from jaxckpt._storage import leases
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store_path import store_at
@@ -119,7 +119,7 @@ def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules:
         for step, (metrics, days) in sorted(steps.items())
     ]
     order = ("keep_last", "keep_every", "keep_best", "keep_for", "keep_if")
-    verdicts = Rules.of(*map(rules.get, order), None).judge(found, NOW)
+    verdicts = RetentionPolicy.of(*map(rules.get, order), None).judge(found, NOW)
     assert [verdict.step for verdict in verdicts] == found
     expected = wanted({step: Kept(*known) for step, known in steps.items()}, rules)
     assert {verdict.step.number for verdict in verdicts if verdict.kept} == expected
@@ -129,8 +129,8 @@ def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules:
 
 def test_a_verdict_says_why() -> None:
     found = [SavedStep(step, NOW, StepRecord(step, {"loss": float(step)})) for step in range(6)]
-    rules = Rules.of(2, 3, [("loss", "min", 2)], None, lambda step, metrics: step == 3, None)
-    assert [verdict.why for verdict in rules.judge(found, NOW)] == [
+    rules = RetentionPolicy.of(2, 3, [("loss", "min", 2)], None, lambda step, metrics: step == 3, None)
+    assert [verdict.why for verdict in rules.decide(found, NOW)] == [
         "keep_every=3, keep_best=('loss', 'min', 2)",
         "keep_best=('loss', 'min', 2)",
         "not kept by keep_last=2, keep_every=3, keep_best=('loss', 'min', 2), keep_if",
@@ -138,26 +138,26 @@ def test_a_verdict_says_why() -> None:
         "keep_last=2",
         "keep_last=2",
     ]
-    assert [verdict.why for verdict in Rules.of(None, 4, None, None, None, None).judge(found, NOW)][-2:] == [
+    assert [verdict.why for verdict in RetentionPolicy.of(None, 4, None, None, None, None).decide(found, NOW)][-2:] == [
         "keep_every=4",
         "the newest",
     ]
-    assert {verdict.why for verdict in Rules().judge(found, NOW)} == {"no rule"}
-    unmeasured = Rules.of(1, None, ("accuracy", "max"), None, None, None).judge(found, NOW)
+    assert {verdict.why for verdict in RetentionPolicy().decide(found, NOW)} == {"no rule"}
+    unmeasured = RetentionPolicy.of(1, None, ("accuracy", "max"), None, None, None).decide(found, NOW)
     assert {verdict.why for verdict in unmeasured} == {
         "keep_best=('accuracy', 'max', 1), while no step has that metric"
     }
-    assert Rules.of(1, None, None, None, None, None).judge([], NOW) == []
+    assert RetentionPolicy.of(1, None, None, None, None, None).decide([], NOW) == []
 
 
 @given(ages=st.lists(st.booleans(), min_size=1, max_size=8), count=st.integers(1, 4))
 def test_subtrees_are_dropped_once_from_all_but_the_newest(ages: list[bool], count: int) -> None:
     found = [SavedStep(n, NOW, StepRecord(n, dropped=["opt"] if gone else [])) for n, gone in enumerate(ages)]
     expected = {n for n, gone in enumerate(ages) if n < len(ages) - count and not gone}
-    verdicts = Rules(components={"opt": count}).judge(found, NOW)
-    assert {verdict.step.number: verdict.drops for verdict in verdicts if verdict.drops} == dict.fromkeys(
-        expected, ("opt",)
-    )
+    verdicts = RetentionPolicy(components={"opt": count}).decide(found, NOW)
+    assert {
+        verdict.step.number: verdict.dropped_subtrees for verdict in verdicts if verdict.dropped_subtrees
+    } == dict.fromkeys(expected, ("opt",))
 
 
 # On a directory --------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Run(RuleBasedStateMachine):
         )
         self.saved_at = self.minutes
         checkpoints._due._clock = lambda: 60 * self.minutes
-        checkpoints._due.saved()
+        checkpoints._due.record_save()
         return checkpoints
 
     def spared(self) -> set[int]:
@@ -223,7 +223,7 @@ class Run(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Apply the rules, here and in the model."""
-        self.checkpoints._deletion._ask()
+        self.checkpoints._deletion._request_pass()
         self.checkpoints.wait()
         self.apply()
 
@@ -319,7 +319,7 @@ class Run(RuleBasedStateMachine):
         self.apply()
 
     def crash(self) -> None:
-        clear = Deletion._clear
+        clear = Deletion._delete_remains
         step = max(self.steps, default=0) + 1
 
         def killed(deletion: Deletion, cleared: int) -> None:
@@ -328,14 +328,14 @@ class Run(RuleBasedStateMachine):
             clear(deletion, cleared)
 
         crashed = self.checkpoints._deletion
-        Deletion._clear = killed
+        Deletion._delete_remains = killed
         try:
             self.save(step, {"loss": 0.0, "accuracy": 0.0}, force=True)
             with contextlib.suppress(Crash):
-                self.checkpoints._last.wait()
+                self.checkpoints._last_save.wait()
                 crashed.wait()
         finally:
-            Deletion._clear = clear
+            Deletion._delete_remains = clear
         self.steps[step] = Kept({"loss": 0.0, "accuracy": 0.0})
         self.apply()
 

@@ -12,7 +12,7 @@ import pytest
 from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
-from jaxckpt._steps.schedule import Due
+from jaxckpt._steps.schedule import SaveSchedule
 
 FAST = jaxckpt.Options(sync=False)
 
@@ -25,7 +25,7 @@ def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
     now = 0.0
     with jaxckpt.Checkpointer(tmp_path, every=100, every_minutes=10, options=FAST) as checkpoints:
         checkpoints._due._clock = lambda: now
-        checkpoints._due.saved()
+        checkpoints._due.record_save()
         saved = list[float]()
         for step in range(1, 151):
             now += 60.0  # a minute for each step
@@ -65,27 +65,27 @@ def test_a_predicate_answers_true_or_false(tmp_path: Path, answer: Any) -> None:
 
 
 def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> None:
-    assert Due(None, None, None, 1).reached(7, None, never)
-    assert not Due(None, 5, None, 1).reached(7, None, never)
-    assert not Due(None, None, lambda step, metrics: False, 1).reached(0, None, never)
+    assert SaveSchedule(None, None, None, 1).is_due(7, None, never)
+    assert not SaveSchedule(None, 5, None, 1).is_due(7, None, never)
+    assert not SaveSchedule(None, None, lambda step, metrics: False, 1).is_due(0, None, never)
 
 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
 def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
     """At most 120 meetings between two saves, and at most one per step. A save is late by at most a sixtieth."""
-    due = Due(None, 10, None, 2)
+    due = SaveSchedule(None, 10, None, 2)
     now, step, meetings, saves = 0.0, 0, 0, list[float]()
     due._clock = lambda: now
-    due._saved = due._met = now
+    due._saved_at = due._met_at = now
     while len(saves) < 3:
-        step += due._next
-        now += due._next * seconds_per_step
+        step += due._steps_to_meeting
+        now += due._steps_to_meeting * seconds_per_step
         meetings += 1
-        found = due._decided(step, None)
-        due._next = due._steps_ahead()
+        found = due._is_due_here(step, None)
+        due._steps_to_meeting = due._plan_next_meeting()
         if found:
             saves.append(now)
-            due.saved()
+            due.record_save()
     between = np.diff([0.0, *saves])
     assert (between >= 600).all()
     assert (between <= 610 + seconds_per_step).all()
@@ -94,16 +94,16 @@ def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
 
 def test_steps_that_become_slow_after_a_fast_start() -> None:
     """The first steps are fast because they are only queued on the devices."""
-    due = Due(None, 10, None, 2)
+    due = SaveSchedule(None, 10, None, 2)
     now = 0.0
     due._clock = lambda: now
-    due._saved = due._met = now
+    due._saved_at = due._met_at = now
     step = 0
-    while not due._decided(step, None):
-        for _ in range(due._next):
+    while not due._is_due_here(step, None):
+        for _ in range(due._steps_to_meeting):
             now += 1e-4 if step < 100 else 5.0
             step += 1
-        due._next = due._steps_ahead()
+        due._steps_to_meeting = due._plan_next_meeting()
     assert now < 620 + 128 * 5.0
 
 

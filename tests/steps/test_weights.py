@@ -48,7 +48,7 @@ def test_a_follower_has_the_bits_of_every_publication(tmp_path: Path) -> None:
         follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
         for step in range(0, 60, 5):
             assert publisher.publish(step, weights(0, step))
-            publisher._steps.wait()
+            publisher._checkpointer.wait()
             found, tree = next(follower)
             assert found == step
             require_bits(tree, step)
@@ -68,11 +68,11 @@ def test_a_follower_that_comes_late_or_is_slow_gets_the_newest(tmp_path: Path) -
     with jaxckpt.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
         slow = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
         publisher.publish(0, weights(0, 0))
-        publisher._steps.wait()
+        publisher._checkpointer.wait()
         assert next(slow)[0] == 0
         for step in range(1, 19):
             publisher.publish(step, weights(0, step))
-        publisher._steps.wait()
+        publisher._checkpointer.wait()
         for follower in (slow, jaxckpt.subscribe(tmp_path, timeout=60)):
             step, tree = next(follower)
             assert step == 18
@@ -92,7 +92,7 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
         follower = jaxckpt.subscribe(tmp_path, mesh=other, timeout=60, poll_seconds=0.01)
         for step in range(3):
             publisher.publish(step, spread(step))
-            publisher._steps.wait()
+            publisher._checkpointer.wait()
             _, tree = next(follower)
             assert tree["w"].sharding == NamedSharding(other, P(None, "b"))
             require_bits(tree, step)
@@ -126,7 +126,7 @@ def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch
         publisher.publish(0, {"w": jnp.ones(3)})
         publisher.publish(1, {"w": jnp.ones(4)})
         publisher.publish(2, {"w": jnp.full(4, 2.0)})
-        publisher._steps.wait()
+        publisher._checkpointer.wait()
         with monkeypatch.context() as patched:
             patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(28, "full")))
             publisher.publish(3, {"w": jnp.full(4, 3.0)})
@@ -189,7 +189,7 @@ def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
 
 def published(publisher: jaxckpt.Publisher, step: int, value: float) -> None:
     publisher.publish(step, {"w": jnp.full(4, float(value))})
-    publisher._steps.wait()
+    publisher._checkpointer.wait()
 
 
 def test_a_directory_that_is_emptied_and_used_again_has_other_weights_of_equal_numbers(tmp_path: Path) -> None:
@@ -211,14 +211,14 @@ def test_a_publication_that_is_interrupted_as_it_is_published_ends_its_chain(
 ) -> None:
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
         published(publisher, 0, 0)
-        save = publisher._steps.save
+        save = publisher._checkpointer.save
 
         def interrupted(*args: Any, **how: Any) -> None:
             save(*args, **how)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(publisher._steps, "save", interrupted)
+            patched.setattr(publisher._checkpointer, "save", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 publisher.publish(1, {"w": jnp.full(4, 1.0)})
         for step in (2, 3):
@@ -245,7 +245,7 @@ def test_leaves_on_different_devices_and_leaves_that_move(tmp_path: Path) -> Non
         follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
         for step, shardings in enumerate(stages):
             publisher.publish(step, [jax.device_put(jnp.full(8, step + 1.0), one) for one in shardings])
-            publisher._steps.wait()
+            publisher._checkpointer.wait()
             found, leaves = next(follower)
             assert [found, *(float(np.asarray(leaf)[-1]) for leaf in leaves)] == [step, step + 1, step + 1]
     previous = [jaxckpt.open(f"{tmp_path}@{number}").metadata["previous"] for number in jaxckpt.steps(tmp_path)]

@@ -18,8 +18,8 @@ from servers import Bucket, Exchange, flipped, status
 import jaxckpt
 from jaxckpt._format.names import SEAL
 from jaxckpt._storage import bucket as _bucket
-from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import store_at
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 
 TREE = {"x": np.arange(1000)}
@@ -39,7 +39,7 @@ def manifest_of(save_id: str) -> bytes:
 def begun(store: Store, previous: bytes | None = None) -> tuple[str, bytes]:
     """A save that has written its data: its folder, and the manifest that it would publish."""
     save_id = uuid.uuid4().hex
-    data = store.begin(save_id, previous).data
+    data = store.begin_save(save_id, previous).data
     store.put(f"{data}/0000/c/0", b"data")
     return data, manifest_of(save_id)
 
@@ -139,11 +139,11 @@ def test_a_restore_leaves_nothing_in_memory(store: Store) -> None:
     memory = ts.KvStore.open({"driver": "memory"}, context=ROOT_CONTEXT).result()
     path = store.url.removeprefix("memory://")
     jaxckpt.save(store.url, {"a": np.arange(5000), "b": np.arange(6000)})
-    opened = _bucket._opened.cache_info().currsize
+    opened = _bucket._open_store.cache_info().currsize
     for _ in range(3):
         jaxckpt.load_numpy(store.url)
     store.child("00000001")
-    assert _bucket._opened.cache_info().currsize == opened, "a store is kept for each call"
+    assert _bucket._open_store.cache_info().currsize == opened, "a store is kept for each call"
     key = next(key for key in memory.list().result() if key.startswith(f"{path}/".encode()) and b"6000/c/" in key)
     content = bytearray(memory.read(key).result().value)
     content[0] ^= 1

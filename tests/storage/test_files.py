@@ -31,11 +31,11 @@ from processes import RunPython
 import jaxckpt
 from jaxckpt._format import zarr as _zarr
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, intersection, whole
+from jaxckpt._format.grid import Box, extent, intersection, whole_box
 from jaxckpt._format.names import SEAL
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.reading import Filling
+from jaxckpt._restore.reading import StepBuffers
 from jaxckpt._storage.files import FileReader, FileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT
 
@@ -109,7 +109,7 @@ def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.Dat
     assert common is not None
     expected[tuple(slice(0, b - a) for a, b in common)] = array[cut(common)]
     scratch = np.full(expected.nbytes + 3, 0xA5, np.uint8)
-    assert bits(found.gathered(box, scratch)) == bits(expected)
+    assert bits(found.gather(box, scratch)) == bits(expected)
     assert bits(found.array()) == bits(array[cut(found.box)])
 
 
@@ -118,7 +118,7 @@ def test_one_checksum_of_intact_chunks_does_not_depend_on_their_content(
     contents: list[bytes], data: st.DataObject
 ) -> None:
     content = b"".join(one + crc32c.crc32c(one).to_bytes(4, "little") for one in contents)
-    expected = _zarr.sum_of_intact(11, len(contents))
+    expected = _zarr.intact_chunks_crc32c(11, len(contents))
     assert crc32c.crc32c(content) == expected
     flipped = bytearray(content)
     flipped[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -135,7 +135,7 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
     size = stack.chunk_stored_bytes
     most = data.draw(st.sampled_from([1, 3 * size, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_zarr, "RUN_BYTES", most)
+        patch.setattr(_zarr, "CHUNK_BATCH_BYTES", most)
         found = list(_zarr.chunk_runs(stack, index, part))
         starts = np.array(data.draw(st.permutations(range(stack.chunks_per_object))), np.int64) * size
         blocks = list(_zarr.chunk_blocks(stack, index, part, starts, most))
@@ -165,7 +165,7 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
                 (start + p * c, start + (p + 1) * c)
                 for p, c, (start, _) in zip(place, stack.chunk, block.box, strict=True)
             )
-            assert intersection(chunk, whole(stack.array_shape)) == _zarr.chunk_box(stack, index, number)
+            assert intersection(chunk, whole_box(stack.array_shape)) == _zarr.chunk_box(stack, index, number)
         touched += block.numbers
     assert sorted(touched) == expected
 
@@ -187,7 +187,7 @@ def test_others_read_what_is_written_to_the_bit(made: tuple[Stack, Array], data:
             length, digest = writer.write(index, data.draw(pieces(array, box))).result()
             content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
             assert length == len(content)
-            assert digest == _zarr.digest(lambda start, stop, content=content: content[start:stop], stack, length)
+            assert digest == _zarr.read_digest(lambda start, stop, content=content: content[start:stop], stack, length)
         assert bits(opened(folder).read().result()) == bits(array)
         assert bits(np.asarray(zarr.open_array(folder, mode="r")[...])) == bits(array)
 
@@ -208,12 +208,12 @@ def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], d
         expected: dict[str, tuple[int, str]] = {}
         for index, _ in stack.objects():
             content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
-            digest = _zarr.digest(lambda start, stop, content=content: content[start:stop], stack, len(content))
+            digest = _zarr.read_digest(lambda start, stop, content=content: content[start:stop], stack, len(content))
             expected["/".join(map(str, index))] = len(content), digest
         reader = FileReader(folder, stack, expected, lambda path: None)
         boxes = data.draw(st.lists(strategies.boxes(array.shape), max_size=4))
         sharing = data.draw(st.lists(st.sampled_from(boxes), max_size=4)) if boxes else []
-        for together in (boxes, [whole(array.shape)], sharing):
+        for together in (boxes, [whole_box(array.shape)], sharing):
             wanted: list[tuple[Box, Array]] = []
             for box in together:
                 around = np.zeros([side + data.draw(st.integers(0, 1)) for side in extent(box)], array.dtype)
@@ -254,7 +254,7 @@ def test_chunks_of_two_devices_are_read_once_and_copied_by_who_read_them(
 ) -> None:
     """Split further by columns: each chunk serves two devices. It is not read into memory of its own first."""
     _, array = scanned(tmp_path / "c")
-    monkeypatch.setattr(Filling, "scatter", lambda *_: pytest.fail("a region was staged"))
+    monkeypatch.setattr(StepBuffers, "scatter", lambda *_: pytest.fail("a region was staged"))
     mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2)
     restored: Any = None
 

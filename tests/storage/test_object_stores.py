@@ -192,7 +192,7 @@ def test_a_write_counts_although_its_answer_was_lost(
 ) -> None:
     """The claim, the race that proves conditions, an object, the publication: of a first save and of an overwrite."""
     for seed, times in enumerate((1, 2, 1)):
-        monkeypatch.setattr(_bucket, "_proven", set[str]())
+        monkeypatch.setattr(_bucket, "_verified_stores", set[str]())
         bucket.proxy.clear()
         bucket.proxy.on(kind, LOST[lost], times=times)
         jaxckpt.save(bucket.url, tree(seed), overwrite=seed > 0, options=QUICK)

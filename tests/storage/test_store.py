@@ -57,7 +57,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 
 
 def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
-    writer = Folder("", str(tmp_path / "ckpt")).begin(live := uuid.uuid4().hex, None)
+    writer = Folder("", str(tmp_path / "ckpt")).begin_save(live := uuid.uuid4().hex, None)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     assert (tmp_path / "ckpt" / f"data-{live}").is_dir()
     os.close(writer.handle or 0)  # as when its process dies
@@ -67,7 +67,7 @@ def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("note", [b"[1]", b"1", b"[" * 4000])
 def test_a_damaged_note_of_a_writer_does_not_stop_a_save(tmp_path: Path, note: bytes) -> None:
-    Folder("", str(tmp_path / "ckpt")).begin(other := uuid.uuid4().hex, None)
+    Folder("", str(tmp_path / "ckpt")).begin_save(other := uuid.uuid4().hex, None)
     (tmp_path / "ckpt" / f"data-{other}" / WRITER).write_bytes(note)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}

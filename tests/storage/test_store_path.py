@@ -50,13 +50,13 @@ def test_a_file_url_means_the_same_everywhere_and_what_tensorstore_takes_it_for(
 @pytest.mark.parametrize("url", ["memory://above/run/3", "file:///tmp/above/run/3", "above/run/3"])
 def test_a_store_knows_the_directory_that_it_is_in(url: str) -> None:
     store = store_at(url, jaxckpt.Options())
-    above, name = store.above() or (None, "")
+    above, name = store.parent_and_name() or (None, "")
     assert above is not None
     assert name == "3"
-    assert above.child(name) in (store, store.anchored())
-    assert store_at("memory://above", jaxckpt.Options()).above() is not None
+    assert above.child(name) in (store, store.absolute())
+    assert store_at("memory://above", jaxckpt.Options()).parent_and_name() is not None
     for top in ("/", "s3://bucket"):
-        assert store_at(top, jaxckpt.Options()).above() is None
+        assert store_at(top, jaxckpt.Options()).parent_and_name() is None
 
 
 def test_a_link_to_nothing_is_reported_as_such(tmp_path: Path) -> None:

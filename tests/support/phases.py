@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 PHASES = {
-    "plan agreement": ("save", "_save.prepare.agreement"),
+    "plan agreement": ("save", "_save.prepare.compute_fingerprint"),
     "folder check": ("save", "_save.save.require_shared"),
     "writing": ("save", "_storage.files.FileWriter.write"),
     "before the barrier": ("save", "_save.save.publish"),
-    "publishing": ("save", "_runtime.processes.Meeting.share"),  # the save's last call, just after process 0 published
+    "publishing": ("save", "_runtime.processes.Meeting.broadcast"),  # just after process 0 published
     "writing in the background": ("save_async", "_storage.files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save.save.publish"),
     "opening": ("restore", "_restore.source.load_manifest"),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Layout, Spec, divisors, touched
+from jaxckpt._format.grid import Box, Layout, Spec, divisors, touched_cells
 from jaxckpt._format.stacks import Stack
 from jaxckpt._save.plan import ArrayLeaf
 
@@ -55,7 +55,7 @@ def stacks(draw: st.DrawFn) -> Stack:
 
 
 def chunks_of(stack: Stack, box: Box) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(*side) for side in touched(box, stack.chunk)))
+    return itertools.product(*(range(*side) for side in touched_cells(box, stack.chunk)))
 
 
 @st.composite

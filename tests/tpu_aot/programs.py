@@ -93,31 +93,36 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
 
     for name in dtypes:
         dtype = jnp.dtype(name)
-        yield "exchange", name, exchange.cutter(split, BOX), [abstract(LARGE, dtype, split), abstract((2,), np.int32)]
+        yield (
+            "exchange",
+            name,
+            exchange.box_replicator(split, BOX),
+            [abstract(LARGE, dtype, split), abstract((2,), np.int32)],
+        )
     pinned = split.with_memory_kind("pinned_host")
     yield (
         "exchange from pinned_host",
         "float32",
-        exchange.cutter(pinned, BOX),
+        exchange.box_replicator(pinned, BOX),
         [
             abstract(LARGE, np.float32, pinned),
             abstract((2,), np.int32),
         ],
     )
-    objects = exchange.cutter(split, OBJECT)
+    objects = exchange.box_replicator(split, OBJECT)
     yield "exchange of an object", "float32", objects, [abstract(LARGE, np.float32, split), abstract((2,), np.int32)]
     for name in ("float32", "bfloat16"):
         dtype = jnp.dtype(name)
         along = NamedSharding(mesh, P(None, *spec))
         yield "stack", name, staging._stack(along), [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS]
-        block = abstract((blocks.BLOCK_ROWS, *SMALL), blocks.carrier(np.dtype(dtype)), along)
+        block = abstract((blocks.BLOCK_ROWS, *SMALL), blocks.transfer_dtype(np.dtype(dtype)), along)
         yield "split", name, blocks.splitter(split, np.dtype(dtype), blocks.BLOCK_ROWS), [block]
         part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
-        carrier = blocks.carrier(np.dtype(dtype))
+        carrier = blocks.transfer_dtype(np.dtype(dtype))
         starts = tuple(abstract((), np.int32) for _ in part)
         piece = abstract((8, part[1]), carrier, own)
         yield "streaming update", name, placing._update, [abstract(part, carrier, own), piece, starts]
@@ -146,7 +151,9 @@ def compiled(topology: str) -> Iterator[Compiled]:
     for name, dtype, program, arguments in itertools.chain(every, shared_reads(topology, devices)):
         begun = time.process_time()
         on_mesh = (
-            exchange.moving_bits(mesh) if name.startswith(("exchange", "stack", "split")) else contextlib.nullcontext()
+            exchange.transfer_context(mesh)
+            if name.startswith(("exchange", "stack", "split"))
+            else contextlib.nullcontext()
         )
         try:
             with on_mesh:

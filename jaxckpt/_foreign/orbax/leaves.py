@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign.local_files import converted, from_json, names_in
+from jaxckpt._foreign.local_files import convert_checked, from_json, names_or_empty
 from jaxckpt._foreign.orbax.records import (
     ARRAYS_FOLDER,
     SHARDINGS_FILE,
@@ -30,9 +30,9 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, spec_problem
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._restore.source import ForeignArray, StartedData
+from jaxckpt._restore.source import AsyncArrayData, ForeignArray
 from jaxckpt._runtime.errors import DataError, show_lines, show_path
-from jaxckpt._storage.errors import storage_errors
+from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.tensors import ArrayFolder
 
@@ -81,7 +81,7 @@ def _string(path: str, strings: Any, keys: Keys) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _ZarrArray(StartedData):
+class _ZarrArray(AsyncArrayData):
     """An array of an item."""
 
     folder: ArrayFolder
@@ -95,7 +95,7 @@ class _ZarrArray(StartedData):
         return reader.read([(box, target)])[0]
 
     def read(self, box: Box, target: Array) -> None:
-        with storage_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
+        with translate_tensorstore_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
             self.start(box, target).result()
 
 
@@ -107,12 +107,14 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
     outside = [name for name in names.values() if name and not {"", ".", ".."}.isdisjoint(name.split("/"))]
     if outside and not ocdbt:
         raise DataError(f"{path} has arrays whose names are not folders below it:\n{show_lines(map(repr, outside))}")
-    driver, file, described = ("zarr3", "zarr.json", _of_zarr3) if record.use_zarr3 else ("zarr", ".zarray", _of_zarr2)
+    driver, file, parse_metadata = (
+        ("zarr3", "zarr.json", _parse_zarr3) if record.use_zarr3 else ("zarr", ".zarray", _parse_zarr2)
+    )
     texts = folder.read_all([f"{name}/{file}" if name else file for name in names.values()])
-    of_jax = any(leaf.value_type == "jax.Array" for leaf in leaves.values())
-    shardings = (of_jax and read_optional(f"{path}/{SHARDINGS_FILE}", dict[str, str])) or {}
-    impls = _key_impls(path) if of_jax else {}
-    lost_impls = record.has_array_metadata and not names_in(f"{path}/{ARRAYS_FOLDER}")
+    has_jax_arrays = any(leaf.value_type == "jax.Array" for leaf in leaves.values())
+    shardings = (has_jax_arrays and read_optional(f"{path}/{SHARDINGS_FILE}", dict[str, str])) or {}
+    impls = _key_impls(path) if has_jax_arrays else {}
+    lost_impls = record.has_array_metadata and not names_or_empty(f"{path}/{ARRAYS_FOLDER}")
     layouts: dict[str | None, tuple[MeshRecord | None, Spec]] = {None: (None, ())}  # few differ from each other
     arrays: dict[Keys, ForeignArray] = {}
     for (keys, name), text in zip(names.items(), texts, strict=True):
@@ -122,7 +124,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
         what = f"{path}: the Zarr metadata of {leaf}"
         metadata = from_json(what, text, dict[str, Any])
         zarr = _ZarrArray(folder, name, driver, metadata, record.store_array_data_equal_to_fill_value)
-        dtype, shape, chunk = described(what, metadata)
+        dtype, shape, chunk = parse_metadata(what, metadata)
         kind, impl, mesh, spec = "numpy", None, None, ()
         if leaves[keys].value_type == "jax.Array":
             impl = impls.get(name)
@@ -132,7 +134,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
             sharding = shardings.get(base64.urlsafe_b64encode(name.encode()).decode())
             what = f"{path}/{SHARDINGS_FILE}: the sharding of {leaf}"
             if sharding not in layouts:
-                layouts[sharding] = _layout(what, cast("str", sharding))
+                layouts[sharding] = _parse_sharding(what, cast("str", sharding))
             mesh, spec = layouts[sharding]
             if problem := mesh and spec_problem(mesh.axes, spec, shape):
                 raise DataError(f"{what} does not fit: {problem}")
@@ -153,7 +155,7 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
     }
     pending = {keys: cast("_ZarrArray", arrays[keys].data).start((), target) for keys, target in targets.items()}
     for keys, started in pending.items():
-        with storage_errors(f"cannot read the leaf {show_path(path_of(keys))}", reading=True):
+        with translate_tensorstore_errors(f"cannot read the leaf {show_path(path_of(keys))}", reading=True):
             started.result()
     return {keys: target.item() for keys, target in targets.items()}
 
@@ -161,7 +163,7 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
 def _key_impls(path: str) -> dict[str, str]:
     """The PRNG implementation of each array of typed keys. Every process recorded all arrays; Orbax reads one
     record."""
-    notes = sorted(names_in(f"{path}/{ARRAYS_FOLDER}"))
+    notes = sorted(names_or_empty(f"{path}/{ARRAYS_FOLDER}"))
     record = read_optional(f"{path}/{ARRAYS_FOLDER}/{notes[0]}", ArrayRecords) if notes else None
     arrays = [wrapped.array_metadata for wrapped in record.array_metadatas] if record else []
     impls = {array.param_name: (array.ext_metadata or {}).get("random_key_impl") for array in arrays}
@@ -171,7 +173,7 @@ def _key_impls(path: str) -> dict[str, str]:
 # Zarr metadata --------------------------------------------------------------------------------------------
 
 _Sides = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
-_Described = tuple[str, tuple[int, ...], tuple[int, ...]]
+_ArrayInfo = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(dtype, shape, chunk) of an array."""
 
 
@@ -193,25 +195,25 @@ class _Zarr3(msgspec.Struct, frozen=True):
     codecs: list[_Named]
 
 
-def _of_zarr2(what: str, metadata: dict[str, Any]) -> _Described:
-    record = converted(what, metadata, _Zarr2)
+def _parse_zarr2(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
+    record = convert_checked(what, metadata, _Zarr2)
     dtype = record.dtype
     if dtype not in DTYPES:
         try:
             dtype = np.dtype(dtype).name
         except TypeError as error:
             raise DataError(f"{what} has dtype {dtype[:40]!r}") from error
-    return _fitting(what, dtype, record.shape, record.chunks)
+    return _require_fit(what, dtype, record.shape, record.chunks)
 
 
-def _of_zarr3(what: str, metadata: dict[str, Any]) -> _Described:
-    record = converted(what, metadata, _Zarr3)
+def _parse_zarr3(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
+    record = convert_checked(what, metadata, _Zarr3)
     chunked = [record.chunk_grid, *(codec for codec in record.codecs if codec.name == "sharding_indexed")]
-    chunks = [converted(what, one.configuration.get("chunk_shape"), _Sides) for one in chunked]
-    return [_fitting(what, record.data_type, record.shape, chunk) for chunk in chunks][-1]
+    chunks = [convert_checked(what, one.configuration.get("chunk_shape"), _Sides) for one in chunked]
+    return [_require_fit(what, record.data_type, record.shape, chunk) for chunk in chunks][-1]
 
 
-def _fitting(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> _Described:
+def _require_fit(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> _ArrayInfo:
     itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1  # other dtypes are refused by name
     if len(chunk) != len(shape) or any(not 1 <= c <= max(1, n) for c, n in zip(chunk, shape, strict=True)):
         raise DataError(f"{what} has chunks of {list(chunk)[:40]}, which do not fit its shape {list(shape)[:40]}")
@@ -223,7 +225,7 @@ def _fitting(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) 
 # Shardings ------------------------------------------------------------------------------------------------
 
 
-def _layout(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
+def _parse_sharding(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
     """(mesh, spec) of a recorded sharding. The mesh is None for a single device and for an unknown kind of sharding."""
     record = from_json(what, text, ShardingRecord)
     if record.sharding_type != "NamedSharding":
@@ -232,7 +234,7 @@ def _layout(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
     axes = dict(zip(record.axis_names, record.shape, strict=False))
     if not len(axes) == len(record.axis_names) == len(record.shape):
         raise DataError(f"{what} is damaged: axes {record.axis_names[:20]} of sizes {record.shape[:20]}")
-    devices = list(range(count)) if record.device_mesh is None else list(_ids(record.device_mesh.mesh))
+    devices = list(range(count)) if record.device_mesh is None else list(_device_ids(record.device_mesh.mesh))
     if len(set(devices)) != count or len(devices) != count or min(devices, default=0) < 0:
         raise DataError(f"{what} is damaged: {len(devices)} devices on a mesh {axes}")
     types = [name.rpartition(".")[2] for name in record.axis_types or ["Auto"] * len(axes)]
@@ -244,7 +246,7 @@ def _layout(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
     return MeshRecord(axes, devices, types), tuple(spec)
 
 
-def _ids(mesh: list[Any]) -> Iterator[int]:
+def _device_ids(mesh: list[Any]) -> Iterator[int]:
     """The ids of the devices of a mesh, in row-major order."""
     nodes: list[Any] = [mesh]
     while nodes:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from jaxckpt._foreign.local_files import read_json
-from jaxckpt._format.paths import component
+from jaxckpt._format.paths import escape_key
 
 MAX_INDEX_BYTES = 1 << 30
 """The largest index file, which has an entry for each leaf."""
@@ -39,8 +39,8 @@ SHARDINGS_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 COMMITTED_MARK = "commit_success.txt"
 
-OF_A_SAVE = {COMMITTED_MARK, STEP_FILE}
-OF_A_TREE = {"manifest.ocdbt", SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER}
+SAVE_FILES = {COMMITTED_MARK, STEP_FILE}
+TREE_DATA_FILES = {"manifest.ocdbt", SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER}
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ Keys = tuple[str, ...]
 
 
 def path_of(keys: Keys) -> str:
-    return "/".join(map(component, keys))
+    return "/".join(map(escape_key, keys))
 
 
 class _ArrayRecord(msgspec.Struct, frozen=True):

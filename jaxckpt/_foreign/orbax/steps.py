@@ -12,13 +12,13 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import names_in
+from jaxckpt._foreign.local_files import names_or_empty
 from jaxckpt._foreign.orbax.records import (
     COMMITTED_MARK,
-    OF_A_SAVE,
-    OF_A_TREE,
+    SAVE_FILES,
     STEP_FILE,
     TEMPORARY,
+    TREE_DATA_FILES,
     TREE_FILE,
     V1_MARK,
     StepRecord,
@@ -27,11 +27,11 @@ from jaxckpt._foreign.orbax.records import (
 )
 from jaxckpt._foreign.orbax.tree import read_tree
 from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.names import MANIFEST, is_data
+from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import decode_value
-from jaxckpt._restore.source import Foreign, ForeignArray, Native, StackRow, as_foreign, compose
+from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, NativeCheckpoint, StackRow, as_foreign, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_count, show_lines
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
@@ -41,7 +41,7 @@ from jaxckpt._storage.store_path import store_at
 _STEP_MARKS = {STEP_FILE, V1_MARK}
 _STEP_NAME = re.compile(r"(?:.+_)?(\d{1,18})")
 
-_LOOKED_AT = 1000
+_MAX_CHECKED_FOLDERS = 1000
 """The most subfolders that are checked to recognize a folder without a mark."""
 
 
@@ -59,7 +59,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
         return _owned_by_item(path, names)
     if kind == "manager":
         return set()
-    items = {name: names_in(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
+    items = {name: names_or_empty(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
     whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
     return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
 
@@ -67,11 +67,11 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
     record = read_optional(f"{path}/{TREE_FILE}", TreeRecord)
     if record is None:
-        return {*OF_A_SAVE, MANIFEST, "metadata", *filter(is_data, names)}
+        return {*SAVE_FILES, MANIFEST, "metadata", *filter(is_data_folder, names)}
     arrays = {".".join(key.key for key in one.key_metadata).split("/")[0] for one in record.tree_metadata.values()}
     databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
     zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # for a tree that is a single leaf
-    return {TREE_FILE, *OF_A_SAVE, *OF_A_TREE, *databases, *arrays, *zarr}
+    return {TREE_FILE, *SAVE_FILES, *TREE_DATA_FILES, *databases, *arrays, *zarr}
 
 
 def has_steps(path: str, names: Collection[str]) -> bool:
@@ -79,7 +79,7 @@ def has_steps(path: str, names: Collection[str]) -> bool:
     return _kind(path, names) == "manager"
 
 
-def open_orbax(path: str) -> Native | Foreign:
+def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
     """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
 
     An item that represents the whole step ("default", or "state" of Orbax v1) is the tree itself. Other items are below
@@ -87,14 +87,14 @@ def open_orbax(path: str) -> Native | Foreign:
 
     Raises NotACheckpointError if no step is complete, DataError, StorageError.
     """
-    kind = _kind(path, names_in(path))
+    kind = _kind(path, names_or_empty(path))
     metadata: dict[str, Any] = {}
     if kind == "manager":
         path, metadata["step"] = _newest_step(path)
-        kind = _kind(path, names_in(path))
-    elif problem := _unfinished(path):
+        kind = _kind(path, names_or_empty(path))
+    elif problem := _unfinished_reason(path):
         raise NotACheckpointError(f"{path} {problem}")
-    if kind == "step" and _items(path) == ["default"] and _is_ours(f"{path}/default"):
+    if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
         ours = _native(f"{path}/default")
         metadata |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
         return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=metadata or None))
@@ -107,11 +107,14 @@ def open_orbax(path: str) -> Native | Foreign:
 
 def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
     """What a folder of Orbax holds, from the names in it; None if it is not Orbax's."""
-    if TREE_FILE in names or _lost_manifest(path, names):
+    if TREE_FILE in names or _has_lost_manifest(path, names):
         return "item"
     if not _STEP_MARKS.isdisjoint(names):
         return "step"
-    if any(_is_step(f"{path}/{name}") for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _LOOKED_AT)):
+    if any(
+        _is_step(f"{path}/{name}")
+        for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _MAX_CHECKED_FOLDERS)
+    ):
         return "manager"
     # A folder with a model in safetensors may also have a subfolder with a checkpoint of Orbax.
     if any(name.endswith(".safetensors") for name in names):
@@ -120,27 +123,27 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
 
 
 def _is_step(path: str) -> bool:
-    names = names_in(path)
+    names = names_or_empty(path)
     if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names):
         return True
     # A jaxckpt run also has folders with a manifest, but they are named like steps.
     items = (name for name in names if not _STEP_NAME.fullmatch(name))
-    return any(_is_ours(f"{path}/{name}") for name in itertools.islice(items, _LOOKED_AT))
+    return any(_is_jaxckpt_item(f"{path}/{name}") for name in itertools.islice(items, _MAX_CHECKED_FOLDERS))
 
 
 def _has_items(path: str, names: Collection[str]) -> bool:
-    return any(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _LOOKED_AT))
+    return any(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
 
 
 def _newest_step(path: str) -> tuple[str, int]:
-    steps = [(int(match[1]), name) for name in names_in(path) if (match := _STEP_NAME.fullmatch(name))]
+    steps = [(int(match[1]), name) for name in names_or_empty(path) if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
-        if _is_step(f"{path}/{name}") and not _unfinished(f"{path}/{name}"):
+        if _is_step(f"{path}/{name}") and not _unfinished_reason(f"{path}/{name}"):
             return f"{path}/{name}", number
     raise NotACheckpointError(f"{path} has no complete step, only {show_count(len(steps), 'folder')} named like one")
 
 
-def _unfinished(path: str) -> str | None:
+def _unfinished_reason(path: str) -> str | None:
     """The reason why a step is incomplete: Orbax renames its folder at the end, or marks it on object stores."""
     if TEMPORARY in os.path.basename(path):
         return "is the folder of a save that is in progress or was interrupted"
@@ -164,7 +167,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     names = [name for name in _items(path) if name != deleted]
     if missing := (record.item_handlers or {}).keys() - {*names, deleted}:
         raise DataError(f"{path} lacks {', '.join(map(repr, sorted(missing)))}, which {STEP_FILE} names as its items")
-    if record.item_handlers is None and _lost_step_file(path, names):
+    if record.item_handlers is None and _has_lost_step_file(path, names):
         raise DataError(
             f"{path}/{STEP_FILE} is missing: it names the items of the step, so it is not known whether all of them"
             " are still in the folder; each can be opened by its own path"
@@ -176,7 +179,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
         folder = f"{path}/{name}"
         try:
             items[name], of_item = _required_item(folder, name) if record.is_known(name) else _read_item(folder)
-        except _Unread as error:
+        except _UnknownItemError as error:
             left_out.append(f"{folder} is left out: {error}")
             continue
         if record.handler(name) == "ArrayCheckpointHandler" and isinstance(items[name], dict):
@@ -195,7 +198,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     return items[min(items)] if set(items) == whole else items, metadata
 
 
-def _lost_step_file(path: str, items: Iterable[str]) -> bool:
+def _has_lost_step_file(path: str, items: Iterable[str]) -> bool:
     """Whether a step has no STEP_FILE although its version of Orbax writes one.
 
     Orbax writes one into each saved folder: the step or, if items were saved separately, each item.
@@ -205,7 +208,7 @@ def _lost_step_file(path: str, items: Iterable[str]) -> bool:
     if os.path.lexists(f"{path}/{V1_MARK}"):
         return True
     alone = [f"{path}/{item}" for item in items if not os.path.lexists(f"{path}/{item}/{STEP_FILE}")]
-    if any(map(_is_ours, alone)):
+    if any(map(_is_jaxckpt_item, alone)):
         return True
     trees = (read_optional(f"{item}/{TREE_FILE}", TreeRecord) for item in alone)
     return any(tree is not None and tree.custom_metadata is not msgspec.UNSET for tree in trees)
@@ -213,45 +216,45 @@ def _lost_step_file(path: str, items: Iterable[str]) -> bool:
 
 def _items(path: str) -> list[str]:
     """Names of a step's items."""
-    return sorted(name for name in names_in(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
+    return sorted(name for name in names_or_empty(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
 
 
-class _Unread(Exception):
+class _UnknownItemError(Exception):
     """An item of an unknown kind."""
 
 
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata. Raises _Unread."""
-    names = [name for name in names_in(path) if name not in OF_A_SAVE and TEMPORARY not in name]
-    if _is_ours(path):
-        return _open_ours(path)
+    names = [name for name in names_or_empty(path) if name not in SAVE_FILES and TEMPORARY not in name]
+    if _is_jaxckpt_item(path):
+        return _open_jaxckpt_item(path)
     if TREE_FILE in names:
         return read_tree(path)
-    if not OF_A_TREE.isdisjoint(names):
+    if not TREE_DATA_FILES.isdisjoint(names):
         raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
-    if any(map(is_data, names)):
+    if any(map(is_data_folder, names)):
         raise DataError(f"{path}/{MANIFEST} is missing: it describes the arrays in this folder")
     if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
         try:
             return read_optional(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
         except DataError:
-            raise _Unread(f"its only file, {names[0]}, is not JSON") from None
+            raise _UnknownItemError(f"its only file, {names[0]}, is not JSON") from None
     if set(names) in ({"jax_random_key", "jax_random_key_metadata"}, {"np_random_key", "np_random_key_metadata"}):
         return _random_key(path), {}
-    raise _Unread("it is neither a tree nor JSON")
+    raise _UnknownItemError("it is neither a tree nor JSON")
 
 
 def _required_item(path: str, name: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item that Orbax's own handler wrote, and its metadata."""
     try:
         return _read_item(path)
-    except _Unread as error:
+    except _UnknownItemError as error:
         raise DataError(f"{path}, {name}, is damaged or has lost files: {error}") from None
 
 
 def _random_key(path: str) -> Tree:
     """An item that Orbax's handlers of random keys wrote."""
-    (kind,) = (name for name in names_in(path) if name in ("jax_random_key", "np_random_key"))
+    (kind,) = (name for name in names_or_empty(path) if name in ("jax_random_key", "np_random_key"))
     tree, _ = read_tree(f"{path}/{kind}")
     match tree, read_optional(f"{path}/{kind}_metadata/metadata", dict[str, bool]) or {}:
         case {"checkpoint": ForeignArray() as raw}, {"typed": typed}:
@@ -269,33 +272,33 @@ def _random_key(path: str) -> Tree:
 # Items that jaxckpt wrote ---------------------------------------------------------------------------------
 
 
-def _is_ours(path: str) -> bool:
+def _is_jaxckpt_item(path: str) -> bool:
     return os.path.isfile(f"{path}/{MANIFEST}")
 
 
-def _lost_manifest(path: str, names: Collection[str]) -> bool:
+def _has_lost_manifest(path: str, names: Collection[str]) -> bool:
     """Whether this is an item of jaxckpt without its manifest, in a step that Orbax has committed."""
-    if MANIFEST in names or not any(map(is_data, names)):
+    if MANIFEST in names or not any(map(is_data_folder, names)):
         return False
     step = os.path.dirname(path)
-    return STEP_FILE in names_in(step) and not _unfinished(path) and not _unfinished(step)
+    return STEP_FILE in names_or_empty(step) and not _unfinished_reason(path) and not _unfinished_reason(step)
 
 
-def _native(path: str) -> Native:
+def _native(path: str) -> NativeCheckpoint:
     store = store_at(path, Options())
-    return Native(store, load_manifest(store)[0])
+    return NativeCheckpoint(store, load_manifest(store)[0])
 
 
-def _open_ours(path: str) -> tuple[Tree, dict[str, Any]]:
+def _open_jaxckpt_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item that jaxckpt has written, as part of a step, and its metadata."""
     source = _native(path)
     manifest = source.manifest
     readers = [source.array_reader(number) for number in range(len(manifest.stacks))]
-    tree = unflatten(manifest.tree, [_row(manifest, readers, record) for record in manifest.leaves])
+    tree = unflatten(manifest.tree, [_leaf_from_record(manifest, readers, record) for record in manifest.leaves])
     return tree, {} if manifest.metadata is None else {"custom_metadata": manifest.metadata}
 
 
-def _row(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
+def _leaf_from_record(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
     if record.stack is None or record.row is None:
         return decode_value(record.kind, record.value or "")
     return as_foreign(SavedLeaf(manifest, record), StackRow(readers[record.stack], record.row))

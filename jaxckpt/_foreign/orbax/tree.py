@@ -25,7 +25,7 @@ def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
         raise DataError(f"{path}: the tree is nested deeper than {MAX_DEPTH} containers")
     values = values_of(path, record, {keys: one.value_metadata for keys, one in entries.items()})
     kinds = {keys: tuple(key.key_type for key in one.key_metadata) for keys, one in entries.items()}
-    tree = _rich_tree(path, record.value_metadata_tree, values) if record.value_metadata_tree else None
+    tree = _typed_tree(path, record.value_metadata_tree, values) if record.value_metadata_tree else None
     if tree is None:
         tree = _tree(path, [(keys, kinds[keys], value) for keys, value in values.items()])
     has_metadata = record.custom_metadata is not None and record.custom_metadata is not msgspec.UNSET
@@ -50,11 +50,11 @@ def _tree(path: str, entries: Sequence[tuple[Keys, tuple[int, ...], Any]], depth
     return [_tree(path, below[str(number)], depth + 1) for number in range(len(below))]
 
 
-def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
+def _typed_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
     """The tree with its tuples and namedtuples; None if it has other leaves, because of a bug in Orbax."""
     used: list[Keys] = []
 
-    def grown(node: Any, keys: Keys) -> Tree:
+    def build(node: Any, keys: Keys) -> Tree:
         if len(keys) > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
         match node:
@@ -62,22 +62,22 @@ def _rich_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None:
                 used.append(keys)
                 return values[keys]
             case {"category": "custom", "clazz": "tuple", "entries": list(children)}:
-                return tuple(grown(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", children)))
+                return tuple(build(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", children)))
             case {"category": "namedtuple", "clazz": str(name), "entries": list(children)}:
-                fields = {str(one["key"]): grown(one["value"], (*keys, str(one["key"]))) for one in children}
+                fields = {str(one["key"]): build(one["value"], (*keys, str(one["key"]))) for one in children}
                 name, numbers = name.rpartition(".")[2], tuple(range(len(fields)))
                 node = Container(type="namedtuple", name=name, keys=tuple(fields), children=numbers)
                 keys_of(node)  # raises if they are not valid names
                 return unflatten(node, list(fields.values()))
             case dict():
-                return {key: grown(child, (*keys, key)) for key, child in cast("dict[str, Any]", node).items()}
+                return {key: build(child, (*keys, key)) for key, child in cast("dict[str, Any]", node).items()}
             case list():
-                return [grown(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", node))]
+                return [build(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", node))]
             case _:
                 raise ValueError(f"{str(node)[:80]!r} is not part of a tree")
 
     try:
-        tree = grown(json.loads(text), ())
+        tree = build(json.loads(text), ())
     except KeyError:
         return None
     except (ValueError, TypeError, RecursionError) as error:

@@ -27,14 +27,14 @@ from jaxckpt._foreign.orbax.records import (
     TREE_FILE,
     path_of,
 )
-from jaxckpt._format.chunking import cut_to
+from jaxckpt._format.chunking import bounded_shape
 from jaxckpt._format.grid import Box, Spec, extent, pieces_along
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LeafRecord, MeshRecord
-from jaxckpt._format.tree import Container, Structure, bare, keys_of
+from jaxckpt._format.tree import Container, Structure, keys_of, unwrap_object
 from jaxckpt._format.values import decode_int, decode_value
-from jaxckpt._restore.reading import Stored
+from jaxckpt._restore.reading import StoredArray
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 from jaxckpt._runtime.options import Options
@@ -57,11 +57,11 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
     """
     entries = list(_entries(source.manifest.tree, (), ()))
     leaves = {entry: source.manifest.leaves[entry.leaf] for entry in entries if isinstance(entry.leaf, int)}
-    _require(source, entries, leaves)
+    _require_storable(source, entries, leaves)
     started = time.time_ns()
     os.mkdir(path)
     writer = _Writer(source, path, halved(options), report)
-    tree = {str(entry.keys): _record(entry, writer) for entry in entries}
+    tree = {str(entry.keys): _write_entry(entry, writer) for entry in entries}
     writer.finish()
     item = {
         "tree_metadata": tree,
@@ -84,7 +84,7 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
         file.write(f"Checkpoint commit was successful to {path}")
 
 
-def _record(entry: _Entry, writer: _Writer) -> dict[str, Any]:
+def _write_entry(entry: _Entry, writer: _Writer) -> dict[str, Any]:
     """Orbax's record of an entry of the tree. Writes the data of a leaf."""
     if isinstance(entry.leaf, str):
         value: dict[str, Any] = {"value_type": entry.leaf, "skip_deserialize": True}
@@ -115,7 +115,7 @@ class _Entry:
 
 def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> Iterator[_Entry]:
     """The entries of a subtree: its leaves, None, and empty containers."""
-    node = bare(node)
+    node = unwrap_object(node)
     if not isinstance(node, Container):
         yield _Entry(keys, kinds, "None" if node is None else node)
         return
@@ -128,7 +128,7 @@ def _entries(node: Structure, keys: tuple[str, ...], kinds: tuple[int, ...]) -> 
         yield from _entries(child, (*keys, str(key)), (*kinds, 1 if indexed else 2))
 
 
-def _require(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
+def _require_storable(source: Source, entries: Iterable[_Entry], leaves: Mapping[_Entry, LeafRecord]) -> None:
     """Raise TreeError unless Orbax can store every leaf under a unique name."""
     if not leaves:
         raise TreeError("Orbax cannot save a tree without leaves")
@@ -184,9 +184,9 @@ class _Writer:
     def write(self, name: str, number: int) -> dict[str, Any]:
         """Write a leaf; returns Orbax's record of its value."""
         leaf = self._source.manifest.leaves[number]
-        data = Stored(self._source, number, self._options, self._report)
+        data = StoredArray(self._source, number, self._options, self._report)
         if leaf.kind == "str":
-            self._note(name, _text(data) if leaf.value is None else leaf.value)
+            self._add_string(name, _text(data) if leaf.value is None else leaf.value)
             return {"value_type": "string"}
         if leaf.stack is None:
             value = np.asarray(decode_value(leaf.kind, leaf.value or ""))
@@ -215,7 +215,7 @@ class _Writer:
             write_json(f"{self._path}/{SHARDINGS_FILE}", self._shardings)
             write_json(f"{self._path}/{ARRAYS_FOLDER}/process_0", {"array_metadatas": self._arrays})
 
-    def _note(self, name: str, value: str) -> None:
+    def _add_string(self, name: str, value: str) -> None:
         *above, last = name.split("/")  # Orbax reads the name as a JSON pointer
         node = self._strings
         for key in above:
@@ -235,16 +235,16 @@ class _Writer:
                 out.write(crc32c.crc32c(content).to_bytes(4, "little"))
 
 
-def _text(data: Stored) -> str:
+def _text(data: StoredArray) -> str:
     return b"".join(slab.tobytes() for slab in data.slabs()).decode("utf-8", "surrogatepass")
 
 
-def _chunk(data: Stored, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
+def _chunk(data: StoredArray, mesh: MeshRecord | None, spec: Spec, options: Options) -> tuple[int, ...]:
     """The sides of a chunk: the whole array if it is not too large, otherwise a shard of a device or a part of one."""
     cell = list(data.shape)
     if mesh is not None and n_bytes(data) > options.object_bytes:
         cell = [n // count for n, count in zip(cell, pieces_along(mesh.axes, spec, len(cell)), strict=True)]
-    return cut_to(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), data.shape)
+    return bounded_shape(cell, data.dtype.itemsize, min(options.object_bytes, options.host_bytes), data.shape)
 
 
 def _padded(data: Data, box: Box, chunk: tuple[int, ...]) -> Array:
