@@ -143,7 +143,7 @@ class Meeting:
 def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
     """A process in a call: in its first meeting, or in a later one."""
     call = Call.of("save", "s3://checkpoints/1234abcd")
-    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watch(300.0), meetings=0 if first else 1)
+    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watch(300.0), n_meetings=0 if first else 1)
 
 
 def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
@@ -162,11 +162,11 @@ def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = 
     before = service.requests.copy()
     with process(0).meeting("simulated") as meeting:
         assert meeting.gather(given(0)) == [given(index) for index in range(count)]
-        meeting.share(shared)
+        meeting.broadcast(shared)
     by_first, before = service.requests - before, service.requests.copy()
     moved = service.bytes
     with process(1).meeting("simulated") as meeting:
-        meeting.share(shared)
+        meeting.broadcast(shared)
     by_other += service.requests - before
     all_bytes = service.bytes + (service.bytes - moved) * (count - 2)
     return Meeting(count, by_first, by_other, all_bytes, service.largest, given_bytes)
@@ -216,7 +216,7 @@ def wait(count: int, seconds: float) -> tuple[float, float]:
     usual, processes.time = processes.time, clock  # pyright: ignore
     try:
         with group_of(1, count, clock, first=False).meeting("simulated") as meeting:
-            meeting.share("")
+            meeting.broadcast("")
     finally:
         processes.time = usual  # pyright: ignore
     return count * clock.requests["get"] / seconds, count * clock.most_unmet * UNMET_BYTES

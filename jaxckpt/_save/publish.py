@@ -116,8 +116,8 @@ def build_manifest(
                 like_it = f" or one of {len(others)} others like it" if others else ""
                 raise PeersDisagreeError(
                     f"process {process} and another one hold different bytes of a replicated array, which is"
-                    f" {show_path(first)}{like_it}: the replicas have diverged, so the training has gone wrong, or a device"
-                    " is faulty"
+                    f" {show_path(first)}{like_it}: the replicas have diverged, so the training has gone wrong, or a"
+                    " device is faulty"
                 )
             if content:
                 contents[stack][place] = content

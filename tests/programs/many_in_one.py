@@ -39,7 +39,7 @@ def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: flo
 def all_come(meeting: Meeting, index: int) -> str:
     heard = meeting.gather(f"text {index}")
     assert heard == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
-    return meeting.share("heard")
+    return meeting.broadcast("heard")
 
 
 def one_fails(meeting: Meeting, index: int) -> str:

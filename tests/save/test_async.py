@@ -624,11 +624,12 @@ def test_blocking_saves_of_two_threads_run_at_once(tmp_path: Path, monkeypatch: 
 
 
 def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) -> None:
-    gates = [threading.Event() for _ in range(3)]
+    gates, started = ([threading.Event() for _ in range(3)] for _ in range(2))
     info = jaxckpt.save(tmp_path / "a", TREE)
 
     def submit(number: int, *, awaited: bool) -> jaxckpt.PendingSave:
         def work(_: jaxckpt.PendingSave) -> jaxckpt.SaveInfo:
+            started[number].set()
             assert gates[number].wait(60)
             return info
 
@@ -636,7 +637,9 @@ def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) ->
         _background.submit_save(pending, work, awaited=awaited)
         return pending
 
-    first, second, third = (submit(number, awaited=number == 1) for number in range(3))
+    first, second = submit(0, awaited=False), submit(1, awaited=True)
+    assert started[1].wait(60)
+    third = submit(2, awaited=False)
     gates[0].set()
     gates[2].set()
     first.wait(60)
@@ -651,7 +654,10 @@ def test_an_interrupt_while_waiting_loses_neither_the_save_nor_its_error(tmp_pat
     with jaxckpt.Checkpointer(tmp_path / "run", on_preemption="ignore") as checkpoints:
         gate.error = jaxckpt.StorageError(28, "no space")
         checkpoints.save(1, TREE)
-        gate.signal_once_held(signal.SIGINT)
+        assert gate.reached.wait(60)
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             checkpoints.wait()
         assert checkpoints.pending is not None

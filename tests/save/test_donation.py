@@ -137,7 +137,7 @@ def test_numpy_arrays_overwritten_right_after(tmp_path: Path, gate: threading.Ev
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     held, most = 0, 0
-    pieces, landed = _staging._stage_pieces, jaxckpt._save.handover.Handover.landed
+    pieces, landed = _staging._stage_pieces, jaxckpt._save.handover.Handover.mark_written
 
     def count(*arguments: Any, **named: Any) -> Any:
         nonlocal held, most
