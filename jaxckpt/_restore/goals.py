@@ -110,9 +110,7 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     placed, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
     numbers = match.requests.numbers
-    goals = {
-        numbers[place]: goal for group, goal in zip(groups, placed, strict=True) if goal for place in group.indices
-    }
+    goals = {numbers[i]: goal for group, goal in zip(groups, placed, strict=True) if goal for i in group.indices}
     return Resolved(goals, match.build, match.to_initialize, match.objects)
 
 
@@ -266,9 +264,7 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (wanted is None and not leaf.on_devices):
             return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
-        return _memory_layout_problem(leaf, wanted) or _device_goal(
-            leaf, dtype, leaf.record.weak and dtype is None, options
-        )
+        return _order_problem(leaf, wanted) or _device_goal(leaf, dtype, leaf.record.weak and dtype is None, options)
     if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         cast = _cast_dtype(leaf, wanted, options, dtype)
         if isinstance(cast, _Reason):
@@ -277,7 +273,7 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
             return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
         weak = dtype is None and getattr(wanted, "weak_type", False)
-        return _memory_layout_problem(leaf, wanted) or _device_goal(leaf, cast, weak, options)
+        return _order_problem(leaf, wanted) or _device_goal(leaf, cast, weak, options)
     if type(wanted) in PYTHON_KINDS:
         return _python_goal(leaf, PYTHON_KINDS[type(wanted)])
     return _Reason(unrestorable_reason(wanted, is_container=False))
@@ -375,7 +371,7 @@ def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
     return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
 
 
-def _memory_layout_problem(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
+def _order_problem(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
     """A problem if the target requests a non-default layout in device memory, which restore does not support."""
     if not isinstance(wanted, (Format, jax.ShapeDtypeStruct)):
         return None
