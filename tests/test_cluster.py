@@ -105,7 +105,7 @@ def test_all_that_are_silent_in_a_large_meeting_are_named(meetings: Any) -> None
         pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"),  # so do all others
         meetings.group_of(100, 200, service, first=True).meeting("simulated") as meeting,
     ):
-        meeting.share("")
+        meeting.broadcast("")
 
 
 def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:

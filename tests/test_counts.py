@@ -220,11 +220,11 @@ def test_five_hops_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypat
         def noted(*args: Any) -> Any:
             frames = [found for found in inspect.stack()[1:] if found.frame.f_globals["__name__"].startswith("jaxckpt")]
             names = [found.frame.f_code.co_qualname for found in reversed(frames)]
-            if "_run_all" in names:  # the caller waits in Aside.do
+            if "_run_all" in names:  # the caller waits in StorageThread.run
                 waiting = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
                 ours = [frame for frame, _ in waiting if frame.f_globals["__name__"].startswith("jaxckpt")]
                 names = [frame.f_code.co_qualname for frame in reversed(ours)]
-                names = names[: names.index("Aside.do")]
+                names = names[: names.index("StorageThread.run")]
             # What another thread carries out counts from there.
             chains.append([*names[names.index("_carry_out") if "_carry_out" in names else 0 :], move.__qualname__])
             return move(*args)

@@ -83,8 +83,8 @@ def submit_waiting(work: Callable[[], T]) -> Task[T]:
 class StorageThread:
     """Uses storage in another thread, and stops waiting for that thread if no bytes have moved for `seconds`.
 
-    with Aside(seconds) as aside:
-        content = aside.do("reading /ckpt", read)
+    with StorageThread(seconds) as thread:
+        content = thread.run("reading /ckpt", read)
     """
 
     def __init__(self, seconds: float) -> None:

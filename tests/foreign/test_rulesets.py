@@ -295,7 +295,7 @@ def test_quantised_folders_are_read_as_the_floats_that_they_stand_for(
 def test_other_ways_to_quantise_are_an_error(quantised: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
-    with pytest.raises(jaxckpt.InputError, match="rules exist for"):
+    with pytest.raises(jaxckpt.InputError, match="rules exist"):
         jaxckpt.huggingface_rules(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Saves steps by process 0's clock, then by its metrics; both differ between processes. Prints the saved steps."""
+"""Saves steps by process 0's clock, then by its metrics, which differ between processes. Prints the saved steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jaxckpt
 
 options = jaxckpt.Options(sync=False, timeout_seconds=30)
 by_clock = list[int]()
-with jaxckpt.Checkpointer(f"{args}/clock", every_minutes=0.01 * (1 + process_id), options=options) as checkpoints:
+with jaxckpt.Checkpointer(f"{args}/clock", every_minutes=0.01, options=options) as checkpoints:
     for step in range(1, 301):
         time.sleep(0.01 if process_id == step % 3 else 0.005)
         if checkpoints.save(step, {"x": step}):

@@ -50,7 +50,7 @@ class Counted(passing.PeerReads):
         super().__init__(*arguments)
         arrivals.append(self)
 
-    def _next(self) -> None:
+    def _run_next_round(self) -> None:
         if fault and process_id == 1 and self._n_rounds_done == 1:
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -43,7 +43,7 @@ for data, leaf in [
     (Loader(process_id, np.arange(4)), "'data/position'"),
     (Loader(5, np.arange(4) + process_id), "'data/order'"),
     (Loader(5, jnp.arange(4) + process_id), "'data/order'"),
-    (Loader(5, np.arange(4 + process_id)), "different leaves"),
+    (Loader(5, np.arange(4 + process_id)), "the leaves of the tree"),
 ]:
     said = caught(jaxckpt.save, f"{args}/refused", {"data": data})
     assert "PeersDisagreeError" in said or process_id, said

@@ -119,7 +119,7 @@ def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules:
         for step, (metrics, days) in sorted(steps.items())
     ]
     order = ("keep_last", "keep_every", "keep_best", "keep_for", "keep_if")
-    verdicts = RetentionPolicy.of(*map(rules.get, order), None).judge(found, NOW)
+    verdicts = RetentionPolicy.of(*map(rules.get, order), None).decide(found, NOW)
     assert [verdict.step for verdict in verdicts] == found
     expected = wanted({step: Kept(*known) for step, known in steps.items()}, rules)
     assert {verdict.step.number for verdict in verdicts if verdict.kept} == expected
