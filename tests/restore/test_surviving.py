@@ -203,7 +203,8 @@ def require_step(found: list[dict[str, Any]], step: int) -> None:
 def test_any_host_may_be_lost(job: Job, processes: int) -> None:
     for layout in ("fsdp", "replicated", "square", "columns"):
         for lost in range(4):
-            if layout != "fsdp" and lost != processes - 1:
+            # Programs are compiled in each process, so the job of three loses only one host in each layout.
+            if (layout != "fsdp" or processes == 3) and lost != processes - 1:
                 continue
             hosts = job.hosts() if layout != "columns" else job.odd_hosts()
             wipe(hosts[lost])
