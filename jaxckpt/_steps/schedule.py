@@ -30,9 +30,13 @@ class SaveSchedule:
         if every is None and every_minutes is None and save_if is None:
             every = 1
         self._every = None if every is None else require_whole_number(every, "every", minimum=1)
-        self._seconds = None if every_minutes is None else 60 * require_seconds(every_minutes, "every_minutes")
+        minutes = None if every_minutes is None else require_seconds(every_minutes, "every_minutes")
+        self._seconds = None if minutes is None else 60 * minutes
         self._save_if = require_predicate(save_if, "save_if")
-        self.settings = {"every": self._every, "every_minutes": every_minutes, "save_if": save_if and "a function"}
+        is_given = "a function" if self._save_if else None
+        self.settings = {"every": self._every, "every_minutes": minutes, "save_if": is_given}
+        """The arguments as JSON values, which all processes must give alike."""
+
         self._is_single_process = processes == 1
         self._clock: Callable[[], float] = time.monotonic
         self._saved_at = self._met_at = self._clock()

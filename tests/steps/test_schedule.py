@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
             if checkpoints.save(step, {"x": step}, force=step == 25):
                 saved.append(step)
     assert saved == [10, 20, 25, 35, 45, 55, 65, 75, 85, 95, 100, 110, 120, 130, 140, 150]
+
+
+def test_minutes_may_be_any_real_number(tmp_path: Path) -> None:
+    for minutes in (np.int64(10), np.float32(0.5), Fraction(1, 2)):
+        with jaxckpt.Checkpointer(tmp_path, every_minutes=minutes, options=FAST) as checkpoints:
+            assert not checkpoints.save(1, {"x": 1})
 
 
 def test_a_predicate_sees_what_is_recorded(tmp_path: Path) -> None:
