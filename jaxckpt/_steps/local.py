@@ -33,6 +33,7 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import Spread, plan_spread
 from jaxckpt._steps.flush import Flush
+from jaxckpt._storage.claims import parse_note
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.steps import RUN, is_step, step_name
 from jaxckpt._storage.store import Store
@@ -316,13 +317,9 @@ def _run_id(directory: Store) -> str:
 
 
 def _read_note(own: Folder) -> dict[str, Any] | None:
-    """The record of the run in a process's folder."""
+    """The record of the run in a process's folder: None if there is none, empty if it is damaged."""
     content = own.read(_NOTE)
-    try:
-        note = None if content is None else json.loads(content)
-    except ValueError:
-        return {}
-    return note if note is None or isinstance(note, dict) else {}
+    return None if content is None else parse_note(content)
 
 
 def _trim(own: Folder, kept: _KeptStep) -> None:

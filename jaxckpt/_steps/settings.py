@@ -14,13 +14,12 @@ from jaxckpt._runtime.processes import Meeting, process_names
 def compare(meeting: Meeting, settings: Mapping[str, Any]) -> Sequence[str]:
     """Compare the settings, JSON values by name. Returns the name of each process's host in process 0, and nothing in
     the others. Every process calls this; process 0 raises PeersDisagreeError."""
-    sent = meeting.gather(json.dumps([settings, socket.gethostname()]))
-    given = [one for one, _ in map(json.loads, sent)]
+    sent = list(map(json.loads, meeting.gather(json.dumps([settings, socket.gethostname()]))))
     for name, first in settings.items():
-        others = {process: one[name] for process, one in enumerate(given) if one[name] != first}
+        others = {process: given[name] for process, (given, _) in enumerate(sent) if given[name] != first}
         if others:
             raise PeersDisagreeError(
                 f"{process_names([*others])} created the Checkpointer with {name}={next(iter(others.values()))},"
                 f" process 0 with {name}={first}: every process must give the same arguments"
             )
-    return [host for _, host in map(json.loads, sent)]
+    return [host for _, host in sent]

@@ -33,7 +33,7 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.events import log_swept
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.claims import overtaken_error
+from jaxckpt._storage.claims import overtaken_error, parse_note
 from jaxckpt._storage.errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._storage.objects import MAX_FILE_BYTES, Objects, Pending
@@ -240,7 +240,7 @@ class Bucket:
         """Change the note of a writer from one state to another, unless another process was faster."""
         key = f"{data}/{WRITER}"
         content, generation = self._get(key)
-        note = _parse_note(content)
+        note = parse_note(content)
         if content is not None and not note:
             raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is not a valid writer's note")
         if note.get("state") not in before:
@@ -273,7 +273,7 @@ class Bucket:
             if self._transition(data, ["publishing"], "published"):
                 return
         content = self.read(f"{data}/{WRITER}")
-        if previous is not None or (content is not None and _parse_note(content).get("state") != "swept"):
+        if previous is not None or (content is not None and parse_note(content).get("state") != "swept"):
             return
         found, generation = self._get(MANIFEST)
         if found == manifest:
@@ -310,7 +310,7 @@ class Bucket:
             manifest = self.read(MANIFEST)
             if may_reference_data(manifest, name):
                 continue
-            note = _parse_note(content)
+            note = parse_note(content)
             if content is not None and not note:
                 left = True  # its writer is unknown
                 continue
@@ -355,7 +355,7 @@ class Bucket:
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
                 if (
-                    _parse_note(self.read(f"{data}/{WRITER}")).get("state") != "writing"
+                    parse_note(self.read(f"{data}/{WRITER}")).get("state") != "writing"
                 ):  # a sweep deleted the key in between
                     raise overtaken_error(self.url)
                 raise StorageError(
@@ -448,15 +448,6 @@ class Bucket:
 
 
 _verified_stores: set[str] = set()  # stores that are known to honor conditions, by driver, endpoint and bucket
-
-
-def _parse_note(content: bytes | None) -> dict[str, Any]:
-    """A writer's note as a dict; empty if it is malformed."""
-    try:
-        found = json.loads(content or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _identity(manifest: bytes | None) -> str | None:

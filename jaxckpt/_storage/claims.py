@@ -6,8 +6,9 @@ process always calls `sync_folders`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import CheckpointExistsError
@@ -54,6 +55,15 @@ class Claims(Protocol):
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Delete the folders of stacks that a published manifest no longer names."""
+
+
+def parse_note(content: bytes | None) -> dict[str, Any]:
+    """A note, such as a writer's, as a dict; empty if it is missing or malformed."""
+    try:
+        found = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def overtaken_error(url: str) -> CheckpointExistsError:

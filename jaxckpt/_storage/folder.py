@@ -31,7 +31,7 @@ from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._runtime.events import log_swept
-from jaxckpt._storage.claims import overtaken_error
+from jaxckpt._storage.claims import overtaken_error, parse_note
 from jaxckpt._storage.errors import translate_os_errors, translate_tensorstore_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
@@ -493,12 +493,11 @@ def _is_abandoned(path: str) -> bool:
     except OSError:
         return False
     try:
-        text = os.read(handle, 4096)
-        note: Any = json.loads(text) if text else None  # empty: the writer died before it wrote the note
-        if text and not (isinstance(note, dict) and note.get("host") == socket.gethostname()):  # pyright: ignore[reportUnknownMemberType]
+        note = os.read(handle, 4096)  # empty if the writer died before it wrote the note
+        if note and parse_note(note).get("host") != socket.gethostname():
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return False
     finally:
         os.close(handle)
