@@ -1,8 +1,8 @@
 """One workload in one place, by all contenders in turn: started by peers.py, once for each process.
 
-A round is: for each operation, all contenders; every other round runs in the opposite order. The first round is not
-counted, unless there is no other: it warms up and compiles, and everything that is restored in it is compared with what
-was saved, bit for bit.
+A round is: for each operation, all contenders; every other round runs in the opposite order. The first round warms up
+and compiles, and everything that is restored in it is compared with what was saved, bit for bit. It is counted only if
+there is no other. A contender whose round takes longer than SLOW_SECONDS takes no part in the next ones.
 Freed memory stays in the process (steady.py), for all alike. Before each measurement, untimed, dirty pages are
 flushed; before each save, memory twice as large as the tree is touched and given back: on a virtual machine the first
 touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page cache.
@@ -42,9 +42,11 @@ import jaxckpt
 
 SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
-SLOW_SECONDS = 120  # a contender whose round takes longer than this has only SLOW_ROUNDS counted rounds
-SLOW_ROUNDS = 1
-STEP_LEAVES = 5000  # above this a step takes minutes to compile
+SLOW_SECONDS = 180
+STEP_LEAVES = 5000  # above this a step, which follows save_async, takes minutes to compile
+
+Samples = dict[str, dict[str, list[float]]]
+"""Seconds of each round, by operation and contender."""
 
 # Its own inverse, bit for bit: after two steps the tree is what it was.
 step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
@@ -60,8 +62,9 @@ class Turns:
             if kind.name in case["contenders"] and case["processes"] in kind.processes
         ]
         self.wanted = {layout: self.workload.wanted(layout) for layout in self.workload.layouts}
-        self.seconds: dict[str, dict[str, list[float]]] = {}
-        self.cpu_seconds: dict[str, dict[str, list[float]]] = {}
+        self.seconds: Samples = {}
+        self.cpu_seconds: Samples = {}
+        self.first_round: list[tuple[Samples, str, str, float]] = []
         self.files: dict[str, dict[str, int]] = {}
         self.one_leaf_bytes: dict[str, int] = {}
         self.round = 0
@@ -80,7 +83,7 @@ class Turns:
                 operations += [functools.partial(self.layers, 3, 4), functools.partial(self.layers, 0, 6)]
         if self.workload.parameters:
             operations.append(self.parameters)
-        if case["no_async"]:
+        if case["no_async"] or len(self.workload.leaves) > STEP_LEAVES:
             operations.remove(self.save_async)
         order = self.contenders
         for self.round in range(case["rounds"] + 1):
@@ -89,12 +92,17 @@ class Turns:
                 begun = time.monotonic()
                 operation(contender)
                 taken[contender] += time.monotonic() - begun
+            took_part = order
+            order = [one for one in order if self.agreed(taken[one]) < SLOW_SECONDS]
+            if self.round == 0:
+                again = {one.name for one in order if case["rounds"]}
+                for samples, operation, name, sample in self.first_round:
+                    if name not in again:
+                        samples.setdefault(operation, {}).setdefault(name, []).append(sample)
             if jax.process_index() == 0:  # all rounds so far: if memory runs out, they are not lost
                 result.write_text(json.dumps(self.found()))
-            for contender in order:
+            for contender in took_part:
                 self.remove(contender)
-            if self.round >= SLOW_ROUNDS:
-                order = [one for one in order if self.agreed(taken[one]) < SLOW_SECONDS]
 
     def agreed(self, seconds: float) -> float:
         """What process 0 has found: all must continue with the same."""
@@ -134,12 +142,9 @@ class Turns:
         self.renew()
         self.prepare(contender, saving=True)
         wait = self.clock(SAVE_ASYNC, contender, lambda: contender.save_async(self.tree))
-        steps = len(self.workload.leaves) <= STEP_LEAVES
-        if steps:
-            self.tree = self.clock(STEP_BESIDE, contender, lambda: step(self.tree))
+        self.tree = self.clock(STEP_BESIDE, contender, lambda: step(self.tree))
         wait()
-        if steps:
-            self.tree = self.clock(STEP_ALONE, contender, lambda: step(self.tree))
+        self.tree = self.clock(STEP_ALONE, contender, lambda: step(self.tree))
         if self.round == 0:  # what was stored is what the arrays held when the call was made
             self.require_saved(
                 contender, contender.restore(self.wanted[self.workload.layouts[0]]), self.workload.layouts[0]
@@ -214,9 +219,11 @@ class Turns:
         result = jax.block_until_ready(call())
         meet()
         ended, ended_cpu = time.perf_counter(), time.process_time()
-        if self.round or not case["rounds"]:
-            for kept, sample in ((self.seconds, ended - begun), (self.cpu_seconds, ended_cpu - begun_cpu)):
-                kept.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
+        for samples, sample in ((self.seconds, ended - begun), (self.cpu_seconds, ended_cpu - begun_cpu)):
+            if self.round == 0:
+                self.first_round.append((samples, operation, contender.name, sample))
+            else:
+                samples.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
         return result
 
     def prepare(self, contender: Contender, *, saving: bool = False) -> None:

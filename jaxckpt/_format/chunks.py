@@ -24,15 +24,16 @@ def chunks_of(
     """
     size = stack.chunk_stored_bytes - 4
     scratch, used = np.empty(0, np.uint8), 0
-    for part in pieces.split_if_disjoint(stack.chunk):
-        array = part.single_array
+    parts = pieces.separate_arrays(stack.chunk)
+    for box, array in [(pieces.box, pieces.single_array)] if parts is None else parts:
         in_order = array is not None and array.flags.c_contiguous
-        run = zarr.contiguous_chunk_numbers(stack, index, part.box) if in_order else None
+        run = zarr.contiguous_chunk_numbers(stack, index, box) if in_order else None
         if array is not None and run is not None:
             yield run, array.reshape(-1).view(np.uint8)
             continue
-        for block in zarr.chunk_runs(stack, index, part.box):
-            data = None if array is None else contiguous_bytes(block.box, part.box, array)
+        source = pieces if array is None else Pieces(box, pieces.dtype, box[0][1] - box[0][0], [[(box, array)]])
+        for block in zarr.chunk_runs(stack, index, box):
+            data = None if array is None else contiguous_bytes(block.box, box, array)
             if data is None:
                 needed = len(block.numbers) * size
                 if used + needed > len(scratch):
@@ -40,7 +41,7 @@ def chunks_of(
                     used = 0
                     if needed > len(scratch):
                         scratch = np.empty(max(needed, zarr.CHUNK_BATCH_BYTES), np.uint8)
-                data = part.gather(block.box, scratch[used:])
+                data = source.gather(block.box, scratch[used:])
                 used += needed
             yield block.numbers, data
 

@@ -66,18 +66,18 @@ class Pieces:
         pieces = [piece for group in self.groups for piece in group]
         return pieces[0][1][slices_within(self.box, pieces[0][0])] if len(pieces) == 1 else None
 
-    def split_if_disjoint(self, chunk: Sequence[int]) -> list[Pieces]:
-        """The pieces separately, if they do not overlap and share no chunk of these sides; otherwise all in one."""
-        found: list[Pieces] = []
-        for piece in itertools.chain.from_iterable(self.groups):
-            common = intersection(piece[0], self.box)
+    def separate_arrays(self, chunk: Sequence[int]) -> list[tuple[Box, Array]] | None:
+        """Each box and its array, if the pieces do not overlap and share no chunk of these sides; otherwise None."""
+        found: list[tuple[Box, Array]] = []
+        for held, array in itertools.chain.from_iterable(self.groups):
+            common = intersection(held, self.box)
             if common is None:
                 continue
             for (start, stop), side, (_, end) in zip(common, chunk, self.box, strict=True):
                 if start % side or (stop % side and stop != end):
-                    return [self]
-            found.append(Pieces(common, self.dtype, common[0][1] - common[0][0], [[piece]]))
-        return found if sum(volume(one.box) for one in found) == volume(self.box) else [self]
+                    return None
+            found.append((common, array if common == held else array[slices_within(common, held)]))
+        return found if sum(volume(box) for box, _ in found) == volume(self.box) else None
 
     def gather(self, box: Box, scratch: Bytes) -> Bytes:
         """The bytes of a box in C order, copied into `scratch`. Bytes outside of the pieces become zero."""

@@ -230,16 +230,33 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: IntArr
 def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
     """The numbers of the chunks of `part`, a box of the stack in one object, if the part in C order consists of these
     chunks in sequence; otherwise None."""
-    begun = False  # whether a chunk is longer than 1 along an earlier dimension
-    for (start, stop), side in zip(part, stack.chunk, strict=True):
+    row, side = index[0] * stack.object[0], stack.chunk[0]
+    (start, stop), *rest = part
+    origins = (i * o for i, o in zip(index[1:], stack.object[1:], strict=True))
+    region = tuple([(a - o, b - o) for (a, b), o in zip(rest, origins, strict=True)])
+    found = _contiguous_in_rows(stack.chunk[1:], stack.object[1:], region, side > 1)
+    if found is None or start % side or stop % side:
+        return None
+    count, numbers = found
+    rows = range((start - row) // side, (stop - row) // side)
+    return [place * count + number for place in rows for number in numbers]
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous_in_rows(
+    chunk: tuple[int, ...], sides: tuple[int, ...], region: Box, begun: bool
+) -> tuple[int, list[int]] | None:
+    """For `contiguous_chunk_numbers`, without the rows, because objects and rows repeat their regions: the number of
+    chunks in the sides of an object, and the chunks' numbers. `begun`: a chunk has several rows."""
+    count, numbers = 1, [0]
+    for (start, stop), side, whole in zip(region, chunk, sides, strict=True):
         if start % side or stop % side or (begun and stop - start > side):
             return None
         begun = begun or side > 1
-    counts, _, ranges = _chunks(stack, index, part)
-    numbers = [0]
-    for count, (first, last) in zip(counts, ranges, strict=True):
-        numbers = [number * count + place for number in numbers for place in range(first, last)]
-    return numbers
+        count *= whole // side
+        places = range(start // side, stop // side)
+        numbers = [number * (whole // side) + place for number in numbers for place in places]
+    return count, numbers
 
 
 def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:

@@ -432,14 +432,11 @@ class _Output:
 
     def add(self, numbers: Sequence[int], data: Bytes) -> None:
         """Write chunks that follow each other in memory. The memory must not change until the next `write`."""
-        chunks = _split_chunks(data, len(numbers))
-        most = max(1, zarr.CHUNK_BATCH_BYTES // self._stored_bytes)
-        for first in range(0, len(chunks), most):
-            found = chunks[first : first + most]
-            sums = list(map(_checksum, found))
-            self.sums += sums
-            self.buffers += _interleave(found, np.array(sums, "<u4"))
-            self._waiting_bytes += len(found) * self._stored_bytes
+        for chunk in _split_chunks(data, len(numbers)):
+            found = _checksum(chunk)
+            self.sums.append(found)
+            self.buffers += (chunk, found.to_bytes(4, "little"))
+            self._waiting_bytes += self._stored_bytes
             if self._waiting_bytes >= BATCH_BYTES:
                 self.write()
         self.numbers += numbers
@@ -458,10 +455,13 @@ def _checksum(data: Any, held_bytes: int = 1 << 20) -> int:
 
 def write_all(handle: int, buffers: Sequence[Any]) -> None:
     for first in range(0, len(buffers), MAX_BUFFERS):
-        rest = list(buffers[first : first + MAX_BUFFERS])
-        count = os.writev(handle, rest)
-        while rest := _skip_bytes(rest, count):
+        rest: list[Any] = list(buffers[first : first + MAX_BUFFERS])
+        left = sum(map(len, rest))
+        while left:
             count = os.writev(handle, rest)
+            left -= count
+            if left:
+                rest = _skip_bytes(rest, count)
 
 
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
