@@ -340,14 +340,22 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
     for step in steps:
         stack = stacks[step.stack]
         read = requests = 0
-        for region in step.regions:
-            for part, obj in objects_of(stack, region.box):
-                whole_object = part == obj
-                chunks = math.prod(b - a for a, b in touched_cells(part, stack.chunk))
-                read += chunks * stack.chunk_stored_bytes + stack.index_bytes
-                requests += 1 if whole_object else 1 + chunks
+        for obj, parts in itertools.chain.from_iterable(_parts_by_object(stack, read) for read in step.reads):
+            is_whole = sum(map(volume, parts)) == volume(obj)
+            chunks = sum(math.prod(b - a for a, b in touched_cells(part, stack.chunk)) for part in parts)
+            read += chunks * stack.chunk_stored_bytes + stack.index_bytes
+            requests += 1 if is_whole else 1 + chunks
         total += ReadCost(step.n_bytes, read, requests=requests)
         sizes = [found.held_bytes for found in step.reads]
         least = max(least, step.held_bytes + max(sizes))  # at least one read is in flight
         together += step.held_bytes + sum(sizes)
     return replace(total, peak_host_bytes=max(least, min(host_bytes, together)))
+
+
+def _parts_by_object(stack: Stack, read: Read) -> Iterable[tuple[Box, list[Box]]]:
+    """(an object's box, the parts of it that a read needs) for each object. A read gets the index of an object once."""
+    found: dict[Box, list[Box]] = {}
+    for box in read.boxes:
+        for part, obj in objects_of(stack, box):
+            found.setdefault(obj, []).append(part)
+    return found.items()

@@ -131,6 +131,8 @@ class StorageError(JaxckptError, OSError):
 class PeerError(JaxckptError):
     """This process had to stop because of another process of the job."""
 
+    repeats_earlier = False  # whether the other process only raised the error of an earlier background save
+
 
 class PeerFailedError(PeerError):
     """Another process raised an error, which the message quotes."""

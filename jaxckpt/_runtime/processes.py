@@ -33,14 +33,8 @@ from typing import Any, Self
 
 from jax._src import distributed  # JAX has no public API for the coordination service; Orbax and Flax use this too
 
-from jaxckpt._runtime.errors import (
-    InputError,
-    PathNotSharedError,
-    PeerFailedError,
-    PeersDisagreeError,
-    PeerTimeoutError,
-    show_lines,
-)
+from jaxckpt._runtime.errors import InputError, PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
+from jaxckpt._runtime.failures import combined_error, failure_message
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import RunningCall, Task, start_thread
@@ -126,6 +120,9 @@ class Group:
 
     is_handed_over: bool = False
     """Whether another thread continues the call after the block, and notifies the others."""
+
+    repeats_earlier: bool = False
+    """Whether the error that ends this call is the error of an earlier background save."""
 
     @classmethod
     def for_call(cls, options: object, call: Call) -> Group:
@@ -241,7 +238,8 @@ class Meeting:
 
     def _post_failure(self, error: BaseException) -> None:
         """Notify the processes that still wait for this one."""
-        failure = _failure_message(self.group.index, error)
+        repeats = self.group.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
+        failure = failure_message(self.group.index, error, repeats_earlier=repeats)
         if not self._has_sent:
             self._post("in", failure)
         if self.group.index == 0 and not self._has_broadcast:
@@ -335,11 +333,11 @@ class Meeting:
             if text is None:
                 if time.monotonic() - since > timeout_seconds:
                     self._is_service_lost = True
-                    raise _combined_error(self._timeout_failures({0: timeout_seconds}), self.what)
+                    raise combined_error(self._timeout_failures({0: timeout_seconds}), self.what)
                 continue
             message = json.loads(text)
             if "error" in message:
-                raise _combined_error([message], self.what)
+                raise combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]
             number, since, has_joined = number + 1, time.monotonic(), True
@@ -382,7 +380,7 @@ class Meeting:
         failures = self._timeout_failures(timed_out) + self._mismatch_failures(sorted(answers), messages)
         failures += [message for message in messages if "error" in message]
         if failures:
-            raise _combined_error(failures, self.what)
+            raise combined_error(failures, self.what)
         return [message["ok"] for message in messages]
 
     def _has_joined(self, last_beat: _LastBeat) -> bool:
@@ -466,23 +464,6 @@ class _LastBeat:
 
     beat: str | None
     since: float
-
-
-# Errors about peers, and errors that are equal in all processes, keep their type. Others become PeerFailedError.
-_KINDS = {kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)}
-
-
-def _failure_message(process: int, error: BaseException) -> dict[str, Any]:
-    if type(error).__name__ in _KINDS:
-        return {"error": str(error), "kind": type(error).__name__}
-    return {"error": f"process {process} failed with {type(error).__name__}: {error}", "kind": "PeerFailedError"}
-
-
-def _combined_error(failures: list[dict[str, Any]], what: str) -> Exception:
-    """One error for all failures, of the type of the first."""
-    errors = list(dict.fromkeys(failure["error"] for failure in failures))
-    several = f"{len(errors)} failures while {what}:\n{show_lines(errors)}"
-    return _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
 
 
 def _ordinal(number: int) -> str:

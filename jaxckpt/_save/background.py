@@ -22,11 +22,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from jaxckpt._runtime.errors import InputError, StorageError
+from jaxckpt._runtime.errors import InputError, PeerError, StorageError
 from jaxckpt._runtime.progress import Progress
 from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
 from jaxckpt._storage.workers import replace_workers
+
+_log = logging.getLogger("jaxckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,11 +367,18 @@ def unreported_saves(*, include_detached: bool = False) -> list[PendingSave]:
 
 
 def await_saves() -> None:
-    """Wait for the background saves. Raises the error of a failed one, unless it has been reported."""
+    """Wait for the background saves. Raises the error of a failed one, unless it has been reported.
+
+    If a save failed only because another process raised the error of an earlier save, that is logged. Raising it would
+    make the next save fail in the other processes, and so on: one failure would end all saves.
+    """
     for pending in unreported_saves():
         try:
             pending.wait()
         except Exception as error:
+            if isinstance(error, PeerError) and error.repeats_earlier:
+                _log.warning("%s was not saved, because an earlier save had failed: %s", pending.path, error)
+                continue
             error.add_note(
                 f"jaxckpt: this error ended the earlier save_async to {pending.path}, whose wait() was not called"
             )

@@ -150,7 +150,11 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
     clock = Clock()
-    background_saves.await_saves()
+    try:
+        background_saves.await_saves()
+    except Exception:
+        group.repeats_earlier = True
+        raise
     if group.index == 0 and request.precheck is not None:
         request.precheck()
     threaded = background_saves.ensure_thread()  # fails here if no thread can be started

@@ -158,8 +158,8 @@ class Folder:
         """Length and digest of an object."""
         with self._translate_errors("read", key):
             try:
-                with self._open_file(key) as (_, size), self.range_reader(key) as read:
-                    return size, zarr.read_digest(read, stack, size)
+                with self._open_file(key) as (handle, size):
+                    return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise DataError(f"{self.url}/{key} is missing") from error
 
@@ -178,6 +178,10 @@ class Folder:
 
     @contextlib.contextmanager
     def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+        with self._translate_errors("read", key), self._open_file(key) as (handle, _):
+            yield self._reader_of(key, handle)
+
+    def _reader_of(self, key: str, handle: int) -> zarr.ReadRange:
         buffer = np.empty(0, np.uint8)
 
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -187,8 +191,7 @@ class Folder:
             read_into(f"{self.url}/{key}", handle, start, [buffer[: stop - start]])
             return buffer[: stop - start]
 
-        with self._translate_errors("read", key), self._open_file(key) as (handle, _):
-            yield read
+        return read
 
     # Claim and publish ------------------------------------------------------------------------------------
 

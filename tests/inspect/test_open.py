@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from processes import RunPython
 
 import jaxckpt
+from jaxckpt._storage.folder import Folder
 
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=2048, sync=False)
 
@@ -471,3 +473,20 @@ def test_a_lazy_leaf_outlives_nothing_but_the_checkpoint(tmp_path: Path) -> None
         jaxckpt.save(path, {"a": np.ones(9)}, overwrite=True)
         with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another while it was being read"):
             leaf[:]
+
+
+def test_compressed_data_may_be_replaced_while_it_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, open_file = tmp_path / "c", Folder._open_file
+    jaxckpt.save(path, {"a": np.zeros(9)}, options=jaxckpt.Options(compression="zstd"))
+
+    @contextlib.contextmanager
+    def replace_once_open(self: Folder, key: str) -> Generator[tuple[int, int]]:
+        with open_file(self, key) as found:
+            if "/c/" in key:
+                monkeypatch.undo()
+                jaxckpt.save(path, {"a": np.ones(9)}, overwrite=True)
+            yield found
+
+    monkeypatch.setattr(Folder, "_open_file", replace_once_open)
+    with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another while it was being read"):
+        jaxckpt.load_numpy(path)

@@ -81,6 +81,19 @@ def one_cannot_begin(folder: str) -> None:
     jaxckpt.save_async(f"{folder}/c", {"x": tree["x"]}).wait(60)
 
 
+def one_cannot_begin_once(folder: str) -> None:
+    """The failure is raised in the call in process 1, and by the next call in process 0."""
+    for number in range(5):
+        tree = {"x": made(P("a", "b"), 1), "bad": object() if (process_id, number) == (1, 1) else 1}
+        try:
+            last = jaxckpt.save_async(f"{folder}/{number}", tree)
+            lines.append("fine")
+        except jaxckpt.JaxckptError as error:
+            lines.append(type(error).__name__)
+    last.wait(60)
+    lines.append(sorted(name for name in os.listdir(folder) if os.path.exists(f"{folder}/{name}/manifest.json")))
+
+
 def skipping(folder: str) -> None:
     options = jaxckpt.Options(when_busy="skip")
     with writing(0.5 * process_id):  # process 0 finishes its writes long before process 1
@@ -123,6 +136,7 @@ CASES: list[Callable[[str], None]] = [
     steps_meanwhile,
     one_fails,
     one_cannot_begin,
+    one_cannot_begin_once,
     skipping,
     process_0_fails_while_others_write,
     exchanged_from_other_devices,

@@ -254,13 +254,12 @@ def test_a_cost_counts_each_chunk_and_the_index_of_each_object(
     read = requests = 0
     for step in steps:
         stack = stacks[step.stack]
-        for region in step.regions:
-            for _, obj in stack.objects():
-                part = _grid.intersection(region.box, obj)
-                if part is not None:
-                    chunks = len(list(chunks_of(stack, part)))
-                    read += chunks * stack.chunk_stored_bytes + stack.index_bytes
-                    requests += 1 if part == obj else 1 + chunks
+        for boxes, (_, obj) in itertools.product((found.boxes for found in step.reads), stack.objects()):
+            parts = list(filter(None, (_grid.intersection(box, obj) for box in boxes)))
+            if parts:
+                chunks = sum(len(list(chunks_of(stack, part))) for part in parts)
+                read += chunks * stack.chunk_stored_bytes + stack.index_bytes
+                requests += 1 if sum(map(_grid.volume, parts)) == _grid.volume(obj) else 1 + chunks
     assert (cost.read_bytes, cost.requests) == (read, requests)
     assert cost.needed_bytes == sum(_grid.volume((want.rows, *box)) * 4 for want in wants for box in want.boxes)
     most = max((step.held_bytes + read.held_bytes for step in steps for read in step.reads), default=0)

@@ -333,6 +333,13 @@ def test_one_that_cannot_even_begin_is_named_by_the_others(cases: dict[str, list
     np.testing.assert_array_equal(tree["x"], np.ones((8, 8), np.float32))
 
 
+def test_a_failure_of_one_process_does_not_end_all_later_saves(cases: dict[str, list[Any]]) -> None:
+    other, own = cases["one_cannot_begin_once"]
+    published = ["0", "3", "4"]  # process 0 raises the error in its next call, so that is not saved either
+    assert other == ["fine", "fine", "PeerFailedError", "fine", "fine", published]
+    assert own == ["fine", "TreeError", "fine", "fine", "fine", published]
+
+
 def test_skipping_is_agreed_on(cases: dict[str, list[Any]], folder: Path) -> None:
     skipped, second = cases["skipping"]
     assert skipped == second
