@@ -462,6 +462,10 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
     with contextlib.chdir(path):
         assert run("pin", "00000010", "--name", "figure").stdout == ".@figure is step 10\n"
         run("unpin", ".@figure")
+    with contextlib.chdir(tmp_path):
+        Path("20260102").symlink_to(path)
+        assert run("pin", "20260102", "--name", "figure").stdout == "20260102@figure is step 20\n"
+        run("unpin", "20260102@figure")
     assert run("unpin", f"{path}@paper").stdout == f"{path}@paper is no longer pinned\n"
     assert "pinned names: none" in run("unpin", f"{path}@paper", code=4).stderr
     run("rm", f"{path}@10", "--yes")
