@@ -444,6 +444,8 @@ def test_a_report_is_never_written_into_the_checkpoint(tmp_path: Path) -> None:
         assert "is in the checkpoint" in shown.stderr
     assert jaxckpt.load_numpy(tmp_path / "ours")["w"].tolist() == [1, 1]
     assert os.listdir(tmp_path / "ours").count("r.html") == 0
+    shown = run("report", str(tmp_path / "ours"), "-o", str(tmp_path / "nowhere/r.html"), code=5)
+    assert shown.stderr.endswith(f"No such file or directory: '{tmp_path}/nowhere/r.html'\n")
 
 
 def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
