@@ -436,6 +436,18 @@ def test_every_option_is_on_the_page() -> None:
                 assert re.search(rf"[ `]{parameter.opts[0]}\b", page), (name, parameter.opts)
 
 
+def test_closed_streams_do_not_fail_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "ours", {"w": np.ones(2)})
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    for arguments in (["show", "ours"], ["convert", "ours", "copy"]):
+        with contextlib.chdir(tmp_path), pytest.raises(SystemExit) as ended:
+            main(arguments, prog_name="jaxckpt")
+        assert ended.value.code == 0
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def test_a_report_is_never_written_into_the_checkpoint(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ours", {"w": np.ones(2)})
     (tmp_path / "link.html").symlink_to(tmp_path / "ours/manifest.json")
