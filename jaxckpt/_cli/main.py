@@ -59,6 +59,9 @@ class _Program(click.Group):
     """Turns every error into a message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        # Python has no object for a stream that was closed when the program started, as by >&- in a shell.
+        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         with contextlib.suppress(AttributeError, ValueError):  # a replaced stream may lack the method
             sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         try:

@@ -116,7 +116,9 @@ def printable(text: str, keep: str = "") -> str:
 
 def natural_key(name: str) -> list[tuple[int, str]]:
     """A key that sorts numbers in names by their value."""
-    return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d+)", name)]
+    # The digits of a number are compared as text, because int() refuses more than 4,300 of them.
+    digits = ((run.isdecimal(), run, run.lstrip("0")) for run in re.split(r"(\d+)", name))
+    return [(len(value), value) if is_number else (-1, run) for is_number, run, value in digits]
 
 
 def show_age(created: str | None) -> str:
@@ -191,6 +193,10 @@ def replacing_file(path: str) -> Generator[IO[bytes]]:
             yield file
         if not special:
             os.replace(draft, path)
+    except OSError as error:
+        if error.filename == draft:  # the user knows only the name of the file
+            error.filename = path
+        raise
     finally:
         if not special:
             with contextlib.suppress(FileNotFoundError):

@@ -23,7 +23,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
-from jaxckpt._storage.steps import steps_of
+from jaxckpt._storage.steps import step_name, steps_of
 from jaxckpt._storage.store_path import local_path, store_at
 
 
@@ -97,7 +97,10 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
 def pin(path: str, name: str, as_json: bool) -> None:
     step = pin_step(path, name)
     above, _, last = path.rstrip("/").rpartition("/")
-    run = above or "." if last.isdecimal() else path.rstrip("/").rpartition("@")[0] if "@" in last else path.rstrip("/")
+    if last == step_name(step):  # otherwise digits are the name of the run, such as its date
+        run = above or "."
+    else:
+        run = path.rstrip("/").rpartition("@")[0] if "@" in last else path.rstrip("/")
     _print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
 
 

@@ -415,9 +415,9 @@ class Bucket:
         return self.child(name)
 
     def parent_and_name(self) -> tuple[Self, str] | None:
-        path, _, name = self.path.rstrip("/").rpartition("/")
+        path, slash, name = self.path.rstrip("/").rpartition("/")
         url = self.url.rpartition("/")[0]
-        return (replace(self, url=url, path=f"{path}/" if path else ""), name) if name else None
+        return (replace(self, url=url, path=f"{path}{slash}"), name) if name else None
 
     def mark(self, name: str) -> None:
         self.put(f"{MARKS}{name}", b"{}")

@@ -436,6 +436,18 @@ def test_every_option_is_on_the_page() -> None:
                 assert re.search(rf"[ `]{parameter.opts[0]}\b", page), (name, parameter.opts)
 
 
+def test_closed_streams_do_not_fail_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "ours", {"w": np.ones(2)})
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    for arguments in (["show", "ours"], ["convert", "ours", "copy"]):
+        with contextlib.chdir(tmp_path), pytest.raises(SystemExit) as ended:
+            main(arguments, prog_name="jaxckpt")
+        assert ended.value.code == 0
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def test_a_report_is_never_written_into_the_checkpoint(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ours", {"w": np.ones(2)})
     (tmp_path / "link.html").symlink_to(tmp_path / "ours/manifest.json")
@@ -444,6 +456,8 @@ def test_a_report_is_never_written_into_the_checkpoint(tmp_path: Path) -> None:
         assert "is in the checkpoint" in shown.stderr
     assert jaxckpt.load_numpy(tmp_path / "ours")["w"].tolist() == [1, 1]
     assert os.listdir(tmp_path / "ours").count("r.html") == 0
+    shown = run("report", str(tmp_path / "ours"), "-o", str(tmp_path / "nowhere/r.html"), code=5)
+    assert shown.stderr.endswith(f"No such file or directory: '{tmp_path}/nowhere/r.html'\n")
 
 
 def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
@@ -462,6 +476,10 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
     with contextlib.chdir(path):
         assert run("pin", "00000010", "--name", "figure").stdout == ".@figure is step 10\n"
         run("unpin", ".@figure")
+    with contextlib.chdir(tmp_path):
+        Path("20260102").symlink_to(path)
+        assert run("pin", "20260102", "--name", "figure").stdout == "20260102@figure is step 20\n"
+        run("unpin", "20260102@figure")
     assert run("unpin", f"{path}@paper").stdout == f"{path}@paper is no longer pinned\n"
     assert "pinned names: none" in run("unpin", f"{path}@paper", code=4).stderr
     run("rm", f"{path}@10", "--yes")

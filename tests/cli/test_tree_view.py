@@ -42,6 +42,14 @@ def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None
     assert "\x1b" not in run("cat", str(tmp_path / "bad"), "\x1b[1Jq", code=2).stderr
 
 
+def test_numbers_in_names_sort_by_value_and_may_have_any_length(tmp_path: Path) -> None:
+    names = ("10", "2", "0003", "9" * 5000)  # by value and as text, another name is the first
+    jaxckpt.save(tmp_path / "long", dict.fromkeys(names, np.zeros(2)))
+    assert f"2 … {names[-1]}" in run("show", str(tmp_path / "long")).stdout
+    jaxckpt.save(tmp_path / "short", dict.fromkeys(names[:-1], np.zeros(2)))
+    assert "2 … 10 " in run("show", str(tmp_path / "short")).stdout
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_alike_containers_are_one_row_from_three_on(tmp_path: Path, n: int) -> None:
     leaf = np.zeros(4)

@@ -47,7 +47,9 @@ def test_a_file_url_means_the_same_everywhere_and_what_tensorstore_takes_it_for(
         jaxckpt.convert(folder / "ckpt", "file://tmp/x.npz")
 
 
-@pytest.mark.parametrize("url", ["memory://above/run/3", "file:///tmp/above/run/3", "above/run/3"])
+@pytest.mark.parametrize(
+    "url", ["memory://above/run/3", "memory://above//3", "memory://above///3", "file:///tmp/above/run/3", "above/run/3"]
+)
 def test_a_store_knows_the_directory_that_it_is_in(url: str) -> None:
     store = store_at(url, jaxckpt.Options())
     above, name = store.parent_and_name() or (None, "")
