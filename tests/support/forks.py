@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import errno
 import functools
 import gc
 import importlib
@@ -17,10 +18,12 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import types
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +32,11 @@ PRELOADED = ("jax.experimental.multihost_utils", "jaxckpt", "numpy.testing", "op
 READ_AT_START = ("JAX", "LD_", "MALLOC_", "PYTHON")
 """Prefixes of environment variables that are read when Python starts or JAX is imported."""
 
+run_id: str | None = None
+"""Identifies the test run, in each of its workers. Other processes have servers of their own."""
+
 _LARGEST_REQUEST = 200_000
+_GRACE_SECONDS = 0.2
 _WORD = 8  # size of each number in the pipe that reports a process id, then an exit status
 
 
@@ -95,21 +102,40 @@ def _environment() -> dict[str, str]:
 
 
 @functools.cache
-def _server(_number: int) -> socket.socket:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"import forks; forks.serve({theirs.fileno()})"],
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+def _server(number: int) -> socket.socket:
+    """A connection to a server. Workers of one test run share their servers, because each takes 4 s of CPU to start.
+
+    Who binds the name first starts the server; connections wait in the queue meanwhile.
+    """
+    name = f"\0jaxckpt-forks-{run_id or uuid.uuid4().hex}-{number}"
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process: subprocess.Popen[bytes] | None = None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            listener.listen()
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"import forks; forks.serve({listener.fileno()})"],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+    deadline = time.monotonic() + 10
+    while code := ours.connect_ex(name):  # between the other's `bind` and its `listen`
+        assert time.monotonic() < deadline, os.strerror(code)
+        time.sleep(0.01)
 
     def end() -> None:
-        ours.close()  # ends the server
-        process.wait(60)
+        ours.close()  # ends the server if no other worker is connected
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # others may still run tests
+                process.wait(60)
 
     atexit.register(end)
     return ours
@@ -118,27 +144,43 @@ def _server(_number: int) -> socket.socket:
 # In the server --------------------------------------------------------------------------------------------
 
 
-def serve(link_file: int) -> None:
-    """Fork for each request, until the other end is closed. In a fork this returns when the program has ended."""
+def serve(listener_file: int) -> None:
+    """Fork for each request, until all connections are closed. In a fork this returns when the program has ended."""
     started_with = dict(os.environ)
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()
-    link = socket.socket(fileno=link_file)
-    while True:
-        request, files, _, _ = socket.recv_fds(link, _LARGEST_REQUEST, 4)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not request:
-            return
-        if os.fork() == 0:
-            link.close()
-            if _report(*files):
-                _run(**json.loads(request), started_with=started_with)
-            return
-        for file in files:
-            os.close(file)
+    listener = socket.socket(fileno=listener_file)
+    links = [_accepted(listener)]
+    # The last worker may end while another one connects for the first time, so wait a little for it.
+    while ready := select.select([listener, *links], [], [], None if links else _GRACE_SECONDS)[0]:
+        if listener in ready:
+            links.append(_accepted(listener))
+            ready.remove(listener)
+        for link in ready:
+            request, files, _, _ = socket.recv_fds(link, _LARGEST_REQUEST, 4)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if not request:
+                link.close()
+                links.remove(link)
+                continue
+            if os.fork() == 0:
+                for one in (listener, *links):
+                    one.close()
+                if _report(*files):
+                    _run(**json.loads(request), started_with=started_with)
+                return
+            for file in files:
+                os.close(file)
+
+
+def _accepted(listener: socket.socket) -> socket.socket:
+    link, _ = listener.accept()
+    _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    assert user == os.getuid(), "any user of this machine can connect, but this would run their programs"
+    return link
 
 
 def _report(stdin: int, stdout: int, stderr: int, reports: int) -> bool:
