@@ -33,7 +33,7 @@ def meetings() -> Any:
     return benchmark("meetings")
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_real_job_asks_what_the_model_counts(
     processes: int, cluster: Any, meetings: Any, s3: Bucket, run_processes: RunProcesses
 ) -> None:
