@@ -15,14 +15,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells make background 
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import command_line
 import hypothesis
 import processes
 import pytest
-import servers
 import stores
+
+if TYPE_CHECKING:  # imports JAX and tensorstore: 3 s in the process that hands out the tests, which waits for it
+    import servers
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
@@ -57,6 +58,8 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture(scope="session")
 def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import command_line
+
     folder = tmp_path_factory.mktemp("cli")
     command_line.fill(folder)
     return folder
@@ -92,6 +95,8 @@ def storage_testbench() -> Iterator[stores.Server]:
 @pytest.fixture
 def s3(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
     """A new s3:// path behind a proxy, which counts the requests and can make them fail."""
+    import servers
+
     with servers.bucket(moto, monkeypatch) as found:
         yield found
 
@@ -99,6 +104,8 @@ def s3(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers
 @pytest.fixture
 def gs(storage_testbench: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
     """A new gs:// path behind a proxy, as for `s3`."""
+    import servers
+
     with servers.bucket(storage_testbench, monkeypatch) as found:
         yield found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 
 pytestmark = pytest.mark.child
 
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("nbclient")
-pytest.importorskip("ipykernel")
+# Not imported here: every worker collects this module, and an import takes a second.
+for _name in ("nbformat", "nbclient", "ipykernel"):
+    if importlib.util.find_spec(_name) is None:
+        pytest.skip(f"{_name} is not installed", allow_module_level=True)
 
 RUNNER = Path(__file__).parents[2] / "docs" / "run_notebooks.py"
 CELL = """
@@ -24,6 +26,8 @@ print(tempfile.mkdtemp(), datetime.datetime.now(datetime.UTC).isoformat(), uuid.
 
 def run(path: Path, *arguments: str, cells: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     if cells is not None:
+        import nbformat
+
         v4 = nbformat.v4
         nbformat.write(
             v4.new_notebook(cells=[v4.new_code_cell(cell, id=f"c{n}") for n, cell in enumerate(cells)]), path

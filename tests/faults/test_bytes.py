@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import damage
 import pytest
@@ -24,11 +24,29 @@ import jaxckpt
 COMPRESSIONS = (None, "zstd", "blosc")
 
 
+class SubjectOf(Protocol):
+    def __call__(self, compression: str | None = None, version: int = 0) -> Subject: ...
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SubjectOf]:
+    """Tests share their checkpoints, because each of them undoes its damage."""
+    folder, made = tmp_path_factory.mktemp("subjects"), dict[tuple[str | None, int], Subject]()
+
+    def subject(compression: str | None = None, version: int = 0) -> Subject:
+        if (compression, version) not in made:
+            made[compression, version] = Subject(folder / f"{compression}-{version}", compression, version)
+        return made[compression, version]
+
+    yield subject
+    assert all(jaxckpt.verify(subject.path).ok for subject in made.values())
+
+
 @pytest.mark.fault(
     7, "a bit flipped in a byte of any kind", "reads raise; verify names leaf and box", quick=21, full=4200
 )
-def test_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
-    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+def test_a_flipped_bit(fault: Fault, subject_of: SubjectOf) -> None:
+    subjects = [subject_of(compression) for compression in COMPRESSIONS]
     kinds = [collections.defaultdict[str, list[damage.Area]](list) for _ in subjects]
     for subject, found in zip(subjects, kinds, strict=True):
         for area in subject.areas:
@@ -77,8 +95,8 @@ def test_orbax_with_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(8, "any file or folder deleted", "error that names it; never zeros", quick=12, full=None)
-def test_what_is_deleted(fault: Fault, tmp_path: Path) -> None:
-    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+def test_what_is_deleted(fault: Fault, subject_of: SubjectOf) -> None:
+    subjects = [subject_of(compression) for compression in COMPRESSIONS]
     folders = [folder for folder in sorted(subjects[0].path.rglob("*")) if folder.is_dir()]
     cases = [
         *((subject, file) for subject in subjects for file in subject.files),
@@ -105,8 +123,8 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.fault(9, "any file truncated, emptied, appended to, or replaced by a folder or a link", "error", quick=21)
-def test_what_is_of_another_length_or_kind(fault: Fault, tmp_path: Path) -> None:
-    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+def test_what_is_of_another_length_or_kind(fault: Fault, subject_of: SubjectOf) -> None:
+    subjects = [subject_of(compression) for compression in COMPRESSIONS]
     hows = (*CHANGES, "a folder", "a link to its content")
     cases = [(subject, how, file) for subject in subjects for how in hows for file in subject.files]
     for subject, how, file in fault.rounds(cases):
@@ -128,10 +146,10 @@ def test_what_is_of_another_length_or_kind(fault: Fault, tmp_path: Path) -> None
     quick=24,
     full=None,
 )
-def test_what_is_swapped(fault: Fault, tmp_path: Path) -> None:
+def test_what_is_swapped(fault: Fault, subject_of: SubjectOf) -> None:
     cases: list[tuple[Subject, dict[str, bytes]]] = []
     for compression in COMPRESSIONS:
-        older, newer = (Subject(tmp_path / f"{compression}-{version}", compression, version) for version in (0, 1))
+        older, newer = (subject_of(compression, version) for version in (0, 1))
         for subject, other in ((newer, older), (older, newer)):
             cases += [(subject, contents) for contents in (*_swaps(subject), *_taken(subject, other))]
     for subject, contents in fault.rounds(cases):
@@ -164,10 +182,10 @@ def _taken(subject: Subject, other: Subject) -> Iterator[dict[str, bytes]]:
 
 
 @pytest.mark.fault(10, "a manifest replaced by that of another step", "error", quick=2, full=None)
-def test_a_manifest_of_another_step(fault: Fault, tmp_path: Path) -> None:
+def test_a_manifest_of_another_step(fault: Fault, subject_of: SubjectOf) -> None:
     cases: list[tuple[Subject, Subject]] = []
     for compression in COMPRESSIONS:
-        one, other = (Subject(tmp_path / f"{compression}-{version}", compression, version) for version in (0, 1))
+        one, other = (subject_of(compression, version) for version in (0, 1))
         cases += [(one, other), (other, one)]
     for subject, other in fault.rounds(cases):
         with subject.content({"manifest.json": (other.path / "manifest.json").read_bytes()}):
@@ -187,8 +205,8 @@ def test_a_manifest_of_another_step(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(11, "each field of each zarr.json edited", "error", quick=20, full=1500)
-def test_an_edited_zarr_json(fault: Fault, tmp_path: Path) -> None:
-    subjects = [Subject(tmp_path / str(compression), compression) for compression in COMPRESSIONS]
+def test_an_edited_zarr_json(fault: Fault, subject_of: SubjectOf) -> None:
+    subjects = [subject_of(compression) for compression in COMPRESSIONS]
     cases = [
         (subject, file, what, make)
         for subject in subjects
@@ -202,8 +220,8 @@ def test_an_edited_zarr_json(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(11, "each member of the manifest edited", "error", quick=24, full=2000)
-def test_an_edited_manifest(fault: Fault, tmp_path: Path) -> None:
-    subject = Subject(tmp_path / "one")
+def test_an_edited_manifest(fault: Fault, subject_of: SubjectOf) -> None:
+    subject = subject_of()
     for what, make in fault.rounds(list(_edits((subject.path / "manifest.json").read_bytes(), MANIFEST_VALUES))):
         with subject.content({"manifest.json": make()}):
             subject.judge(fault, what, {"manifest.json": {}})
@@ -216,8 +234,8 @@ def test_an_edited_manifest(fault: Fault, tmp_path: Path) -> None:
     quick=24,
     full=2000,
 )
-def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, tmp_path: Path) -> None:
-    subject = Subject(tmp_path / "one")
+def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, subject_of: SubjectOf) -> None:
+    subject = subject_of()
     options = jaxckpt.Options(manifest_sha256=subject.info.manifest_sha256)
     content = (subject.path / "manifest.json").read_bytes()
     body = content.rpartition(b',"sha256":')[0]
