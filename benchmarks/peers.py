@@ -72,7 +72,11 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One case: for each group of contenders what each took, or why that is not known."""
     begun = time.monotonic()
     groups = [_turns({**case, "contenders": [report.OURS, *names]}, folder) for names in case["contenders"]]
-    taken = {"filesystem": report.filesystem(folder), "seconds_in_all": round(time.monotonic() - begun, 1)}
+    taken = {
+        "date": report.today(),
+        "filesystem": report.filesystem(folder),
+        "seconds_in_all": round(time.monotonic() - begun, 1),
+    }
     return {**case, **taken, "groups": groups}
 
 

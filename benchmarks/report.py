@@ -39,12 +39,16 @@ def parser(about: str) -> argparse.ArgumentParser:
 def surroundings(folder: Path) -> dict[str, Any]:
     """Where and when it runs; `folder` is where it writes."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": today(),
         "filesystem": filesystem(folder),
         "machine": _machine(),
         "versions": {"python": platform.python_version(), "jaxckpt": jaxckpt.__version__}
         | {name: found for name in LIBRARIES if (found := _version(name))},
     }
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def place(benchmark: str, result: dict[str, Any], path: Path | None) -> Path:

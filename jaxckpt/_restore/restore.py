@@ -122,9 +122,8 @@ def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, opti
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
-            if isinstance(
-                path, PooledCheckpoint
-            ):  # half of the memory is for data that the processes send to each other
+            if isinstance(path, PooledCheckpoint):
+                # Half of the memory is for data that the processes send to each other.
                 source, digest = path, path.digest
                 options = replace(options, host_bytes=max(1, options.host_bytes // 2), read="each")
             else:
