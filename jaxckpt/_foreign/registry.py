@@ -11,7 +11,7 @@ FORMATS: tuple[ForeignFormat, ...] = (
     ForeignFormat("zarr", zarr_group.recognizes, None, zarr_group.owned_names, zarr_group.write_zarr, (".zarr",)),
     ForeignFormat("dcp", dcp.recognizes, dcp.open_dcp, dcp.owned_names),
     ForeignFormat("colossalai", colossalai.recognizes, colossalai.open_colossalai, colossalai.owned_names),
-    ForeignFormat("orbax", orbax.recognizes, orbax.open_orbax, orbax.owned_names, write_orbax),
+    ForeignFormat("orbax", orbax.recognizes, orbax.open_orbax, orbax.owned_names, write_orbax, steps_in=orbax.steps_in),
     ForeignFormat("torch", torch.recognizes, torch.open_torch),
     ForeignFormat(
         "safetensors",

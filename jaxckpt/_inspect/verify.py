@@ -20,7 +20,7 @@ from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.reading import read_box
-from jaxckpt._restore.source import ForeignCheckpoint, Location, NativeCheckpoint, source_at
+from jaxckpt._restore.source import ForeignCheckpoint, Location, NativeCheckpoint, foreign_steps_of, source_at
 from jaxckpt._runtime.errors import (
     CorruptError,
     DataError,
@@ -35,7 +35,6 @@ from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.progress import display_progress, show_bytes
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import steps_of
-from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import store_at
 
 _THREADS = 8
@@ -104,9 +103,9 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     time.
 
     Args:
-        path: A path or URL that `save` wrote. If it is a run's directory, all its steps are checked in one report, in
-            which each object's name begins with its step. Other checkpoints that `restore` accepts are read and decoded
-            completely: coverage and lengths are checked, and checksums if the format has them.
+        path: A path or URL that `save` wrote. If it is a run's directory, also one of Orbax, all its steps are checked in
+            one report, in which each object's name begins with its step. Other checkpoints that `restore` accepts are
+            read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
         options: `progress`, `max_bytes_per_second`, `manifest_sha256` and the storage options; see `Options`.
@@ -129,17 +128,18 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     options, quick = options_or_default(options), require_bool(quick, "quick")
     if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
         steps = steps_of(store_at(path, options))
-        if steps is not None:
-            return _verify_steps(os.fspath(path), steps, quick, options)
+        urls = [step.url for step in steps] if steps is not None else foreign_steps_of(path)
+        if urls or steps is not None:
+            return _verify_steps(os.fspath(path), urls, quick, options)
     return _verify(path, quick, options)
 
 
-def _verify_steps(path: str, steps: Sequence[Store], quick: bool, options: Options) -> VerifyReport:
+def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options) -> VerifyReport:
     """One report on all steps of a run, without steps that are deleted in the meantime."""
     reports: list[tuple[str, VerifyReport]] = []
     for step in steps:
         with contextlib.suppress(NotACheckpointError):
-            reports.append((step.url.rpartition("/")[2], _verify(step.url, quick, options)))
+            reports.append((step.rpartition("/")[2], _verify(step, quick, options)))
     return VerifyReport(
         path=path,
         quick=quick,

@@ -385,6 +385,9 @@ class ForeignFormat:
     suffixes: tuple[str, ...] = ()
     """Suffixes of paths to which `convert` writes this format by default."""
 
+    steps_in: Callable[[str, Collection[str]], Sequence[str]] = lambda path, names: ()
+    """The paths of the steps in a run's folder, which `open` opens as its newest step; none for a single checkpoint."""
+
 
 formats: list[ForeignFormat] = []
 """The foreign formats that can be read, in the order of detection. `_foreign.registry` fills it."""
@@ -443,16 +446,28 @@ def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]
 
 def _open_foreign(location: str | os.PathLike[str]) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a local path."""
+    form, path, _ = _foreign_format(location)
+    return form.open(path) if form is not None and form.open is not None else None
+
+
+def foreign_steps_of(location: str | os.PathLike[str]) -> Sequence[str]:
+    """The paths of the steps in another library's run at a local path; none if it is something else."""
+    form, path, names = _foreign_format(location)
+    return form.steps_in(path, names) if form is not None else ()
+
+
+def _foreign_format(location: str | os.PathLike[str]) -> tuple[ForeignFormat | None, str, Collection[str]]:
+    """The format of another library at a local path, the path, and the names in its folder."""
     path = local_path(location)
     if path is None:
-        return None
+        return None, "", ()
     try:
         names = os.listdir(path)
     except NotADirectoryError:
         names = []
     except OSError:  # missing or unreadable, as for a jaxckpt checkpoint
-        return None
-    return next((form.open(path) for form in formats if form.open and form.recognizes(path, names)), None)
+        return None, path, ()
+    return next((form for form in formats if form.recognizes(path, names)), None), path, names
 
 
 def _digest(source: NativeCheckpoint | ForeignCheckpoint) -> str:

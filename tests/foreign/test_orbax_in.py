@@ -352,6 +352,21 @@ def test_a_chunk_that_is_missing_cut_or_altered_is_an_error(tmp_path: Path, zarr
     assert jaxckpt.verify(path).ok
 
 
+def test_verify_checks_all_steps_of_a_manager(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 10):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.arange(64.0) + step}))
+    report = jaxckpt.verify(tmp_path / "run")
+    assert report.ok and report.leaves == 3
+    content = max((tmp_path / "run/2").rglob("d/*"), key=lambda file: file.stat().st_size)
+    content.write_bytes(content.read_bytes()[:10])
+    (problem,) = jaxckpt.verify(tmp_path / "run").problems
+    assert problem.object.startswith("2/")
+    (tmp_path / "run/10").rename(tmp_path / "run/10.orbax-checkpoint-tmp")
+    (tmp_path / "run/2").rename(tmp_path / "2")
+    assert jaxckpt.verify(tmp_path / "run").leaves == 1
+
+
 def test_an_old_checkpoint_may_lack_chunks_of_zeros(tmp_path: Path) -> None:
     path = files_of(tmp_path / "x", zarr3=False)
     rewrite(path / "_METADATA", lambda tree: tree | {"store_array_data_equal_to_fill_value": False})

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -79,6 +79,13 @@ def has_steps(path: str, names: Collection[str]) -> bool:
     return _kind(path, names) == "manager"
 
 
+def steps_in(path: str, names: Collection[str]) -> list[str]:
+    """The paths of the complete steps in a CheckpointManager's folder, in order; none if it is another folder."""
+    if MANIFEST in names or not has_steps(path, names):
+        return []
+    return [step for _, step in _newest_first(path, names)][::-1]
+
+
 def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
     """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
 
@@ -136,11 +143,19 @@ def _has_items(path: str, names: Collection[str]) -> bool:
 
 
 def _newest_step(path: str) -> tuple[str, int]:
-    steps = [(int(match[1]), name) for name in names_or_empty(path) if (match := _STEP_NAME.fullmatch(name))]
+    names = names_or_empty(path)
+    for number, step in _newest_first(path, names):
+        return step, number
+    count = len([name for name in names if _STEP_NAME.fullmatch(name)])
+    raise NotACheckpointError(f"{path} has no complete step, only {show_count(count, 'folder')} named like one")
+
+
+def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Number and path of each complete step."""
+    steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
         if _is_step(f"{path}/{name}") and not _unfinished_reason(f"{path}/{name}"):
-            return f"{path}/{name}", number
-    raise NotACheckpointError(f"{path} has no complete step, only {show_count(len(steps), 'folder')} named like one")
+            yield number, f"{path}/{name}"
 
 
 def _unfinished_reason(path: str) -> str | None:
