@@ -103,9 +103,9 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     time.
 
     Args:
-        path: A path or URL that `save` wrote. If it is a run's directory, also one of Orbax, all its steps are checked in
-            one report, in which each object's name begins with its step. Other checkpoints that `restore` accepts are
-            read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
+        path: A path or URL that `save` wrote. If it is a run's directory (also one of Orbax), all its steps are checked
+            in one report, in which each object's name begins with its step. Other checkpoints that `restore` accepts
+            are read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
         options: `progress`, `max_bytes_per_second`, `manifest_sha256` and the storage options; see `Options`.

@@ -357,7 +357,8 @@ def test_verify_checks_all_steps_of_a_manager(tmp_path: Path) -> None:
         for step in (1, 2, 10):
             manager.save(step, args=ocp.args.StandardSave({"w": np.arange(64.0) + step}))
     report = jaxckpt.verify(tmp_path / "run")
-    assert report.ok and report.leaves == 3
+    assert report.ok
+    assert report.leaves == 3
     content = max((tmp_path / "run/2").rglob("d/*"), key=lambda file: file.stat().st_size)
     content.write_bytes(content.read_bytes()[:10])
     (problem,) = jaxckpt.verify(tmp_path / "run").problems
