@@ -201,7 +201,6 @@ class _OpenObject:
             part = hull(box for box, _ in together)
             blocks = zarr.chunk_blocks(self.stack, self.index, part, self.found.starts, BLOCK_BYTES)
             buffered += ((chunks, together) for chunks in blocks)
-        places.sort(key=lambda one: self.found.starts[one[0][0]])
         buffered.sort(key=lambda one: self.found.starts[one[0].numbers[0]])
         self._read_in_place(places)
         self._read_buffered(buffered)
@@ -222,9 +221,11 @@ class _OpenObject:
         return [(chunks, contiguous_bytes(chunks.box, box, target)) for chunks in runs]
 
     def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
-        """Read chunks directly into their destinations, then check them."""
+        """Read chunks directly into their destinations, in file order, then check them."""
         numbers = [number for some, _ in places for number in some]
         chunks = [chunk for some, place in places for chunk in _split_chunks(place, len(some))]
+        order = np.argsort(self.found.starts[numbers]).tolist()
+        numbers, chunks = [numbers[place] for place in order], [chunks[place] for place in order]
         stored = np.empty(len(chunks), "<u4")
         buffers = _interleave(chunks, stored)
         sums = list[int]()
