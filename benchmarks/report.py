@@ -126,8 +126,10 @@ def summed_up(run: dict[str, Any]) -> dict[str, Any]:
         for operation, seconds in group.get("seconds", {}).items():
             for name, times in seconds.items():
                 found = samples.setdefault(operation, {}).setdefault(name, {})
-                # A slow contender takes part in the first rounds only.
-                ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=False)]
+                # A slow contender takes part in the first rounds only, perhaps in none but the uncounted one.
+                first = group["first_round"][operation]
+                beside = first[OURS] if times == first.get(name) else seconds[OURS]
+                ratios = [other / ours for other, ours in zip(times, beside, strict=False)]
                 for what, new in (
                     ("seconds", times),
                     ("cpu_seconds", group["cpu_seconds"][operation][name]),

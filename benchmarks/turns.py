@@ -64,7 +64,8 @@ class Turns:
         self.wanted = {layout: self.workload.wanted(layout) for layout in self.workload.layouts}
         self.seconds: Samples = {}
         self.cpu_seconds: Samples = {}
-        self.first_round: list[tuple[Samples, str, str, float]] = []
+        self.first_round: Samples = {}
+        self.first_cpu: Samples = {}
         self.files: dict[str, dict[str, int]] = {}
         self.one_leaf_bytes: dict[str, int] = {}
         self.round = 0
@@ -96,9 +97,10 @@ class Turns:
             order = [one for one in order if self.agreed(taken[one]) < SLOW_SECONDS]
             if self.round == 0:
                 again = {one.name for one in order if case["rounds"]}
-                for samples, operation, name, sample in self.first_round:
-                    if name not in again:
-                        samples.setdefault(operation, {}).setdefault(name, []).append(sample)
+                for samples, first in ((self.seconds, self.first_round), (self.cpu_seconds, self.first_cpu)):
+                    for operation, found in first.items():
+                        alone = {name: taken for name, taken in found.items() if name not in again}
+                        samples.setdefault(operation, {}).update(alone)
             if jax.process_index() == 0:  # all rounds so far: if memory runs out, they are not lost
                 result.write_text(json.dumps(self.found()))
             for contender in took_part:
@@ -114,6 +116,7 @@ class Turns:
             "title": self.workload.title,
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
+            "first_round": self.first_round,
             "files": self.files,
             "one_leaf_bytes_read": self.one_leaf_bytes,
             "over_read": self.over_read(),
@@ -219,11 +222,9 @@ class Turns:
         result = jax.block_until_ready(call())
         meet()
         ended, ended_cpu = time.perf_counter(), time.process_time()
-        for samples, sample in ((self.seconds, ended - begun), (self.cpu_seconds, ended_cpu - begun_cpu)):
-            if self.round == 0:
-                self.first_round.append((samples, operation, contender.name, sample))
-            else:
-                samples.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
+        wall, cpu = (self.seconds, self.cpu_seconds) if self.round else (self.first_round, self.first_cpu)
+        for samples, sample in ((wall, ended - begun), (cpu, ended_cpu - begun_cpu)):
+            samples.setdefault(operation, {}).setdefault(contender.name, []).append(sample)
         return result
 
     def prepare(self, contender: Contender, *, saving: bool = False) -> None:
