@@ -128,8 +128,8 @@ def summed_up(run: dict[str, Any]) -> dict[str, Any]:
                 found = samples.setdefault(operation, {}).setdefault(name, {})
                 # A slow contender takes part in the first rounds only, perhaps in none but the uncounted one.
                 first = group["first_round"][operation]
-                beside = first[OURS] if times == first.get(name) else seconds[OURS]
-                ratios = [other / ours for other, ours in zip(times, beside, strict=False)]
+                own_times = first[OURS] if times == first.get(name) else seconds[OURS]
+                ratios = [other / ours for other, ours in zip(times, own_times, strict=False)]
                 for what, new in (
                     ("seconds", times),
                     ("cpu_seconds", group["cpu_seconds"][operation][name]),

@@ -46,6 +46,7 @@ OPTIONS = [
 SIZES = [
     {},
     {"whole": 0},
+    {"whole": 0, "callback": 0},
     {"whole": 0, "pack": 1, "tiny": 1},
     {"pack": 300, "tiny": 40},
     {"passing": 1},
@@ -55,7 +56,7 @@ SIZES = [
 """Thresholds in bytes at which leaves count as large, so low that small leaves take the code paths of large ones.
 
 With "passing", CPU devices are filled like accelerators: from buffers that are then freed, and large leaves in parts.
-With "stacked", a jitted call stacks even a few leaves.
+With "stacked", a jitted call stacks even a few leaves. With "callback", pieces are placed one by one, as in huge jobs.
 """
 
 
@@ -73,6 +74,7 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
         mock.patch.multiple(
             _placing,
             WHOLE_BYTES=sizes.get("whole", _placing.WHOLE_BYTES),
+            CALLBACK_DEVICES=sizes.get("callback", _placing.CALLBACK_DEVICES),
             can_keep_buffers=(lambda goal: not goal.on_devices) if sizes.get("passing") else _placing.can_keep_buffers,
         ),
     ):

@@ -245,7 +245,7 @@ def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], part: Box) ->
 @functools.lru_cache(maxsize=4096)
 def _contiguous_in_rows(
     chunk: tuple[int, ...], sides: tuple[int, ...], region: Box, begun: bool
-) -> tuple[int, list[int]] | None:
+) -> tuple[int, tuple[int, ...]] | None:
     """For `contiguous_chunk_numbers`, without the rows, because objects and rows repeat their regions: the number of
     chunks in the sides of an object, and the chunks' numbers. `begun`: a chunk has several rows."""
     count, numbers = 1, [0]
@@ -256,7 +256,7 @@ def _contiguous_in_rows(
         count *= whole // side
         places = range(start // side, stop // side)
         numbers = [number * (whole // side) + place for number in numbers for place in places]
-    return count, numbers
+    return count, tuple(numbers)
 
 
 def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:

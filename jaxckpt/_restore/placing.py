@@ -99,7 +99,7 @@ class _Destinations:
         if goal.on_devices and not isinstance(sharding, PlannedSharding):
             boxes = None if is_whole else list(places)
             block_rows = rows_per_block(sharding, stack.shape, dtype, boxes, n_leaves)
-            is_together = sharding is not None and bool(places) and len(sharding.device_set) <= CALLBACK_DEVICES
+            is_together = sharding is not None and len(sharding.device_set) <= CALLBACK_DEVICES
         devices = tuple(map(tuple, places.values()))
         is_kept = can_keep_buffers(goal) and not block_rows
         return _Destination(tuple(places), devices, is_whole, is_together, is_kept, block_rows)

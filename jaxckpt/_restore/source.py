@@ -24,6 +24,7 @@ import numpy as np
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._format.grid import Box, Spec
 from jaxckpt._format.leaves import SavedLeaf
+from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
@@ -446,28 +447,33 @@ def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]
 
 def _open_foreign(location: str | os.PathLike[str]) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a local path."""
-    form, path, _ = _foreign_format(location)
+    path, names = _local_names(location)
+    form = _recognized_format(path, names)
     return form.open(path) if form is not None and form.open is not None else None
 
 
 def foreign_steps_of(location: str | os.PathLike[str]) -> Sequence[str]:
     """The paths of the steps in another library's run at a local path; none if it is something else."""
-    form, path, names = _foreign_format(location)
-    return form.steps_in(path, names) if form is not None else ()
+    path, names = _local_names(location)
+    form = None if names and MANIFEST in names else _recognized_format(path, names)
+    return form.steps_in(path, names or ()) if form is not None else ()
 
 
-def _foreign_format(location: str | os.PathLike[str]) -> tuple[ForeignFormat | None, str, Collection[str]]:
-    """The format of another library at a local path, the path, and the names in its folder."""
+def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str] | None]:
+    """A local path, and the names in its folder; none for a file, and None if it is not local or cannot be listed."""
     path = local_path(location)
     if path is None:
-        return None, "", ()
+        return "", None
     try:
-        names = os.listdir(path)
+        return path, os.listdir(path)
     except NotADirectoryError:
-        names = []
+        return path, ()
     except OSError:  # missing or unreadable, as for a jaxckpt checkpoint
-        return None, path, ()
-    return next((form for form in formats if form.recognizes(path, names)), None), path, names
+        return path, None
+
+
+def _recognized_format(path: str, names: Collection[str] | None) -> ForeignFormat | None:
+    return None if names is None else next((form for form in formats if form.recognizes(path, names)), None)
 
 
 def _digest(source: NativeCheckpoint | ForeignCheckpoint) -> str:

@@ -354,9 +354,8 @@ class Bucket:
         google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
-                if (
-                    parse_note(self.read(f"{data}/{WRITER}")).get("state") != "writing"
-                ):  # a sweep deleted the key in between
+                state = parse_note(self.read(f"{data}/{WRITER}")).get("state")
+                if state != "writing":  # a sweep deleted the key in between
                     raise overtaken_error(self.url)
                 raise StorageError(
                     errno.EOPNOTSUPP,

@@ -81,9 +81,7 @@ def has_steps(path: str, names: Collection[str]) -> bool:
 
 def steps_in(path: str, names: Collection[str]) -> list[str]:
     """The paths of the complete steps in a CheckpointManager's folder, in order; none if it is another folder."""
-    if MANIFEST in names or not has_steps(path, names):
-        return []
-    return [step for _, step in _newest_first(path, names)][::-1]
+    return [step for step, _ in _newest_first(path, names)][::-1] if has_steps(path, names) else []
 
 
 def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
@@ -144,18 +142,18 @@ def _has_items(path: str, names: Collection[str]) -> bool:
 
 def _newest_step(path: str) -> tuple[str, int]:
     names = names_or_empty(path)
-    for number, step in _newest_first(path, names):
-        return step, number
+    if newest := next(_newest_first(path, names), None):
+        return newest
     count = len([name for name in names if _STEP_NAME.fullmatch(name)])
     raise NotACheckpointError(f"{path} has no complete step, only {show_count(count, 'folder')} named like one")
 
 
-def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[int, str]]:
-    """Number and path of each complete step."""
+def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Path and number of each complete step."""
     steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
         if _is_step(f"{path}/{name}") and not _unfinished_reason(f"{path}/{name}"):
-            yield number, f"{path}/{name}"
+            yield f"{path}/{name}", number
 
 
 def _unfinished_reason(path: str) -> str | None:
