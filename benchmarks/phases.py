@@ -28,11 +28,11 @@ import workloads
 from rich.table import Table
 
 import jaxckpt
-from jaxckpt._restore import placing as _placing
+from jaxckpt._restore import fetch as _fetch
 from jaxckpt._restore import restore as _restore
 from jaxckpt._restore import source as _source
 
-PLACED = ((_source, "load_manifest", "open"), (_restore, "resolve", "match"), (_placing, "plan_read", "plan"))
+PLACED = ((_source, "load_manifest", "open"), (_restore, "resolve", "match"), (_fetch, "plan_read", "plan"))
 
 
 @contextlib.contextmanager

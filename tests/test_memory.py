@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._restore import destinations as _destinations
 from jaxckpt._restore import placing as _placing
 from jaxckpt._restore import plan as _plan
 from jaxckpt._restore import source as _source
@@ -95,7 +96,7 @@ def test_however_little_memory_there_is_no_chunk_is_read_twice(
     sizes: tuple[int, ...], passing: bool, smaller: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
-        monkeypatch.setattr(_placing, "can_keep_buffers", lambda goal: not goal.on_devices)
+        monkeypatch.setattr(_destinations, "can_keep_buffers", lambda goal: not goal.on_devices)
     options = jaxckpt.Options(host_bytes=8 << 20)
     mesh = mesh_of(*sizes)
     before = bytes_read()
@@ -126,7 +127,7 @@ def test_the_plan_predicts_the_memory_of_a_restore(saved: Path) -> None:
 def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_placing, "can_keep_buffers", lambda goal: not goal.on_devices)
+    monkeypatch.setattr(_destinations, "can_keep_buffers", lambda goal: not goal.on_devices)
     updates: list[int] = []
     update = _placing._update
     monkeypatch.setattr(_placing, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
@@ -167,7 +168,7 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
 def test_large_leaves_are_put_together_whatever_the_callers_mesh_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_placing, "can_keep_buffers", lambda goal: not goal.on_devices)
+    monkeypatch.setattr(_destinations, "can_keep_buffers", lambda goal: not goal.on_devices)
     value = np.arange(4096, dtype=np.float32).reshape(64, 64)
     value[3, 5] = np.nan
     tree = {"f": jax.device_put(value, NamedSharding(mesh_of(4), P("x"))), "h": jnp.asarray(value, jnp.bfloat16)}
@@ -175,6 +176,19 @@ def test_large_leaves_are_put_together_whatever_the_callers_mesh_and_checks(
     with jax.set_mesh(mesh_of(2, 4)), jax.debug_nans(True), jax.transfer_guard("disallow"):
         restored = jaxckpt.restore(tmp_path / "c", options=jaxckpt.Options(host_bytes=600))
     assert all(np.asarray(restored[name]).tobytes() == np.asarray(tree[name]).tobytes() for name in tree)
+
+
+def test_a_restore_is_not_a_transfer_that_a_guard_should_refuse(tmp_path: Path) -> None:
+    sharding = NamedSharding(mesh_of(4), P("x"))
+    sizes = {"in pieces": (512, 512), "whole": (8, 8)}
+    tree: dict[str, Any] = {name: jax.device_put(np.ones(shape), sharding) for name, shape in sizes.items()}
+    tree |= {"uncommitted": jnp.ones(3), "number": 0.5, "key": jax.random.key(1)}
+    jaxckpt.save(tmp_path / "c", tree)
+    target = {**tree, "number": jnp.float32(0)}
+    for guard in ("disallow", "disallow_explicit"):
+        with jax.transfer_guard(guard):
+            restored = jaxckpt.restore(tmp_path / "c", target)
+        assert jax.tree.all(jax.tree.map(lambda one, other: bool((one == other).all()), restored, target))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128", ">f4"])

@@ -41,6 +41,12 @@ def test_four_save_two_restore_one_reads(run_processes: RunProcesses, run_python
     run_python(PROGRAMS / "read_in_one.py", args=[path], devices=1)
 
 
+def test_numbers_become_arrays_without_a_comparison_of_the_processes(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    run_processes(PROGRAMS / "numbers_in_two.py", processes=2, devices_per_process=2, args=str(tmp_path / "c"))
+
+
 def test_sixty_four_devices_to_fifty_six_and_to_one(run_python: RunPython, tmp_path: Path) -> None:
     program, path = PROGRAMS / "optimizer_state.py", str(tmp_path / "ckpt")
     run_python(program, args=["save", path, "8", "8"], devices=64)

@@ -31,7 +31,7 @@ import jaxckpt
 from jaxckpt._format import manifest as _manifest
 from jaxckpt._format import stacks as _plan
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._restore import placing as _placing
+from jaxckpt._restore import destinations as _destinations
 from jaxckpt._save import plan as _save_plan
 from jaxckpt._save import staging as _staging
 
@@ -72,10 +72,12 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
             STACK_ROWS=4 if "stacked" in sizes else _staging.STACK_ROWS,
         ),
         mock.patch.multiple(
-            _placing,
-            WHOLE_BYTES=sizes.get("whole", _placing.WHOLE_BYTES),
-            CALLBACK_DEVICES=sizes.get("callback", _placing.CALLBACK_DEVICES),
-            can_keep_buffers=(lambda goal: not goal.on_devices) if sizes.get("passing") else _placing.can_keep_buffers,
+            _destinations,
+            WHOLE_BYTES=sizes.get("whole", _destinations.WHOLE_BYTES),
+            CALLBACK_DEVICES=sizes.get("callback", _destinations.CALLBACK_DEVICES),
+            can_keep_buffers=(lambda goal: not goal.on_devices)
+            if sizes.get("passing")
+            else _destinations.can_keep_buffers,
         ),
     ):
         yield

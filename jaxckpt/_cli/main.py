@@ -120,7 +120,7 @@ def main() -> None:
 def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[[], None]], click.Command]:
     """A command with these arguments and options. The function of the same name in a module of `_cli` does the work.
 
-    That module, and with it JAX, is imported when the command runs. If the function returns False, the exit code is NO.
+    That module, and with it JAX, is imported when the command runs. If the function returns False, the exit code is 1.
     """
 
     def command(stub: Callable[[], None]) -> click.Command:

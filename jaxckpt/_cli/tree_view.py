@@ -61,6 +61,8 @@ def show(
     every: bool,
     as_json: bool,
 ) -> None:
+    if as_json and (depth is not None or every):
+        raise click.UsageError("--json lists all leaves: leave out --depth and --all")
     checkpoint = open_checkpoint(path, rename=rules_of(path, rules, back_to))
     leaves = selected(checkpoint, select)
     if as_json:

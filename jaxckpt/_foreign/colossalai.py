@@ -32,23 +32,32 @@ _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.ind
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    return any(map(_META.fullmatch, names)) or any(map(_is_colossalai_index, names))
+    return any(map(_META.fullmatch, names)) or bool(_indices(names))
 
 
-def _is_colossalai_index(name: str) -> bool:
-    """Whether ColossalAI wrote this index. Many libraries write an index of whole tensors in safetensors files."""
-    match = _INDEX.fullmatch(name)
-    return match is not None and (match["kind"] == "bin" or match["what"] == "pytorch_optim")
+def _indices(names: Collection[str]) -> list[str]:
+    """The indices that ColossalAI wrote, or may have written.
+
+    Many libraries write an index of whole tensors in safetensors files. Beside the index of an optimizer it is
+    ColossalAI's. Otherwise it is not, and neither is an index of .bin files beside it: models of Hugging Face have both.
+    """
+    found = {name: match for name in names if (match := _INDEX.fullmatch(name))}
+    optimizers = [name for name, match in found.items() if match["what"] == "pytorch_optim"]
+    models = [name for name in found if name not in optimizers]
+    if not optimizers and any(found[name]["kind"] == "safetensors" for name in models):
+        return []
+    return sorted([*optimizers, *models])
 
 
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     own: set[str] = set()
+    indices = _indices(names)
     for name in names:
         if _META.fullmatch(name):
             shards = read_json(os.path.join(path, name), _Meta).metadata.values()
             own |= {name, *(shard.file for shard in shards)}
-        elif _is_colossalai_index(name):
+        elif name in indices:
             index = read_json(os.path.join(path, name), Index)
             own |= {name, *index.weight_map.values(), str((index.metadata or {}).get("param_groups"))}
     return own
@@ -58,7 +67,7 @@ def open_colossalai(path: str) -> ForeignCheckpoint:
     """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
     names = sorted(os.listdir(path))
     metas = [name for name in names if _META.fullmatch(name)]
-    indices = [name for name in names if _is_colossalai_index(name)]
+    indices = _indices(names)
     optimizers = [name for name in indices if name.startswith("pytorch_optim")]
     models = [name for name in indices if name not in optimizers]
     if len(models) + bool(metas) > 1 or len(optimizers) > 1:

@@ -122,6 +122,8 @@ def convert(
             )
             start(request, replace(options, manifest_sha256=None), group, background=False).wait()
         return
+    if chunk_bytes is not None and name != "zarr":
+        raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
     if mesh_shape is not None:
         raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
     assert target is not None

@@ -359,7 +359,7 @@ _VALUE: Table = {
 
 
 def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
-    """The tensors of a .ckpt file by name. Only the data between the tensors is read.
+    """The tensors of a .ckpt file by name. Reads everything except the contents of the tensors.
 
     Raises DataError if the file is damaged or encrypted, or contains something other than tensors.
     """

@@ -52,7 +52,7 @@ DTYPE_OF = {
     "C64": "complex64",
 }
 
-# Bits per element. Dtypes that NumPy and JAX lack keep the format's name, which `compose` refuses.
+# Bits per element. F4 and F6 are packed, so jaxckpt does not read them. They keep the format's name.
 _BITS = {name: 8 * DTYPES[ours].itemsize for name, ours in DTYPE_OF.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
@@ -150,7 +150,12 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 def open_safetensors(path: str) -> ForeignCheckpoint:
     """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
     Face's files. Raises DataError, InputError, NotACheckpointError."""
-    return compose(path, _as_tree(_tensors(path)), "safetensors")
+    tensors = {name: _as_readable(array) for name, array in _tensors(path).items()}
+    return compose(path, _as_tree(tensors), "safetensors")
+
+
+def _as_readable(array: ForeignArray) -> ForeignArray:
+    return array if array.dtype in DTYPES else unreadable(f"has dtype {array.dtype}, which jaxckpt cannot read")
 
 
 def _tensors(path: str) -> dict[str, ForeignArray]:
@@ -218,7 +223,7 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
 
 def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
     if dtype.name not in _NAME_OF:
-        return f"is {dtype.name}, which safetensors lacks"
+        return f"is {dtype.name}, which jaxckpt does not write to safetensors"
     return "has a name that safetensors reserves" if path == "__metadata__" else None
 
 
@@ -229,7 +234,8 @@ def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
     """Write one .safetensors file."""
     # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    # transformers accepts only names of frameworks here, not "np".
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, data in ordered:
         start, end = end, end + n_bytes(data)

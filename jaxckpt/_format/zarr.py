@@ -242,7 +242,7 @@ def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], part: Box) ->
     return [place * count + number for place in rows for number in numbers]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _contiguous_in_rows(
     chunk: tuple[int, ...], sides: tuple[int, ...], region: Box, begun: bool
 ) -> tuple[int, tuple[int, ...]] | None:

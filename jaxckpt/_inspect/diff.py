@@ -15,8 +15,8 @@ from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.select import Select, parse_select
 from jaxckpt._format.tree import Structure, prune
+from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.renaming import Renaming, renamed_source
 from jaxckpt._restore.source import Location, Source, source_at

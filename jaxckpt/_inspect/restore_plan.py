@@ -16,9 +16,10 @@ from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volum
 from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
+from jaxckpt._restore.destinations import can_keep_buffers
+from jaxckpt._restore.fetch import goal_layout, split_tied_goals
 from jaxckpt._restore.gathering import needs_whole_job
 from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.placing import can_keep_buffers, goal_layout, split_tied_goals
 from jaxckpt._restore.plan import ReadCost, WantedRows, plan_read, read_cost
 from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
 from jaxckpt._runtime.errors import show_count

@@ -1,1 +1,1 @@
-"""Restoring: manifest, target, layout, plan, reading, placing."""
+"""Restoring: manifest, target, goals, destinations, plan, reading, placing."""

@@ -206,9 +206,9 @@ class _Community:
             raise error
 
     def _deliver(self, piece: Transfer, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
-        sent: dict[Any, Any] = {}
         for portion in piece.portions:
             step = portion.step
+            sent: dict[Any, Any] = {}
             if id(step) not in self._step_buffers:
                 self.window.acquire(step.held_bytes)
                 dtype = DTYPES[self._stacks[step.stack].dtype]
@@ -218,9 +218,10 @@ class _Community:
             for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
                 sent.update(filling.scatter(region, staged))
             report(portion.read.n_bytes)
+            # They may alias the received data, and the delivery may donate them.
+            jax.block_until_ready(list(sent.values()))
             if filling.finish_read():
                 del self._step_buffers[id(step)]
-        jax.block_until_ready(list(sent.values()))  # they may alias the received data
 
 
 # Between processes ----------------------------------------------------------------------------------------
@@ -257,7 +258,8 @@ class Interconnect:
         if len(mine) < given:
             mine, part = aligned_empty((given,), np.dtype(np.uint8)), mine
             mine[: len(part)], mine[len(part) :] = part, 0
-        start = np.array([slots.index(self.process) * words if self.process in slots else 0], np.int32)
+        position = slots.index(self.process) * words if few and self.process in slots else 0
+        start = np.array([position], np.int32)
         places = [SingleDeviceSharding(device) for device in self._devices]
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         try:

@@ -196,7 +196,7 @@ def _given_specs(manifest: Manifest, requests: LeafRequests, request: RestoreReq
 def _group(
     manifest: Manifest, requests: LeafRequests, specs: Mapping[str, Spec], casts: Mapping[str, _Dtype]
 ) -> list[_Group]:
-    """The asks in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
+    """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
     leaves = manifest.leaves
     groups: dict[Hashable, list[int]] = {}
     for place, (path, number, wanted) in enumerate(zip(requests.paths, requests.numbers, requests.values, strict=True)):

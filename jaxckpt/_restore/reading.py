@@ -53,7 +53,7 @@ def require_metadata(source: Source, stacks: Sequence[int], options: Options) ->
 
 
 Buffers = list[list[Array]]
-"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. None for a streamed run."""
+"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. Empty for a streamed run."""
 
 
 class Delivery(Protocol):

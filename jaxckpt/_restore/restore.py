@@ -16,9 +16,9 @@ from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.tree import Tree
+from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.gathering import require_agreement
 from jaxckpt._restore.goals import Goal, host_goals, resolve
-from jaxckpt._restore.placing import fetch
 from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
 from jaxckpt._restore.source import Location, source_at

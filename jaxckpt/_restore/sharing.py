@@ -29,6 +29,9 @@ ROUNDS = 4
 
 ROUND_BYTES = 4 << 20
 
+MAX_TRANSFER_BYTES = 4 << 30
+"""Positions in a transfer are words of 4 bytes that are counted in 32 bits."""
+
 Members = tuple[int, ...]
 """A community: processes that read for each other, ascending."""
 
@@ -42,7 +45,7 @@ def share(
     """The wants that a process reads for itself, and, for each partition, the shared wants of its community.
 
     `wanted` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes that
-    need each cell. Every process gets the same partitions in the same order. If `together` is the number of processes
+    need each cell. Every process gets the same partitions in the same order. If `job_size` is the number of processes
     of the job, only partitions that cover all of them are used.
     """
     joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
@@ -204,6 +207,7 @@ class Transfer:
 def split_into_transfers(portions: Round, members: Members, max_bytes: int) -> Iterator[Transfer]:
     """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
     count = len(members)
+    max_bytes = min(max_bytes, MAX_TRANSFER_BYTES)
     width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
     at_once = max(1, min(count, max_bytes // (2 * width)))
     place = {member: number for number, member in enumerate(members)}

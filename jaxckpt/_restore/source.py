@@ -3,7 +3,7 @@
 Each source is a manifest and, for each stack, a reader of boxes. For a foreign checkpoint, this module composes the
 manifest in memory from the format's index files:
 
-its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ Foreign(manifest, blocks)
+its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ ForeignCheckpoint(manifest, row_data)
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None]
 
 
 def _contiguous_sides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Sides of a box of at most BLOCK_BYTES that is contiguous in C order."""
+    """Sides of a box of at most READ_UNIT_BYTES that is contiguous in C order."""
     sides: list[int] = []
     left = READ_UNIT_BYTES // itemsize
     for side in reversed(shape):
@@ -378,7 +378,8 @@ class ForeignFormat:
     """Reads the format; None if it can only be written."""
 
     owned_names: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
-    """The names in its folder that belong to the format. `convert(overwrite=True)` deletes only these."""
+    """The names in its folder that belong to the format. `convert(overwrite=True)` replaces a folder only
+    if it contains nothing else."""
 
     write: Callable[[Source, str, Options, Report], None] | None = None
     """Writes a checkpoint in the format to a local path; None if it can only be read."""

@@ -48,7 +48,7 @@ class Flush:
 
     on_done: Callable[[SaveInfo], object] | None
     overwrite: bool = False
-    then: Callable[[], None] | None = None
+    on_published: Callable[[], None] | None = None
     """Process 0 calls this after the step is published."""
 
     save_id: str = ""
@@ -122,8 +122,8 @@ class Flush:
                 claimed.release(keep=False)
                 raise
             claimed.release(keep=True)
-            if group.index == 0 and self.then is not None:
-                self.then()
+            if group.index == 0 and self.on_published is not None:
+                self.on_published()
         return replace(info, path=self.store.url)
 
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:

@@ -128,7 +128,7 @@ class Saver:
                 request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
                 if flush is not None:
                     require_on_done(request.on_done)
-                    flush.overwrite, flush.then = request.overwrite, request.on_published
+                    flush.overwrite, flush.on_published = request.overwrite, request.on_published
                     request = replace(request, on_published=None, on_done=None)
             pending = start(request, self.options, group, background=not awaited)
         if pending.skipped:

@@ -187,7 +187,7 @@ class _OpenObject:
     found: _ChunkIndex
 
     def read(self, wanted: Sequence[_Wanted]) -> None:
-        """Fill arrays. Chunks with the same order in memory as in the file are read in place, many at a time. Other
+        """Fill arrays. Chunks whose destination is contiguous memory are read in place, in file order. Other
         chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
         places, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[_Wanted]]]()
         scattered: list[list[_Wanted]] = []
@@ -455,32 +455,38 @@ def _checksum(data: Any, held_bytes: int = 1 << 20) -> int:
 
 
 def write_all(handle: int, buffers: Sequence[Any]) -> None:
+    """Append buffers to a file."""
+    _move_all(buffers, lambda rest: os.writev(handle, rest))
+
+
+def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
+    """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
+
+    def read_some(rest: Sequence[Any]) -> int:
+        nonlocal start
+        count = os.preadv(handle, rest, start)
+        if not count:
+            raise DataError(f"{path} was truncated while it was being read")
+        start += count
+        return count
+
+    _move_all(buffers, read_some)
+
+
+def _move_all(buffers: Sequence[Any], move_some: Callable[[Sequence[Any]], int]) -> None:
+    """Call a system call, which may stop after any byte, until all buffers are written or filled."""
     for first in range(0, len(buffers), MAX_BUFFERS):
         rest: list[Any] = list(buffers[first : first + MAX_BUFFERS])
         left = sum(map(len, rest))
         while left:
-            count = os.writev(handle, rest)
+            count = move_some(rest)
             left -= count
             if left:
                 rest = _skip_bytes(rest, count)
 
 
-def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
-    """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
-    for first in range(0, len(buffers), MAX_BUFFERS):
-        rest: list[Any] = list(buffers[first : first + MAX_BUFFERS])
-        left = sum(map(len, rest))
-        while left:
-            count = os.preadv(handle, rest, start)
-            if not count:
-                raise DataError(f"{path} was truncated while it was being read")
-            start, left = start + count, left - count
-            if left:
-                rest = _skip_bytes(rest, count)
-
-
 def _skip_bytes(buffers: list[Any], count: int) -> list[Any]:
-    """The buffers without their first `count` bytes. A system call may stop after any byte."""
+    """The buffers without their first `count` bytes."""
     for number, buffer in enumerate(buffers):
         size = len(buffer)
         if count < size:

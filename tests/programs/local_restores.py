@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._restore import passing, placing
+from jaxckpt._restore import fetch, passing
 
 preadv = os.preadv
 counts: list[int] = []
@@ -58,7 +58,7 @@ class Counted(passing.PeerReads):
         super()._run_next_round()
 
 
-placing.PeerReads = Counted
+fetch.PeerReads = Counted
 devices = np.array(jax.devices())
 line, square = Mesh(devices, ("data",)), Mesh(devices.reshape(-1, 2), ("data", "model"))
 LAYOUTS: dict[str, tuple[Mesh, Any]] = {

@@ -6,13 +6,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._restore import blocks, placing
+from jaxckpt._restore import blocks, destinations, placing
 from jaxckpt._save import staging
 
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
 blocks.has_own_memory = lambda sharding: True
-placing.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
+destinations.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
 
 calls: list[str] = []
 stacked, place_rows = staging._stage_stacked, placing.place_rows

@@ -15,7 +15,7 @@ from strategies import bits
 
 import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._restore import blocks, placing
+from jaxckpt._restore import blocks, destinations, placing
 from jaxckpt._save import staging
 
 LEAVES = 150
@@ -44,7 +44,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
     monkeypatch.setattr(staging, "_start_host_copies", counted_to_host)
     monkeypatch.setattr(blocks, "has_own_memory", lambda sharding: True)
-    monkeypatch.setattr(placing, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(destinations, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
     monkeypatch.setattr(placing, "place_rows", counted_place_rows)
     return counts
 

@@ -139,6 +139,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree |= {f"shape {shape}": bits(float32, shape) for shape in shapes}
     tree |= {f"small {number}": bits(bfloat16, (64,)) for number in range(40)}
     tree |= {f"layer {number}": bits(bfloat16, (96, 512)) for number in range(6)}
+    tree["larger than a read"] = bits(bfloat16, (2048, 192))
     keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(3), 8)}
     tree |= {"scalar": np.array(3.5, np.float32), "host array": bits(float32, (40, 40)), "host number": 7, **keys}
     # Small sizes, so that this tree has many chunks, objects and rounds.

@@ -100,7 +100,7 @@ class _ZarrArray(AsyncArrayData):
 
 
 def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
-    """The leaves that are arrays, with the values of those that are Python numbers."""
+    """The leaves that are arrays or Python numbers. The numbers are read here."""
     ocdbt = os.path.exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
     folder = ArrayFolder(path, ocdbt)
     names = {keys: ".".join(keys) for keys in leaves}

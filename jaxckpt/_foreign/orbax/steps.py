@@ -29,7 +29,7 @@ from jaxckpt._foreign.orbax.tree import read_tree
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import Tree, unflatten
+from jaxckpt._format.tree import Tree, flatten, unflatten
 from jaxckpt._format.values import decode_value
 from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, NativeCheckpoint, StackRow, as_foreign, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_count, show_lines
@@ -52,7 +52,7 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format.
 
-    There are none in the folder of a CheckpointManager, so that it is not deleted.
+    There are none in the folder of a CheckpointManager, or of several checkpoints, so that it is not deleted.
     """
     kind = _kind(path, names)
     if kind == "item":
@@ -60,6 +60,8 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
     if kind == "manager":
         return set()
     items = {name: names_or_empty(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
+    if _STEP_MARKS.isdisjoint(names) and sum(TREE_FILE in held for held in items.values()) > 1:
+        return set()  # perhaps separate checkpoints in one folder
     whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
     return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
 
@@ -199,7 +201,7 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
             items[name] = items[name].get("checkpoint", items[name])
         if of_item:
             metadata.setdefault("custom_metadata", {})[name] = of_item["custom_metadata"]
-    if "metrics" in items and not isinstance(items["metrics"], ForeignArray):
+    if "metrics" in items and not _has_arrays(items["metrics"]):
         metadata["metrics"] = items.pop("metrics")
     if record.custom_metadata:
         metadata["custom_metadata"] = record.custom_metadata
@@ -209,6 +211,10 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
         warnings.warn(message, stacklevel=2)
     whole = {"state"} if record.handler("state") in ("PyTreeHandler", "V1Handler") else {"default"}
     return items[min(items)] if set(items) == whole else items, metadata
+
+
+def _has_arrays(tree: Tree) -> bool:
+    return any(isinstance(leaf.value, ForeignArray) for leaf in flatten(tree)[0])
 
 
 def _has_lost_step_file(path: str, items: Iterable[str]) -> bool:
@@ -237,7 +243,7 @@ class _UnknownItemError(Exception):
 
 
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
-    """The tree of an item, and its metadata. Raises _Unread."""
+    """The tree of an item, and its metadata. Raises _UnknownItemError."""
     names = [name for name in names_or_empty(path) if name not in SAVE_FILES and TEMPORARY not in name]
     if _is_jaxckpt_item(path):
         return _open_jaxckpt_item(path)
