@@ -38,8 +38,9 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 def _indices(names: Collection[str]) -> list[str]:
     """The indices that ColossalAI wrote, or may have written.
 
-    Many libraries write an index of whole tensors in safetensors files. Beside the index of an optimizer it is
-    ColossalAI's. Otherwise it is not, and neither is an index of .bin files beside it: models of Hugging Face have both.
+    Many libraries write an index of whole tensors in safetensors files. It is ColossalAI's if the folder also has the
+    index of an optimizer. Otherwise an index of .bin files is not ColossalAI's either, because Hugging Face's models
+    have both.
     """
     found = {name: match for name in names if (match := _INDEX.fullmatch(name))}
     optimizers = [name for name, match in found.items() if match["what"] == "pytorch_optim"]

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxckpt._foreign.export import Data, arrays_of, n_bytes, slabs, write_json
 from jaxckpt._foreign.local_files import Index, convert_checked, from_json, opened, read_indexed, read_json
+from jaxckpt._foreign.pickles import unreadable
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.tree import Tree, nested_dicts

@@ -3,7 +3,7 @@
 Each source is a manifest and, for each stack, a reader of boxes. For a foreign checkpoint, this module composes the
 manifest in memory from the format's index files:
 
-its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ ForeignCheckpoint(manifest, row_data)
+its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ ForeignCheckpoint
 """
 
 from __future__ import annotations

@@ -195,6 +195,7 @@ def test_a_step_is_taken_from_an_object_store(bucket: servers.Bucket) -> None:
         (["ls", "empty"], 4),
         (["verify", "nowhere"], 4),
         (["diff", "small", "nowhere"], 4),
+        (["show", "small", "--json", "--depth", "1"], 2),
         (["show", "n" * 300], 5),
         (["cat", "small", "w", "--save", "nowhere/w.npy"], 5),
     ],

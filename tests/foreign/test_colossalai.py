@@ -102,6 +102,21 @@ def test_a_model_and_its_optimizer_in_one_folder(folder: Path, tmp_path: Path) -
         jaxckpt.open(tmp_path / "both")
 
 
+def test_a_model_in_safetensors_and_its_optimizer_in_one_folder(folder: Path, tmp_path: Path) -> None:
+    jaxckpt.convert(folder / "whole", tmp_path / "both", format="safetensors")  # as save_model(use_safetensors=True)
+    shutil.copytree(folder / "optimizer in background", tmp_path / "both", dirs_exist_ok=True)
+    tree = jaxckpt.load_numpy(tmp_path / "both")
+    require_expected(folder, tree["model"], {"layers.0.rotary"})
+    assert tree["optimizer"].keys() == {"param_groups", "state"}
+
+
+def test_a_model_of_hugging_face_may_also_have_an_index_of_bin_files(folder: Path, tmp_path: Path) -> None:
+    jaxckpt.convert(folder / "whole", tmp_path / "model", format="safetensors")
+    shutil.copy(folder / "whole" / "pytorch_model.bin.index.json", tmp_path / "model")
+    assert jaxckpt.open(tmp_path / "model").format == "safetensors"
+    require_expected(folder, jaxckpt.load_numpy(tmp_path / "model"), {"layers.0.rotary"})
+
+
 def change(folder: Path, number: int, name: str, **changes: Any) -> None:
     path = folder / f"pytorch_model-meta-dist-{number:05d}.json"
     record = json.loads(path.read_text())

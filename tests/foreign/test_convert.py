@@ -148,6 +148,13 @@ def test_smaller_chunks_for_a_reader_of_small_boxes(tmp_path: Path, bytes_read: 
     assert counts[1] < 25_000
 
 
+def test_a_size_of_chunks_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.ones(3)})
+    with pytest.raises(jaxckpt.InputError, match="chunk_bytes"):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", chunk_bytes=4096)
+    assert not (tmp_path / "to.npz").exists()
+
+
 def test_selected_and_renamed(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, tree = everything
     jaxckpt.convert(

@@ -25,7 +25,7 @@ from orbax_states import Moments, mesh, on
 
 import jaxckpt
 from jaxckpt._foreign.convert import convert
-from jaxckpt._runtime.errors import CorruptError, DataError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, DataError, JaxckptError, NotACheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax")
 
@@ -218,6 +218,21 @@ def manager(tmp_path: Path) -> Path:
             tree = {"w": np.full((4, 4), step)}
             found.save(step, args=ocp.args.StandardSave(tree), metrics={"loss": 1 / step}, custom_metadata={"n": step})
     return tmp_path / "run"
+
+
+def test_metrics_that_json_lacks(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}), metrics={"loss": float("nan"), "top": [1.0]})
+    jaxckpt.convert(tmp_path / "run" / "1", tmp_path / "ours")
+    assert jaxckpt.open(tmp_path / "ours").metadata == {"metrics": {"loss": None, "top": [1.0]}}
+
+
+def test_an_item_named_metrics_may_hold_arrays(tmp_path: Path) -> None:
+    items = {"state": {"w": np.ones(3)}, "metrics": {"loss": np.zeros(3)}}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()}))
+    assert_same(jaxckpt.load_numpy(tmp_path / "run"), items)
 
 
 def test_a_managers_folder_opens_its_newest_complete_step(manager: Path) -> None:
@@ -602,6 +617,17 @@ def test_items_that_were_saved_by_themselves_are_below_their_names(tmp_path: Pat
     save_standard(tmp_path / "x" / "a", {"w": np.ones(3)})
     save_standard(tmp_path / "x" / "b", {"w": np.zeros(3)})
     assert_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"w": np.ones(3)}, "b": {"w": np.zeros(3)}})
+
+
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_separate_checkpoints_in_a_folder_are_never_replaced(format: str, tmp_path: Path) -> None:
+    for name in ("best", "epoch-1"):
+        save_standard(tmp_path / "x" / name, {"w": np.ones(3)})
+    jaxckpt.save(tmp_path / "from", {"w": np.zeros(3)})
+    with pytest.raises(CheckpointExistsError):
+        jaxckpt.convert(tmp_path / "from", tmp_path / "x", format=format, overwrite=True)
+    for name in ("best", "epoch-1"):
+        assert_same(jaxckpt.load_numpy(tmp_path / "x" / name), {"w": np.ones(3)})
 
 
 def test_an_item_of_json_alone(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxckpt
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore.source import ForeignArray
@@ -45,6 +46,14 @@ def test_what_the_library_writes_is_read(tmp_path: Path, name: str) -> None:
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         np.testing.assert_array_equal(read(found[key]), tensor, strict=True)
+
+
+def test_tensors_of_unknown_dtypes_can_be_left_out(tmp_path: Path) -> None:
+    header = {"packed": entry("F4", [4], 0, 2), "w": entry("F32", [1], 2, 6)}
+    (tmp_path / "x.safetensors").write_bytes(raw(header, b"\x00" * 6))
+    assert jaxckpt.load_numpy(tmp_path / "x.safetensors", select="w")["w"] == 0
+    with pytest.raises(DataError, match=r"packed.*dtype F4, which jaxckpt cannot read; leave it out with select="):
+        jaxckpt.load_numpy(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import warnings
@@ -106,7 +107,16 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
         metadata |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
         return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=metadata or None))
     tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
-    return compose(path, tree, "orbax", metadata=metadata | of_tree or None)
+    return compose(path, tree, "orbax", metadata=_finite(metadata | of_tree) or None)
+
+
+def _finite(value: Any) -> Any:
+    """Metadata with None in place of NaN and infinity, which Orbax writes although JSON lacks them."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Folders --------------------------------------------------------------------------------------------------
