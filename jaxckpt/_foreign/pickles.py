@@ -204,8 +204,8 @@ def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | Non
     """An unpickled value as a tree for `compose`. Leaves that are not data become unreadable leaves.
 
     `rebuild` returns leaves for the OpaqueObjects that it knows, and None for others. A dict whose keys JAX cannot
-    sort, such as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in its saved order. Raises DataError if the value
-    is too large or too deep for a tree, for example if it contains itself.
+    sort, such as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in its saved order. Raises DataError if the
+    value is too large or too deep for a tree, for example if it contains itself.
     """
     left = MAX_VALUES
 
