@@ -235,7 +235,7 @@ def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
     """Write one .safetensors file."""
     # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    # transformers accepts only names of frameworks here, not "np".
+    # transformers before 5 loads no file with "np" here.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, data in ordered:

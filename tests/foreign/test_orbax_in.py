@@ -230,9 +230,10 @@ def test_metrics_that_json_lacks(tmp_path: Path) -> None:
 
 def test_an_item_named_metrics_may_hold_arrays(tmp_path: Path) -> None:
     items = {"state": {"w": np.ones(3)}, "metrics": {"loss": np.zeros(3)}}
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, args=ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()}))
-    assert_same(jaxckpt.load_numpy(tmp_path / "run"), items)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        args = ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()})
+        checkpointer.save(tmp_path / "x", args=args)
+    assert_same(jaxckpt.load_numpy(tmp_path / "x"), items)
 
 
 def test_a_managers_folder_opens_its_newest_complete_step(manager: Path) -> None:

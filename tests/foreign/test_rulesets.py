@@ -130,7 +130,7 @@ def test_the_way_back_gives_the_same_tensors(family: str, scan: bool, tmp_path: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_what_is_written(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers, which is no dependency, loads the export")
+    transformers = pytest.importorskip("transformers", reason="transformers loads the export")
     torch = pytest.importorskip("torch")
     rules = jaxckpt.huggingface_rules(DATA / family, scan=True)
     jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt._foreign.safetensors import read_header
+from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore.source import ForeignArray
 from jaxckpt._runtime.errors import DataError, JaxckptError
@@ -46,6 +46,12 @@ def test_what_the_library_writes_is_read(tmp_path: Path, name: str) -> None:
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         np.testing.assert_array_equal(read(found[key]), tensor, strict=True)
+
+
+def test_transformers_before_5_needs_this_metadata(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.ones(3)})
+    jaxckpt.convert(tmp_path / "from", tmp_path / "x.safetensors")
+    assert read_metadata(str(tmp_path / "x.safetensors")) == {"format": "pt"}
 
 
 def test_tensors_of_unknown_dtypes_can_be_left_out(tmp_path: Path) -> None:
