@@ -9,8 +9,6 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-
 from jaxckpt._format.grid import Layout
 from jaxckpt._format.layouts import PlannedSharding, process_layout
 from jaxckpt._format.records import Manifest
@@ -53,41 +51,27 @@ def fetch(
             number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()
         }
         goals = {number: goals[number] for number in representative.values()}
+    stacks = source.manifest.decoded_stacks
+    process, processes = (meeting.group.index, meeting.group.count) if meeting is not None else (0, 1)
     values: dict[int, Any] = {}
-    with jax.transfer_guard("allow"):  # the caller has asked for these transfers
-        for some in split_tied_goals(source.manifest, goals):
-            values |= _fetch_untied(source, some, options, meeting, pooled)
+    for some in split_tied_goals(source.manifest, goals):
+        steps, shared, leaves = _plan_reads(source, some, options, values, meeting)
+        total = sum(step.n_bytes for step in steps)
+        total += sum(one.read.n_bytes for each in shared.values() for portions in each for one in portions)
+        with detect_replacement(source, options), display_progress("restore", total, options.progress) as advance:
+            require_metadata(source, leaves.stacks[process::processes], options)
+            if shared and meeting is not None:
+                gather(source, stacks, shared, options, leaves, advance, meeting)
+            if pooled is not None and meeting is not None:
+                with PeerReads(pooled, requests_by_read(source, steps), options, meeting) as arrivals:
+                    read(source, stacks, steps, options, leaves, advance, arrivals.wait_for_next_read)
+            else:
+                read(source, stacks, steps, options, leaves, advance)
+        leaves.create_unread_leaves()
     for number, goal in goals.items():
         if goal.weak:
             values[number] = _weakly_typed(values[number])
     return values | {number: values[one] for number, one in representative.items()}
-
-
-def _fetch_untied(
-    source: Source,
-    goals: Mapping[int, Goal],
-    options: Options,
-    meeting: Meeting | None,
-    pooled: PooledCheckpoint | None,
-) -> dict[int, Any]:
-    """`fetch` for leaves that do not share rows."""
-    stacks = source.manifest.decoded_stacks
-    process, processes = (meeting.group.index, meeting.group.count) if meeting is not None else (0, 1)
-    values: dict[int, Any] = {}
-    steps, shared, leaves = _plan_reads(source, goals, options, values, meeting)
-    total = sum(step.n_bytes for step in steps)
-    total += sum(one.read.n_bytes for each in shared.values() for portions in each for one in portions)
-    with detect_replacement(source, options), display_progress("restore", total, options.progress) as advance:
-        require_metadata(source, leaves.stacks[process::processes], options)
-        if shared and meeting is not None:
-            gather(source, stacks, shared, options, leaves, advance, meeting)
-        if pooled is not None and meeting is not None:
-            with PeerReads(pooled, requests_by_read(source, steps), options, meeting) as arrivals:
-                read(source, stacks, steps, options, leaves, advance, arrivals.wait_for_next_read)
-        else:
-            read(source, stacks, steps, options, leaves, advance)
-    leaves.create_unread_leaves()
-    return values
 
 
 def split_tied_goals(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:

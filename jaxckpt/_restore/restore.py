@@ -142,7 +142,8 @@ def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, opti
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.to_initialize) if request.initial else []
             pooled = path if isinstance(path, PooledCheckpoint) else None
-            values = fetch(source, resolved.goals, options, meeting, tied=request.tied, pooled=pooled)
+            with jax.transfer_guard("allow"):  # the caller has asked for these transfers
+                values = fetch(source, resolved.goals, options, meeting, tied=request.tied, pooled=pooled)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
             require_agreement(meeting, _global_goals_digest(resolved.goals) if group.count > 1 else "")
