@@ -124,13 +124,14 @@ def parse_index(tail: Bytes, data_bytes: int) -> Entries | str:
 
 
 def _inside(present: Entries, data_bytes: int) -> bool:
-    """Whether all entries of an index point to chunks within this many bytes."""
+    """Whether all entries of an index point to chunks within this many bytes, which together are not longer."""
     starts, lengths = present[:, 0], present[:, 1]
     return not len(present) or bool(
         lengths.min() >= 4
         and lengths.max() <= data_bytes
         and starts.max() <= data_bytes - lengths.min()
         and (starts + lengths).max() <= data_bytes
+        and lengths.sum(dtype=np.float64) <= data_bytes  # exact below 2^53, and never overflows
     )
 
 
@@ -271,8 +272,8 @@ def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int],
 def object_problems(
     read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, expected_digest: str
 ) -> Iterator[tuple[Box | None, str]]:
-    """The problems of an object of `length` bytes with the expected digest `expected_digest`. `read(start, stop)` reads
-    a range.
+    """The problems of an object, which should have `length` bytes and the digest `expected_digest`. `read(start, stop)`
+    reads a range.
 
     Reads every chunk once and computes its checksum. Yields (box of the stack, or None for the whole object, reason).
     """
