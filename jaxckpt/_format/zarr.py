@@ -120,7 +120,9 @@ def parse_index(tail: Bytes, data_bytes: int) -> Entries | str:
         return "has a damaged index: its crc32c does not match"
     entries = tail[:-4].view("<u8").reshape(-1, 2)
     present = entries[entries[:, 0] != ABSENT]
-    return entries if _inside(present, data_bytes) else "has an index that points outside of it"
+    if not _inside(present, data_bytes):
+        return "has an index that points outside of it, or twice to the same bytes"
+    return entries
 
 
 def _inside(present: Entries, data_bytes: int) -> bool:
