@@ -17,7 +17,7 @@ from jaxckpt._runtime.errors import DataError
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.tensors import TensorReader, begin_write
-from jaxckpt._storage.workers import MappedWork
+from jaxckpt._storage.workers import MappedWork, note_progress
 
 if TYPE_CHECKING:
     from jaxckpt._storage.folder import Folder
@@ -40,6 +40,7 @@ class TensorFileReader(ArrayReader):
                 if index not in self.checked:
                     self._require_intact(index)
                     self.checked.add(index)
+                    note_progress()
         return self.array.read(wanted)
 
     def _require_intact(self, index: tuple[int, ...]) -> None:

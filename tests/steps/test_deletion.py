@@ -177,15 +177,15 @@ def test_a_step_that_a_reader_keeps_can_be_held_while_others_are_deleted(
     with jaxckpt.Checkpointer(path, keep_last=1, options=FAST) as checkpoints:
         checkpoints.save(0, state(0))
         checkpoints.wait()
-        with jaxckpt.open(f"{path}@0").hold():
+        with jaxckpt.open(f"{path}/00000000").hold():
             for step in (1, 2):
                 checkpoints.save(step, state(step))
             assert gate.reached.wait(60)  # the deletion of step 1
-            with jaxckpt.open(f"{path}@0").hold():
+            with jaxckpt.open(f"{path}/00000000").hold():
                 pass
-            assert jaxckpt.pin(f"{path}@0", "paper", options=FAST) == 0
+            assert jaxckpt.pin(f"{path}/00000000", "paper", options=FAST) == 0
             with pytest.raises(jaxckpt.NotACheckpointError, match="is being deleted"):
-                jaxckpt.open(f"{path}@1").hold().__enter__()
+                jaxckpt.open(f"{path}/00000001").hold().__enter__()
             gate.open.set()
     assert checkpoints.steps() == [0, 2]
 
