@@ -130,7 +130,7 @@ def _is_single_checkpoint(path: str, checkpoint: Checkpoint, store: Store) -> bo
     local = local_path(path)
     if checkpoint.format == "jaxckpt":  # perhaps in a step of Orbax's CheckpointManager
         return local is None or not has_steps(local, store.names())
-    return not any(store.folders().values()) and local == local_path(checkpoint.path)
+    return True not in store.folders().values() and local == local_path(checkpoint.path)
 
 
 def _entries(paths: Iterable[str]) -> list[Entry]:

@@ -123,7 +123,7 @@ def _are_leaves_valid(manifest: Manifest) -> bool:
 def _is_filled(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
     """Whether these leaves fill a stack: at least one for each row."""
     rows = [leaf.row for leaf in leaves if leaf.row is not None]
-    if len(rows) != len(leaves) or sorted({*rows}) != list(range(stack.rows)):
+    if len(rows) != len(leaves) or len({*rows}) != stack.rows or max(rows) >= stack.rows:
         return False
     if len(rows) > stack.rows and max(collections.Counter(rows).values()) > MAX_TIED:
         return False

@@ -120,17 +120,20 @@ def parse_index(tail: Bytes, data_bytes: int) -> Entries | str:
         return "has a damaged index: its crc32c does not match"
     entries = tail[:-4].view("<u8").reshape(-1, 2)
     present = entries[entries[:, 0] != ABSENT]
-    return entries if _inside(present, data_bytes) else "has an index that points outside of it"
+    if not _inside(present, data_bytes):
+        return "has an index that points outside of it, or twice to the same bytes"
+    return entries
 
 
 def _inside(present: Entries, data_bytes: int) -> bool:
-    """Whether all entries of an index point to chunks within this many bytes."""
+    """Whether all entries of an index point to chunks within this many bytes, which together are not longer."""
     starts, lengths = present[:, 0], present[:, 1]
     return not len(present) or bool(
         lengths.min() >= 4
         and lengths.max() <= data_bytes
         and starts.max() <= data_bytes - lengths.min()
         and (starts + lengths).max() <= data_bytes
+        and lengths.sum(dtype=np.float64) <= data_bytes  # exact below 2^53, and never overflows
     )
 
 
@@ -271,8 +274,8 @@ def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int],
 def object_problems(
     read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, expected_digest: str
 ) -> Iterator[tuple[Box | None, str]]:
-    """The problems of an object of `length` bytes with the expected digest `expected_digest`. `read(start, stop)` reads
-    a range.
+    """The problems of an object, which should have `length` bytes and the digest `expected_digest`. `read(start, stop)`
+    reads a range.
 
     Reads every chunk once and computes its checksum. Yields (box of the stack, or None for the whole object, reason).
     """

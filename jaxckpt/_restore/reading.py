@@ -27,7 +27,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report, report_nothing
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
-from jaxckpt._storage.workers import StorageThread
+from jaxckpt._storage.workers import StorageThread, note_progress
 
 
 @contextlib.contextmanager
@@ -137,6 +137,7 @@ class PendingRead:
                 pending.result()
             except Exception as error:
                 return box, error
+            note_progress()
         return None
 
     def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:

@@ -204,7 +204,8 @@ class Deletion:
             with self._leases.mark_for_deletion(unwanted) as held:
                 self._has_held_steps = bool(held)
                 # Checked again, because a process that pins a step holds it in the meantime.
-                spared = held | {*pins(self._store).values()} if unwanted else held
+                spared = (held | {*pins(self._store).values()}) & unwanted.keys() if unwanted else held
+                self._leases.unmark(spared)
                 for step, verdict in unwanted.items():
                     if step not in spared and not self._must_stop:
                         self._apply_decision(verdict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from typing import NoReturn
@@ -10,7 +11,14 @@ from jaxckpt._format import zarr
 from jaxckpt._format.manifest import state_file_name
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._restore.source import NativeCheckpoint, source_at, step_of
-from jaxckpt._runtime.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError, show_count
+from jaxckpt._runtime.errors import (
+    CheckpointExistsError,
+    DataError,
+    InputError,
+    NotACheckpointError,
+    StorageError,
+    show_count,
+)
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.threads import run_uninterrupted
 from jaxckpt._storage.manifests import load_manifest
@@ -87,16 +95,20 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
                     _raise_link_error(source, target, key, length)
             if sync:
                 target.sync_folders(data, stack, (index for index, _ in stack.objects()))
-        for process in range(len(manifest.process_states)):
+        for process, (length, _) in enumerate(manifest.process_states):
             key = f"{data}/{state_file_name(process)}"
-            target.put(key, source.store.read(key) or b"", sync=sync)
+            state = source.store.read(key)
+            if state is None or len(state) != length:
+                _raise_link_error(source, target, key, length)
+            target.put(key, state, sync=sync)
         if sync:
             target.sync_data(data, manifest.decoded_stacks)
         target.publish(data, content, None, sync=sync)
     except BaseException:
         writer.release(keep=False)
         raise
-    writer.release(keep=True)
+    with contextlib.suppress(StorageError):  # the fork is published, and the next Checkpointer deletes the note
+        writer.release(keep=True)
 
 
 def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length: int) -> NoReturn:

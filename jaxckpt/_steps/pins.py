@@ -22,7 +22,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
         path: A step: "run@40", "run/00000040", or "run" for the newest.
         name: Letters, digits, "_", "-" and ".", starting with a letter; not "latest" or "best". A step may have
             several names.
-        options: `storage` and `retry_seconds`; see `Options`.
+        options: `storage`, `retry_seconds` and `sync`; see `Options`.
 
     Returns:
         The number of the step.
@@ -47,12 +47,15 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
             f"name must consist of letters, digits, '_', '-' and '.', start with a letter, and not be 'latest' or"
             f" 'best'; found {name!r}"
         )
-    _, run, step = step_of(source_at(path, options_or_default(options))[0], "a Checkpointer deletes only those")
+    options = options_or_default(options)
+    _, run, step = step_of(source_at(path, options)[0], "a Checkpointer deletes only those")
     if (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):
         # Empty, so that a full disk leaves no pin after an error.
-        run.create_child(RUN).put(f"{PIN}{step_name(step)}-{name}", b"")
+        run.create_child(RUN).put(f"{PIN}{step_name(step)}-{name}", b"", sync=options.sync)
+        if options.sync:
+            run.sync_data(RUN, ())
     return step
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Mapping
 from typing import Protocol, Self
+
+from jaxckpt._runtime.errors import StorageError
+
+UNLISTABLE = (errno.ENOTSUP, errno.EACCES)
+"""Errors of stores that can be read but not listed, for example over HTTP or without permission."""
 
 
 class ChildFolders(Protocol):
@@ -21,8 +27,9 @@ class ChildFolders(Protocol):
         """Names directly in it; empty if it does not exist."""
         ...
 
-    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        """Maps the name of each subfolder that `wanted` accepts to whether the subfolder holds a checkpoint."""
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> Mapping[str, bool | StorageError]:
+        """Maps the name of each subfolder that `wanted` accepts to whether the subfolder holds a checkpoint, or to the
+        error that prevents finding out."""
         ...
 
     def child(self, name: str) -> Self:

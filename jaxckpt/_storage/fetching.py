@@ -19,6 +19,7 @@ from jaxckpt._runtime.errors import DataError
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
+from jaxckpt._storage.workers import note_progress
 
 
 def _own_memory(context: ts.Context) -> ts.Context:
@@ -112,7 +113,7 @@ class FetchingReader(ArrayReader):
         stack: Stack,
         objects: Mapping[tuple[int, ...], _Object],
     ) -> None:
-        self._url = url  # the next three describe the stack's folder
+        self._url = url  # `url` and `keys` refer to the stack's folder
         self._keys = keys
         self._stack = stack
         self._objects = objects
@@ -155,6 +156,7 @@ class FetchingReader(ArrayReader):
                 pending.result()
             except (ValueError, NotImplementedError) as error:  # tensorstore's
                 errors[number] = error
+            note_progress()
         for one in objects.values():
             one.remaining_reads -= 1
             if not one.remaining_reads:
@@ -170,6 +172,7 @@ class FetchingReader(ArrayReader):
         assert one.pending is not None
         with translate_tensorstore_errors(f"cannot read {where}", reading=True):
             found = one.pending.result()
+        note_progress()
         one.pending = None
         if found.state != "value":
             return f"{where} is missing"

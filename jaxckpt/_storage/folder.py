@@ -1,4 +1,4 @@
-"""A checkpoint on a file system: claimed with locks, published by rename.
+"""A checkpoint on a file system: claimed with locks, published by a link or a rename.
 
 Control files are written with plain system calls, so that the order of writes, fsync and rename is exact. Arrays are
 written by `files`, or by tensorstore if they are compressed or `Options.io` asks for it. Only regular files in real
@@ -18,7 +18,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -27,21 +27,24 @@ import tensorstore as ts
 from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box
 from jaxckpt._format.names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
-from jaxckpt._format.pieces import Array, Pieces
-from jaxckpt._format.stacks import Stack, indexed_objects_of
+from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._runtime.events import log_swept
 from jaxckpt._storage.claims import overtaken_error, parse_note
-from jaxckpt._storage.errors import translate_os_errors, translate_tensorstore_errors
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
-from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects, Pending
+from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects
 from jaxckpt._storage.store import DataClaim
-from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, begin_write, local_store, open_array
-from jaxckpt._storage.workers import JoinedWork, MappedWork, submit
+from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
+from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
+from jaxckpt._storage.workers import JoinedWork, submit
 
 _LOCK_SECONDS = 300.0
 """How long to wait for the lock. A sweep that holds it may have many files to delete."""
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of file systems without hard links."""
 
 
 @functools.cache
@@ -95,7 +98,8 @@ class Folder:
     def _inspect_file(self, key: str, plain_folders: set[str]) -> tuple[int, str | None]:
         """(size of a file, a problem unless it is a regular file in real folders below this one).
 
-        A link could lead anywhere, and a pipe or a device may never end. `plain` caches folders that were checked.
+        A link could lead anywhere, and a pipe or a device may never end. `plain_folders` caches the folders that were
+        checked.
         """
         above = key.rpartition("/")[0]
         while above and above not in plain_folders:
@@ -115,7 +119,7 @@ class Folder:
                 os.fsync(file.fileno())
 
     def remove(self, key: str) -> None:
-        with contextlib.suppress(OSError):
+        with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self._path(key))
 
     # Arrays -----------------------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ class Folder:
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
         if self._uses_own_engine(stack):
             return FileWriter(self._path(data, stack.name), stack, sync)
-        return _TensorFileWriter(self, data, stack, self._open_array(data, stack, sync=sync))
+        return TensorFileWriter(self, data, stack, self._open_array(data, stack, sync=sync))
 
     def array_reader(
         self,
@@ -137,7 +141,7 @@ class Folder:
             below = len(self._path(""))
             folder = self._path(data, stack.name)
             return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
-        return _TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
+        return TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
 
     can_link = True
 
@@ -263,13 +267,12 @@ class Folder:
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
-            if self.read(MANIFEST) != previous:
-                raise overtaken_error(self.url)
             # A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
             # therefore proves that the data was deleted.
             if not is_data_referenced(previous, data) and not os.path.exists(self._path(data, WRITER)):
+                self._require_unchanged(previous)
                 raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
-            self._replace_manifest(data, manifest, sync=sync)
+            self._replace_manifest(data, manifest, previous, sync=sync)
             try:
                 if sync:
                     os.fsync(handle)
@@ -279,13 +282,41 @@ class Folder:
                     if previous is None:
                         os.unlink(self._path(MANIFEST))
                     else:
-                        self._replace_manifest(data, previous, sync=False)
+                        self._replace_manifest(data, previous, manifest, sync=False)
                 raise
 
-    def _replace_manifest(self, data: str, content: bytes, *, sync: bool) -> None:
-        # Written in the data folder, then renamed, so that the remains of a crash are deleted with the data.
-        self.put(f"{data}/{MANIFEST}", content, sync=sync)
-        os.rename(self._path(data, MANIFEST), self._path(MANIFEST))
+    def _require_unchanged(self, previous: bytes | None) -> None:
+        if self.read(MANIFEST) != previous:
+            raise overtaken_error(self.url)
+
+    def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
+        """Replace the manifest `previous`, which is compared last, because the lock may not reach other hosts."""
+        # Written in the data folder, so that the remains of a crash are deleted with the data.
+        temporary = f"{data}/{MANIFEST}"
+        self.remove(temporary)  # a process that was killed may have left it as a second name of the manifest
+        self.put(temporary, content, sync=sync)
+        try:
+            self._require_unchanged(previous)
+            if previous is None:
+                self._link_manifest(temporary)
+            else:
+                os.rename(self._path(temporary), self._path(MANIFEST))
+        finally:
+            with contextlib.suppress(StorageError):
+                self.remove(temporary)
+
+    def _link_manifest(self, temporary: str) -> None:
+        """Publish a first manifest. A link, unlike a rename, fails if another host has published in the meantime."""
+        old, new = self._path(temporary), self._path(MANIFEST)
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except FileExistsError:
+            if not os.path.samestat(os.lstat(old), os.lstat(new)):  # NFS may execute a call twice
+                raise overtaken_error(self.url) from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.rename(old, new)
 
     def unpublish(self, *, sync: bool) -> None:
         with (
@@ -318,9 +349,10 @@ class Folder:
                 # The manifest is checked last, because the folder may have been published since the listing.
                 if _is_abandoned(path) and not may_reference_data(self.read(MANIFEST), name):
                     shutil.rmtree(path, ignore_errors=True)
-                    log(self.url, name)
-                else:
-                    left = True
+                    if not os.path.lexists(path):
+                        log(self.url, name)
+                        continue
+                left = True
         return left
 
     def clear(self, *, evict: bool = True) -> None:
@@ -332,7 +364,8 @@ class Folder:
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer."""
         if _is_abandoned(self._path(data)):
-            self.remove(f"{data}/{WRITER}")
+            with contextlib.suppress(StorageError):  # no permission, or a file system that is mounted read-only
+                self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
         for name in self.child(data).names():
             if name not in named and os.path.isdir(self._path(data, name)):
@@ -383,8 +416,17 @@ class Folder:
             return sorted(os.listdir(self.folder))
         return []
 
-    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        return {name: os.path.exists(self._path(name, MANIFEST)) for name in filter(wanted, self.names())}
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
+        return {name: self._is_published(name) for name in filter(wanted, self.names())}
+
+    def _is_published(self, name: str) -> bool | StorageError:
+        try:
+            os.stat(self._path(name, MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            return StorageError(error.errno, f"cannot look at {self.url}/{name}/{MANIFEST}: {error.strerror}")
+        return True
 
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", folder=self._path(name))
@@ -423,54 +465,6 @@ class Folder:
 
     def _translate_errors(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
         return translate_os_errors(f"cannot {verb} {self.url}/{key}")
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorFileReader(ArrayReader):
-    """Reads and decodes objects with tensorstore, after comparing them with the manifest."""
-
-    files: Folder
-    data: str
-    stack: Stack
-    stored: Mapping[str, tuple[int, str]]
-    array: TensorReader
-    checked: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
-
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        for box, _ in wanted:
-            for index, _, _ in indexed_objects_of(self.stack, box):
-                if index not in self.checked:
-                    self._require_intact(index)
-                    self.checked.add(index)
-        return self.array.read(wanted)
-
-    def _require_intact(self, index: tuple[int, ...]) -> None:
-        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        length, digest = self.stored["/".join(map(str, index))]
-        problem = self.files.check_lengths({key: length}).get(key)
-        if not problem and self.files.digest(key, self.stack)[1] != digest:
-            problem = "does not hold the data that was saved there"
-        if problem:
-            raise DataError(f"{self.files.url}/{key} {problem}")
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorFileWriter:
-    """Encodes and writes objects with tensorstore."""
-
-    files: Folder
-    data: str
-    stack: Stack
-    array: ts.TensorStore
-
-    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
-        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key))
-
-    def _written(self, key: str, pending: Pending) -> tuple[int, str]:
-        with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
-            pending.result()
-        return self.files.digest(key, self.stack)
 
 
 def _kind(mode: int) -> str:

@@ -26,7 +26,7 @@ from collections.abc import Collection, Generator
 from jaxckpt._runtime.errors import NotACheckpointError, StorageError
 from jaxckpt._runtime.options import require_seconds
 from jaxckpt._runtime.threads import Latch, run_uninterrupted, start_thread
-from jaxckpt._storage.steps import RUN, is_step, step_folders, step_name
+from jaxckpt._storage.steps import RUN, is_published, is_step, step_name
 from jaxckpt._storage.store import Store
 
 _log = logging.getLogger("jaxckpt")
@@ -38,8 +38,8 @@ expired after half of this time without a change."""
 _RENEWALS = 8  # per term
 _LEASE, _DELETING = "lease-", "deleting-"
 _DELETION_SECONDS = 10.0
-"""How long to wait for a running deletion, which its mark shows. A mark exists for milliseconds, unless the deleting
-process was stopped or killed."""
+"""How long to wait for a running deletion, which its mark shows. A mark exists until the pass that deletes its step
+ends, or until the next Checkpointer opens if the deleting process was killed."""
 
 
 @contextlib.contextmanager
@@ -116,6 +116,11 @@ def _term(note: bytes) -> float:
         return TERM_SECONDS
 
 
+def _mark(step: int) -> str:
+    """The name of the file that marks a step for deletion."""
+    return f"{_DELETING}{step_name(step)}"
+
+
 def _leased_step_name(name: str) -> str:
     """The name of the step that a lease holds."""
     return name.removeprefix(_LEASE).partition("-")[0]
@@ -125,8 +130,8 @@ def _require_not_deleted(run: Store, folder: Store, step: int) -> None:
     """Raise unless a step is published, and any process that deletes it has seen the lease."""
     deadline = time.monotonic() + _DELETION_SECONDS
     while True:
-        marked = folder.read(f"{_DELETING}{step_name(step)}") is not None
-        if step not in step_folders(run, above=step - 1)[0]:
+        marked = folder.read(_mark(step)) is not None
+        if not is_published(run, step):
             raise NotACheckpointError(f"{run.url} has no step {step}: it was deleted")
         if not marked:
             return
@@ -155,20 +160,25 @@ class Leases:
             yield set()
             return
         folder = self._run.create_child(RUN)
-        marks = [f"{_DELETING}{step_name(step)}" for step in steps]
-        try:
-            for mark in marks:
-                folder.put(mark, b"{}")
+        with contextlib.ExitStack() as marks:  # removes all, even if it cannot remove one
+            for step in steps:
+                marks.callback(folder.remove, _mark(step))
+                folder.put(_mark(step), b"{}")
             yield self._held_steps() & {*steps}
-        finally:
-            for mark in marks:
-                folder.remove(mark)
+
+    def unmark(self, steps: Collection[int]) -> None:
+        """Let readers acquire steps that are not deleted after all."""
+        for step in steps:
+            self._folder.remove(_mark(step))
 
     def remove_stale_marks(self, names: Collection[str]) -> None:
         """Remove marks, among these names, that a process left when it was killed while it deleted steps."""
         for name in names:
             if name.startswith(_DELETING):
-                self._folder.remove(name)
+                try:
+                    self._folder.remove(name)
+                except StorageError as error:
+                    _log.warning("the mark of a deletion that was killed stays, so its step cannot be held: %s", error)
 
     def _held_steps(self) -> set[int]:
         """The steps with a lease that has not expired; expired leases are removed."""
@@ -183,7 +193,8 @@ class Leases:
             content, since = before.get(name, (None, now))
             since = since if content == note else now
             if now - since >= _term(note) / 2:
-                self._folder.remove(name)
+                with contextlib.suppress(StorageError):  # it is found expired again by the next pass
+                    self._folder.remove(name)
                 continue
             self._seen[name] = (note, since)
             self.poll_seconds = min(self.poll_seconds, _term(note) / _RENEWALS)

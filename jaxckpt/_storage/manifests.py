@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from jaxckpt._format.manifest import decode, decode_state, state_file_name
 from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._format.records import Manifest
 from jaxckpt._runtime.errors import DataError, ManifestError, NotACheckpointError, StorageError
+from jaxckpt._storage.child_folders import UNLISTABLE
 from jaxckpt._storage.store import Store
 
 
@@ -55,12 +55,12 @@ def _missing_reason(store: Store) -> str:
     try:
         names = store.names()
     except StorageError as error:
-        if error.errno not in (errno.ENOTSUP, errno.EACCES):
+        if error.errno not in UNLISTABLE:
             raise
-        return f"it has no manifest.json ({error})"  # some stores, such as HTTP, can be read but not listed
+        return f"it has no manifest.json ({error})"
     if any(map(is_data_folder, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
-    inside = [name for name, published in store.folders().items() if published]
+    inside = [name for name, published in store.folders().items() if published is True]
     if inside:
         return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
     return "it has no manifest.json" if names else "the path does not exist, or the folder is empty"

@@ -37,7 +37,8 @@ class Objects(Protocol):
         ...
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        """Write a small file into an existing folder, which is synced later."""
+        """Write a small file into an existing folder. With `sync`, its content is durable; the folder is synced
+        later."""
 
     def remove(self, key: str) -> None:
         """Delete a small file, if it exists."""

@@ -14,6 +14,7 @@ from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import require_whole_number
+from jaxckpt._storage.child_folders import UNLISTABLE
 from jaxckpt._storage.store import Store
 
 RUN = "_run"
@@ -49,11 +50,26 @@ def is_step(name: str) -> bool:
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:
     """The steps whose folder holds a checkpoint, and those whose folder holds none, oldest first, by one listing.
 
-    Only steps above the number `above` are checked.
+    Only steps above the number `above` are checked. Raises StorageError if one of them cannot be, because a step that
+    cannot be read must not count as missing.
     """
     found = directory.folders(lambda name: is_step(name) and int(name) > above)
-    numbers = sorted((int(name), published) for name, published in found.items())
-    return [step for step, published in numbers if published], [step for step, published in numbers if not published]
+    steps: dict[bool, list[int]] = {True: [], False: []}
+    for name in sorted(found, key=int):
+        steps[_require_known(found[name])].append(int(name))
+    return steps[True], steps[False]
+
+
+def is_published(directory: Store, step: int) -> bool:
+    """Whether a step's folder holds a checkpoint. Raises StorageError."""
+    name = step_name(step)
+    return _require_known(directory.folders(lambda found: found == name).get(name, False))
+
+
+def _require_known(published: bool | StorageError) -> bool:
+    if isinstance(published, StorageError):
+        raise published
+    return published
 
 
 def best_of(
@@ -77,19 +93,30 @@ def pins(run: Store) -> dict[str, int]:
 def resolve_step(store: Store) -> Store | None:
     """The step that a path refers to if it is not a checkpoint itself: the newest of a run, or the step of `run@name`.
 
-    None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError.
+    None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError,
+    StorageError.
+    """
+    if steps := _possible_steps(store):
+        return store.child(step_name(steps[-1]))
+    if (named := run_and_name(store)) is None:
+        return None
+    run, name = named
+    steps = _possible_steps(run)
+    return run.child(step_name(_resolve_name(run, name, steps))) if steps else None
+
+
+def _possible_steps(directory: Store) -> list[int]:
+    """The steps of a directory, oldest first, including any that cannot be checked: opening one raises the error.
+
+    Empty if the directory can be read but not listed. Raises StorageError.
     """
     try:
-        published, _ = step_folders(store)
-        if published:
-            return store.child(step_name(published[-1]))
-        if (named := run_and_name(store)) is None:
-            return None
-        run, name = named
-        published, _ = step_folders(run)
-    except StorageError:  # listing is not possible, for example over HTTP or without permission
-        return None
-    return run.child(step_name(_resolve_name(run, name, published))) if published else None
+        found = directory.folders(is_step)
+    except StorageError as error:
+        if error.errno not in UNLISTABLE:
+            raise
+        return []
+    return sorted(int(name) for name, published in found.items() if published is not False)
 
 
 def run_and_name(store: Store) -> tuple[Store, str] | None:
@@ -102,12 +129,9 @@ def run_and_name(store: Store) -> tuple[Store, str] | None:
 
 
 def steps_of(store: Store) -> list[Store] | None:
-    """All steps of the run at a path, oldest first; None if the path is not a run's directory."""
-    try:
-        published, _ = step_folders(store)
-    except StorageError:
-        return None
-    return [store.child(step_name(step)) for step in published] or None
+    """All steps of the run at a path, oldest first, including any that cannot be checked; None if the path is not a
+    run's directory. Raises StorageError."""
+    return [store.child(step_name(step)) for step in _possible_steps(store)] or None
 
 
 def _resolve_name(run: Store, name: str, published: list[int]) -> int:

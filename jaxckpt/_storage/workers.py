@@ -54,7 +54,17 @@ class Workers:
         while True:
             task = self._todo.get()
             task.run()
+            note_progress()
             del task  # it holds the data
+
+
+_moves = 0
+
+
+def note_progress() -> None:
+    """Note that some bytes have moved, for every `StorageThread` whose work waits for bytes."""
+    global _moves
+    _moves += 1  # two threads may count as one, but the number changes
 
 
 _workers = Workers("jaxckpt-files")
@@ -110,9 +120,13 @@ class StorageThread:
                     raise
                 return work()  # Python 3.12 starts no threads during its shutdown
             self._started = True
+        moves = _moves
         self._todo.put(task)
         with self._watch.operation(what):
             while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
+                if moves != _moves:
+                    moves = _moves
+                    self._watch.note_progress()
                 if error := self._watch.stall_error():
                     replace_workers()  # these threads may also hang
                     raise error

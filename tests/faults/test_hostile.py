@@ -212,6 +212,9 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "33 dimensions": lambda m: square(m).update(shape=[1] * 33, chunk=[1] * 34, object=[1] * 34),
     "a million dimensions": lambda m: square(m).update(shape=[1 << 62] * 1_000_000),
     "no rows": lambda m: first(m).update(rows=0),
+    "2^60 rows of nothing": lambda m: forged(
+        vector(m), rows=1 << 60, shape=[0], chunk=[1, 1], object=[1, 1], objects={}
+    ),
     "2^62 rows": lambda m: first(m).update(rows=1 << 62),
     "another chunk": lambda m: square(m).update(chunk=[1, 1, 1]),
     "a chunk of nothing": lambda m: square(m).update(chunk=[0, 0, 0]),

@@ -16,7 +16,7 @@ import jaxckpt
 
 pytestmark = pytest.mark.child
 
-CHANGES = ("mkdir", "openat", "write", "writev", "fsync", "rename", "unlink", "unlinkat", "rmdir")
+CHANGES = ("mkdir", "openat", "write", "writev", "fsync", "linkat", "rename", "unlink", "unlinkat", "rmdir")
 """All system calls with which a save changes the disk, found by tracing a save without a filter."""
 
 
@@ -80,7 +80,7 @@ def test_killed_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
 )
 def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
     path, log = tmp_path / "ckpt", tmp_path / "log"
-    refused = ("mkdir", "openat", "write", "writev", "fsync", "rename")
+    refused = ("mkdir", "openat", "write", "writev", "fsync", "linkat", "rename")
     cases = [
         (*case, code, ever)
         for case in every_call(tmp_path, refused)

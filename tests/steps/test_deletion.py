@@ -19,6 +19,7 @@ from processes import PROGRAMS, RunProcesses, RunPython
 
 import jaxckpt
 from jaxckpt._steps import deletion
+from jaxckpt._storage import leases
 from jaxckpt._storage.bucket import Bucket
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
@@ -166,6 +167,27 @@ def test_a_step_that_is_pinned_as_its_deletion_begins_is_kept(tmp_path: Path, mo
             checkpoints.save(1, state(1))
         assert checkpoints.steps() == [0, 1]
     assert jaxckpt.open(f"{tmp_path}@paper").step == 0
+
+
+def test_a_step_that_a_reader_keeps_can_be_held_while_others_are_deleted(
+    gate: Gate, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_DELETION_SECONDS", 0.2)
+    path = directory(gate, tmp_path, request)
+    with jaxckpt.Checkpointer(path, keep_last=1, options=FAST) as checkpoints:
+        checkpoints.save(0, state(0))
+        checkpoints.wait()
+        with jaxckpt.open(f"{path}/00000000").hold():
+            for step in (1, 2):
+                checkpoints.save(step, state(step))
+            assert gate.reached.wait(60)  # the deletion of step 1
+            with jaxckpt.open(f"{path}/00000000").hold():
+                pass
+            assert jaxckpt.pin(f"{path}/00000000", "paper", options=FAST) == 0
+            with pytest.raises(jaxckpt.NotACheckpointError, match="is being deleted"):
+                jaxckpt.open(f"{path}/00000001").hold().__enter__()
+            gate.open.set()
+    assert checkpoints.steps() == [0, 2]
 
 
 def test_deletions_are_logged_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

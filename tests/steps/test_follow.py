@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import logging
 import os
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from processes import RunProcesses
 
 import jaxckpt
+from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt._storage.folder import Folder
 
 FAST = jaxckpt.Options(sync=False)
@@ -49,6 +52,44 @@ def test_steps_are_listed_without_touching_anything(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
     with pytest.raises(jaxckpt.InputError, match="is a checkpoint; give the directory"):
         jaxckpt.steps(f"{run}/00000010")
+
+
+def test_an_error_of_the_storage_does_not_hide_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = str(tmp_path / "run")
+    fill(run, 10, 20)
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(path: Any, *args: Any, **named: Any) -> Any:
+            if str(path) == f"{run}/00000020/manifest.json":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(path, *args, **named)
+
+        return fail
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    for act in (
+        lambda: jaxckpt.steps(run),
+        lambda: jaxckpt.latest_step(run),
+        lambda: jaxckpt.restore(run),
+        lambda: jaxckpt.open(f"{run}@latest"),
+        lambda: jaxckpt.verify(run),
+        lambda: next(jaxckpt.follow(run, after=10)),
+    ):
+        with pytest.raises(jaxckpt.StorageError, match=r"00000020/manifest\.json: Input/output error"):
+            act()
+    with jaxckpt.open(f"{run}@10").hold() as checkpoint:  # needs nothing of step 20
+        assert checkpoint.step == 10
+    assert {entry.name: entry.status for entry in list_checkpoints(run)} == {"00000010": "ok", "00000020": "unreadable"}
+
+
+def test_a_folder_that_is_not_a_step_may_be_unreadable(tmp_path: Path) -> None:
+    fill(str(tmp_path), 10)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").symlink_to("manifest.json")  # ELOOP
+    fill(str(tmp_path), 20)
+    assert jaxckpt.steps(tmp_path) == [10, 20]
+    assert jaxckpt.open(tmp_path).step == 20
 
 
 def test_a_runs_directory_means_its_newest_step(run: str) -> None:

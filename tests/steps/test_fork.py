@@ -110,6 +110,9 @@ def test_a_damaged_step_is_not_forked(run: Path, tmp_path: Path) -> None:
     victim.unlink()
     with pytest.raises(jaxckpt.DataError, match="is missing"):
         jaxckpt.fork(run, tmp_path / "new")
+    next((run / "00000002").glob("data-*/process-0.json")).unlink()
+    with pytest.raises(jaxckpt.DataError, match=r"process-0\.json is missing"):
+        jaxckpt.fork(run, tmp_path / "new", step=2)
     assert not files(tmp_path / "new")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -142,6 +144,45 @@ def test_a_step_that_is_being_deleted_cannot_be_held(tmp_path: Path, monkeypatch
         with pytest.raises(jaxckpt.NotACheckpointError, match="it was deleted"):
             checkpoint.hold().__enter__()
     assert list((tmp_path / "_run").iterdir()) == []
+
+
+def refuse_to_delete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No file of this name can be deleted, as in a folder that only its owner may write to."""
+    unlink = os.unlink
+
+    def refuse(path: Any, **named: Any) -> None:
+        if os.path.basename(path) == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(path, **named)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+
+
+def test_a_mark_that_cannot_be_removed_is_an_error_and_the_others_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        jaxckpt.save(tmp_path / f"{step:08d}", {"x": 1}, options=FAST)
+    with monkeypatch.context() as patched:
+        refuse_to_delete(patched, "deleting-00000002")
+        with (
+            pytest.raises(jaxckpt.StorageError, match=r"cannot delete .*/deleting-00000002: Permission denied"),
+            Leases(Folder(str(tmp_path), str(tmp_path))).mark_for_deletion([1, 2, 3]),
+        ):
+            pass
+        assert [path.name for path in (tmp_path / "_run").iterdir()] == ["deleting-00000002"]
+        jaxckpt.Checkpointer(tmp_path).close()  # it can save, although the mark stays
+    jaxckpt.Checkpointer(tmp_path).close()
+    assert not list((tmp_path / "_run").glob("deleting-*"))
+
+
+def test_a_pin_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "00000001", {"x": 1}, options=FAST)
+    jaxckpt.pin(tmp_path, "paper", options=FAST)
+    refuse_to_delete(monkeypatch, "pin-00000001-paper")
+    with pytest.raises(jaxckpt.StorageError, match=r"cannot delete .*/pin-00000001-paper: Permission denied"):
+        jaxckpt.unpin(f"{tmp_path}@paper")
+    assert jaxckpt.open(f"{tmp_path}@paper").step is None
 
 
 def test_marks_of_a_killed_process_are_removed_by_the_next_checkpointer(tmp_path: Path) -> None:

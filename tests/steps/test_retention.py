@@ -446,6 +446,18 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
         assert checkpoints.steps() == [3, 4]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="finds out which files are synced in /proc")
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_pin_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
+    jaxckpt.save(tmp_path / "00000001", {"x": 1})
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    jaxckpt.pin(tmp_path, "paper", options=jaxckpt.Options(sync=sync))
+    run = str(tmp_path)
+    assert synced[:3] == ([f"{run}/_run/pin-00000001-paper", f"{run}/_run", run] if sync else [])
+
+
 @pytest.mark.parametrize("name", ["latest", "best", "40", "", "a/b", "a@b", "-x", 3])
 def test_names_that_no_step_can_have(tmp_path: Path, name: Any) -> None:
     jaxckpt.save(tmp_path / "00000001", {"x": 1})

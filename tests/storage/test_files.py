@@ -389,6 +389,22 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("entries", "data_bytes", "accepted"),
+    [
+        ([(0, 100), (100, 100)], 200, True),
+        ([(0, 100), (2**64 - 1, 2**64 - 1)], 100, True),
+        ([(0, 200), (0, 200)], 200, False),  # a check of all chunks would take time quadratic in the file's size
+        ([(0, 1 << 62)] * 4, 1 << 62, False),  # their sum is 0 in 64 bits
+    ],
+)
+def test_chunks_do_not_overlap(entries: list[tuple[int, int]], data_bytes: int, accepted: bool) -> None:
+    index = np.array(entries, "<u8").tobytes()
+    tail = np.frombuffer(index + crc32c.crc32c(index).to_bytes(4, "little"), np.uint8)
+    found = _zarr.parse_index(tail, data_bytes)
+    assert isinstance(found, np.ndarray) if accepted else "twice to the same bytes" in found
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     array = np.arange(CHUNKS * CHUNK_BYTES // 8)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
 import os
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._format.names import WRITER
+from jaxckpt._format.names import MANIFEST, WRITER
 from jaxckpt._storage import folder as _folder
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.store_path import store_at
@@ -97,3 +102,87 @@ def test_a_lock_that_is_held_forever_is_not_waited_for(tmp_path: Path, monkeypat
     with Folder("", str(tmp_path / "ckpt"))._locked(), pytest.raises(jaxckpt.StorageError, match="held the lock"):
         jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
     jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
+
+
+def test_remains_that_cannot_be_deleted_are_reported_as_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jaxckpt")
+    store = Folder("", str(tmp_path / "ckpt"))
+    os.close(store.begin_save(uuid.uuid4().hex, None).handle or 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # as in a folder of another user
+        assert store.sweep(None)
+    assert not caplog.messages
+    assert not store.sweep(None)
+    assert "left by a save that failed" in caplog.text
+
+
+# Hosts whose locks do not exclude each other --------------------------------------------------------------
+
+
+@pytest.fixture
+def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks. On NFS, the locks of folders do not reach other hosts."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_of_two_first_saves_at_the_same_moment_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockless: None
+) -> None:
+    """The other host publishes after this one has found no manifest."""
+    one, other = (Folder("", str(tmp_path / "ckpt")) for _ in range(2))
+    data, others = one.begin_save("0" * 32, None).data, other.begin_save("1" * 32, None).data
+    link = os.link
+
+    def overtaken(*args: Any, **named: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        other.publish(others, b"theirs", None, sync=False)
+        link(*args, **named)
+
+    monkeypatch.setattr(os, "link", overtaken)
+    with pytest.raises(jaxckpt.CheckpointExistsError, match="another save published"):
+        one.publish(data, b"ours", None, sync=False)
+    assert one.read(MANIFEST) == b"theirs"
+    assert not list(tmp_path.glob(f"ckpt/data-*/{MANIFEST}"))
+
+
+def test_nfs_may_report_that_the_link_it_has_made_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def twice(*args: Any, **named: Any) -> None:
+        link(*args, **named)
+        link(*args, **named)
+
+    monkeypatch.setattr(os, "link", twice)
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    for number in range(2):
+        jaxckpt.save(tmp_path / "ckpt", {"x": number}, overwrite=True)
+        assert jaxckpt.restore(tmp_path / "ckpt") == {"x": number}
+
+
+def test_a_second_name_of_the_manifest_is_not_written_to(tmp_path: Path) -> None:
+    """A process was killed after it had linked the manifest. The manifest is then republished without some leaves."""
+    jaxckpt.save(tmp_path / "ckpt", {"x": 1})
+    manifest = tmp_path / "ckpt" / MANIFEST
+    content = manifest.read_bytes()
+    data = f"data-{json.loads(content)['save_id']}"
+    os.link(manifest, tmp_path / "ckpt" / data / MANIFEST)
+    os.link(manifest, tmp_path / "seen by a reader")
+    Folder("", str(tmp_path / "ckpt")).publish(data, b"less", content, sync=True)
+    assert manifest.read_bytes() == b"less"
+    assert (tmp_path / "seen by a reader").read_bytes() == content
+    assert not (tmp_path / "ckpt" / data / MANIFEST).exists()

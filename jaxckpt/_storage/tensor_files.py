@@ -1,0 +1,72 @@
+"""Objects of a checkpoint on a file system, read and written with tensorstore."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import tensorstore as ts
+
+from jaxckpt._format import zarr
+from jaxckpt._format.grid import Box
+from jaxckpt._format.pieces import Array, Pieces
+from jaxckpt._format.stacks import Stack, indexed_objects_of
+from jaxckpt._runtime.errors import DataError
+from jaxckpt._storage.errors import translate_tensorstore_errors
+from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.tensors import TensorReader, begin_write
+from jaxckpt._storage.workers import MappedWork, note_progress
+
+if TYPE_CHECKING:
+    from jaxckpt._storage.folder import Folder
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileReader(ArrayReader):
+    """Reads and decodes objects with tensorstore, after comparing them with the manifest."""
+
+    files: Folder
+    data: str
+    stack: Stack
+    stored: Mapping[str, tuple[int, str]]
+    array: TensorReader
+    checked: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        for box, _ in wanted:
+            for index, _, _ in indexed_objects_of(self.stack, box):
+                if index not in self.checked:
+                    self._require_intact(index)
+                    self.checked.add(index)
+                    note_progress()
+        return self.array.read(wanted)
+
+    def _require_intact(self, index: tuple[int, ...]) -> None:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        length, digest = self.stored["/".join(map(str, index))]
+        problem = self.files.check_lengths({key: length}).get(key)
+        if not problem and self.files.digest(key, self.stack)[1] != digest:
+            problem = "does not hold the data that was saved there"
+        if problem:
+            raise DataError(f"{self.files.url}/{key} {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileWriter:
+    """Encodes and writes objects with tensorstore."""
+
+    files: Folder
+    data: str
+    stack: Stack
+    array: ts.TensorStore
+
+    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key))
+
+    def _written(self, key: str, pending: Pending) -> tuple[int, str]:
+        with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
+            pending.result()
+        return self.files.digest(key, self.stack)
