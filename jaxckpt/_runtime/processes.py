@@ -454,8 +454,8 @@ class Meeting:
     def _service_failed(self, error: Exception) -> PeerFailedError:
         self._is_service_lost = True
         return PeerFailedError(
-            f"JAX's coordination service failed while {self.what}; the process that runs it (process_id=0 of"
-            f" jax.distributed.initialize) may have died: {str(error) or type(error).__name__}"
+            f"JAX's coordination service failed while {self.what}; process 0, which usually runs it, may have"
+            f" died: {str(error) or type(error).__name__}"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._format import grid as _grid
-from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, placement, process_layout
+from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, placement, process_layout
 
 
 def shardings() -> list[Sharding]:
@@ -79,3 +81,15 @@ def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:
     restored = jaxckpt.restore(f"{tmp_path}/ckpt")
     for name, leaf in tree.items():
         assert restored[name].sharding == leaf.sharding, name
+
+
+def test_the_default_memory_of_devices_of_another_process_is_not_asked_for() -> None:
+    class Remote:
+        """A sharding over devices of another process, which do not report their memory."""
+
+        memory_kind = None
+        addressable_devices = frozenset[Any]()
+        device_set = frozenset([object()])
+
+    remote: Any = Remote()
+    assert memory_kind(remote) is None
