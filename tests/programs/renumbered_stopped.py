@@ -1,4 +1,4 @@
-"""The process that runs JAX's coordination service, which is not process 0 of the job, stops in the middle of a save."""
+"""The process that runs JAX's coordination service, which is not process 0 of the job, stops during a save."""
 
 from __future__ import annotations
 

@@ -1001,7 +1001,7 @@ def test_the_default_order_of_a_device_may_be_given(
             restored = jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")["params"]["w"]
             assert restored.sharding == wanted.sharding
         else:
-            with pytest.raises(jaxckpt.MismatchError, match="'params/w' asks for .*give only the sharding"):
+            with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' asks for .*give only the sharding"):
                 jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")
 
 

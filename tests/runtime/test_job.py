@@ -42,7 +42,7 @@ def test_devices_of_processes_that_are_not_connected(tmp_path: Path, monkeypatch
         lambda: jaxckpt.restore(tmp_path / "c"),
         lambda: jaxckpt.Checkpointer(tmp_path / "run"),
     ):
-        with pytest.raises(jaxckpt.InputError, match="4 processes, but .* not connected: call jax.distributed.init"):
+        with pytest.raises(jaxckpt.InputError, match=r"4 processes, but .* not connected: call jax\.distributed\.init"):
             call()
     assert jaxckpt.load_numpy(tmp_path / "c")["w"].tolist() == [0, 1, 2]
 
