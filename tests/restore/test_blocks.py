@@ -99,7 +99,7 @@ def test_a_guard_against_transfers_does_not_matter(guard: str, tmp_path: Path, t
     sharding = NamedSharding(jax.make_mesh((8,), ("d",)), P("d"))
     tree: dict[str, Any] = {f"w{number}": jax.device_put(np.full(8, number), sharding) for number in range(LEAVES)}
     tree |= {"large": jax.device_put(np.ones((64, 64)), sharding), "key": jax.random.key(3), "alone": jax.numpy.ones(3)}
-    options = jaxckpt.Options(object_bytes=512)
+    options = jaxckpt.Options(chunk_bytes=512, object_bytes=512)
     dtype = {"large": "bfloat16"}
     with jax.transfer_guard(guard):
         jaxckpt.save(tmp_path / "in this thread", tree, dtype=dtype, options=options)
