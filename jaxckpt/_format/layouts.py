@@ -159,8 +159,8 @@ def memory_kind(sharding: Sharding) -> str | None:
     if kind is None:
         return None
     # On TPUs, only devices of this process report their memory.
-    default = next(iter(sharding.addressable_devices or sharding.device_set)).default_memory().kind
-    return None if kind == default else kind
+    own = sharding.addressable_devices or next(iter(sharding.device_set)).client.local_devices()
+    return None if kind == next(iter(own)).default_memory().kind else kind
 
 
 @functools.lru_cache(maxsize=4096)

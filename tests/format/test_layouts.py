@@ -83,13 +83,20 @@ def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:
         assert restored[name].sharding == leaf.sharding, name
 
 
-def test_the_default_memory_of_devices_of_another_process_is_not_asked_for() -> None:
-    class Remote:
-        """A sharding over devices of another process, which do not report their memory."""
+@pytest.mark.parametrize("kind", [None, "pinned_host"])
+def test_devices_of_another_process_are_not_asked_for_their_memory(kind: str | None) -> None:
+    """On TPUs, they cannot answer."""
 
-        memory_kind = None
+    class Device:
+        client = jax.devices()[0].client
+
+        def default_memory(self) -> None:
+            pytest.fail("asked")
+
+    class Remote:
+        memory_kind = kind
         addressable_devices = frozenset[Any]()
-        device_set = frozenset([object()])
+        device_set = frozenset([Device()])
 
     remote: Any = Remote()
-    assert memory_kind(remote) is None
+    assert memory_kind(remote) == kind
