@@ -170,8 +170,8 @@ class _ComparedValue:
 def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
     """Python values, and replicated integer scalars. The arrays among them are copies."""
     everyone = frozenset[int]()
-    numbers = (record for record in draft.records if record.value is not None)
-    found = [_ComparedValue(everyone, record.path, record.value) for record in numbers]
+    in_manifest = (record for record in draft.records if record.value is not None)
+    found = [_ComparedValue(everyone, record.path, record.value) for record in in_manifest]
     for number, value in draft.values.items():
         path = draft.records[number].path
         # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
@@ -202,10 +202,11 @@ def _protect(values: Sequence[_ComparedValue]) -> None:
             now.append(one)
             if is_remote:
                 one.value.copy_to_host_async()
-    with transfer_context(None):
-        copies = jax.device_put([one.value for one, _ in late], [target for _, target in late])
-    for (one, _), copy in zip(late, copies, strict=True):
-        one.value = copy
+    if late:
+        with transfer_context(None):
+            copies = jax.device_put([one.value for one, _ in late], [target for _, target in late])
+        for (one, _), copy in zip(late, copies, strict=True):
+            one.value = copy
     for one in now:
         one.value = one.text()
 
