@@ -184,7 +184,7 @@ def test_a_restore_is_not_a_transfer_that_a_guard_should_refuse(tmp_path: Path) 
     tree: dict[str, Any] = {name: jax.device_put(np.ones(shape), sharding) for name, shape in sizes.items()}
     tree |= {"uncommitted": jnp.ones(3), "number": 0.5, "key": jax.random.key(1)}
     jaxckpt.save(tmp_path / "c", tree)
-    target = {**tree, "number": jnp.float32(0)}
+    target = {**tree, "number": jnp.float32(0.5)}
     for guard in ("disallow", "disallow_explicit"):
         with jax.transfer_guard(guard):
             restored = jaxckpt.restore(tmp_path / "c", target)
