@@ -78,8 +78,8 @@ def offences(module: str, source: str) -> list[str]:
             found.append(f"{name}: {inner} is above {here}")
         elif package == "tensorstore" and module not in TENSORSTORE:
             found.append(f"{name}: only the stores do")
-        elif (package, inner) == ("jax", "_src") and module != "_runtime.processes":
-            found.append(f"{name}: only _runtime.processes does, for the coordination service")
+        elif (package, inner) == ("jax", "_src") and module != "_runtime.job":
+            found.append(f"{name}: only _runtime.job does, for the coordination service")
         elif package in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             found.append(f"{name}: reading a checkpoint must run no code from it")
         elif package == "orbax" and name in imports.on_load and module != "orbax":
@@ -150,7 +150,7 @@ def test_modules_of_a_folder_import_each_other_in_one_direction() -> None:
         ("_inspect.open", "from jaxckpt import restore", False),
         ("_storage.tensors", "import tensorstore as ts", True),
         ("_inspect.open", "from tensorstore import open", False),
-        ("_runtime.processes", "from jax._src import distributed", True),
+        ("_runtime.job", "from jax._src import distributed", True),
         ("_format.stacks", "from jax import _src", False),
         ("_format.stacks", "import jax._src.core", False),
         ("_foreign.dcp", "try:\n    import pickle\nexcept ImportError:\n    pass", False),

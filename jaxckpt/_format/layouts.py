@@ -156,9 +156,19 @@ class LayoutTable:
 def memory_kind(sharding: Sharding) -> str | None:
     """The memory kind of a sharding; None for the default of its devices."""
     kind = sharding.memory_kind
+    if kind is None:
+        return None
     # On TPUs, only devices of this process report their memory.
-    default = next(iter(sharding.addressable_devices or sharding.device_set)).default_memory().kind
-    return None if kind == default else kind
+    own = sharding.addressable_devices or next(iter(sharding.device_set)).client.local_devices()
+    return None if kind == next(iter(own)).default_memory().kind else kind
+
+
+@functools.lru_cache(maxsize=4096)
+def pinned_memory(sharding: Sharding) -> Sharding | None:
+    """Pinned memory of the host for an array on one device; None if the device has none."""
+    (device,) = sharding.device_set
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
 
 
 def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:

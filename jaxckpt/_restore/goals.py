@@ -25,6 +25,7 @@ from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select, parse_select
 from jaxckpt._format.specs import LeafGroup, assign_specs, mesh_axes, partition_spec, require_fit, resolve_specs
 from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
+from jaxckpt._restore.memory_order import order_problem
 from jaxckpt._restore.objects import TargetObject
 from jaxckpt._restore.target import (
     Build,
@@ -264,7 +265,7 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (wanted is None and not leaf.on_devices):
             return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
-        return _order_problem(leaf, wanted) or _device_goal(leaf, dtype, leaf.record.weak and dtype is None, options)
+        return _ordered(leaf, wanted, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, options))
     if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         cast = _cast_dtype(leaf, wanted, options, dtype)
         if isinstance(cast, _Reason):
@@ -273,7 +274,7 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
             return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
         weak = dtype is None and getattr(wanted, "weak_type", False)
-        return _order_problem(leaf, wanted) or _device_goal(leaf, cast, weak, options)
+        return _ordered(leaf, wanted, _device_goal(leaf, cast, weak, options))
     if type(wanted) in PYTHON_KINDS:
         return _python_goal(leaf, PYTHON_KINDS[type(wanted)])
     return _Reason(unrestorable_reason(wanted, is_container=False))
@@ -371,21 +372,12 @@ def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
     return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
 
 
-def _order_problem(leaf: SavedLeaf, wanted: Any) -> _Reason | None:
-    """A problem if the target requests a non-default layout in device memory, which restore does not support."""
-    if not isinstance(wanted, (Format, jax.ShapeDtypeStruct)):
-        return None
-    # Format.layout was Format.device_local_layout before jax 0.7; that of a ShapeDtypeStruct has no public name.
-    names = ("layout", "device_local_layout") if isinstance(wanted, Format) else ("_dll",)
-    layout = next((layout for name in names if (layout := getattr(wanted, name, None)) is not None), None)
-    order = getattr(layout, "major_to_minor", None)  # None of Layout.AUTO
-    tiling = getattr(layout, "tiling", None) or getattr(layout, "_tiling", None)
-    if order is None or (tuple(order) == tuple(range(len(leaf.shape))) and not tiling):
-        return None
-    return _Reason(
-        f"asks for {layout} in the target; restore makes arrays in the default layout: give only the sharding, and"
-        " pass the restored array to jax.device_put with the Format",
-    )
+def _ordered(leaf: SavedLeaf, wanted: Any, goal: Goal | _Reason) -> Goal | _Reason:
+    """The goal, unless the target requests a non-default order in device memory, which restore does not support."""
+    if isinstance(goal, _Reason):
+        return goal
+    problem = order_problem(wanted, goal.cast or leaf.dtype, leaf.shape)
+    return _Reason(problem) if problem else goal
 
 
 # Laying out -----------------------------------------------------------------------------------------------

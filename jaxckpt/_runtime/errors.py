@@ -100,7 +100,7 @@ class MismatchError(InputError):
 
 
 class LayoutError(InputError):
-    """The saved layout needs devices that this job does not have."""
+    """The saved layout needs devices that this job does not have, or a process lacks data that it should save."""
 
 
 class CheckpointExistsError(JaxckptError, FileExistsError):

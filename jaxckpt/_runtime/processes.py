@@ -10,8 +10,8 @@ If one process raises inside the block, all raise, and the message names that pr
 that does not respond for `timeout_seconds`. During a meeting each process sends heartbeats, so a slow process counts as
 responding. A process that joins and then stops counts as dead after one minute, before JAX itself ends the job.
 
-JAX's service runs in process 0. While that process is stopped, only calls with a timeout return, so a waiting process
-makes no other calls. A separate thread posts its texts and heartbeats.
+JAX's service runs in one process, usually process 0. While that process is stopped, only calls with a timeout return,
+so a waiting process makes no other calls. A separate thread posts its texts and heartbeats.
 
 Process 0 posts a sequence: its heartbeats, and finally the text that it shares. The others wait for the next item, so
 their requests never stay in the service for long. The texts of the others are grouped in blocks, and process 0 gets
@@ -21,6 +21,7 @@ each block in one request.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -29,15 +30,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
-
-from jax._src import distributed  # JAX has no public API for the coordination service; Orbax and Flax use this too
+from typing import Any, Self, TypeVar
 
 from jaxckpt._runtime.errors import InputError, PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
 from jaxckpt._runtime.failures import combined_error, failure_message
+from jaxckpt._runtime.job import connected_job
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import RunningCall, Task, start_thread
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.5
 _STOPPED_SECONDS = 60.0  # JAX's service gives a process 100 s by default, and then aborts all the others
@@ -72,21 +74,6 @@ class Call:
         return cls(verb, str(text).rstrip("/"))
 
 
-class _CallCounter:
-    """The calls that this process has made since JAX connected it to the job."""
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
-        self.calls = itertools.count()
-        self.counts = dict[Call, int]()
-
-    def count_call(self, call: Call) -> tuple[int, Call]:
-        number = self.counts.get(call, 0)
-        self.counts[call] = number + 1
-        return next(self.calls), replace(call, number=number)
-
-
-_call_counter = _CallCounter(None)
 _running_calls: list[tuple[RunningCall, Group]] = []
 """The calls that are running, in any thread."""
 
@@ -98,11 +85,14 @@ class Group:
         with Group.current(options, Call.of("save", path)) as group:  # the first thing that the function does
             …
 
-    Creating a Group starts no JAX backend: a job of one process never needs one. If the block raises, the other
-    processes are notified in the meeting in which they wait, so that all processes reach their next call together.
+    In a job of one process, which never needs JAX's backend, creating a Group does not start it. If the block raises,
+    the other processes are notified in the meeting in which they wait, so that all processes reach their next call
+    together.
     """
 
     index: int
+    """The number of this process: `device.process_index` of its devices."""
+
     count: int
     timeout_seconds: float
     client: Any
@@ -124,13 +114,16 @@ class Group:
     repeats_earlier: bool = False
     """Whether the error that ends this call is the error of an earlier background save."""
 
+    runs_service: bool = True
+    """Whether JAX's service runs in this process. Only process 0 needs to know."""
+
     @classmethod
     def for_call(cls, options: object, call: Call) -> Group:
         """Count the call, even if its arguments are invalid. `options` are the user's, not validated yet.
 
-        Raises InputError if it is made from within another call.
+        Raises InputError if it is made from within another call, or if JAX has devices of several processes that are
+        not connected.
         """
-        global _call_counter
         within = next((other for caller, other in _running_calls.copy() if caller.is_in_this_thread()), None)
         if within is not None:
             raise InputError(
@@ -139,15 +132,13 @@ class Group:
             )
         timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
         watch = Watch(timeout_seconds)
-        state: Any = distributed.global_state
-        if state.client is None:
+        job = connected_job()
+        if job is None:
             return cls(0, 1, timeout_seconds, None, "", call, watch)
-        if _call_counter.client is not state.client:
-            # Calls before jax.distributed.initialize, or in an earlier job of this process, do not count in this job.
-            _call_counter = _CallCounter(state.client)
-        number, call = _call_counter.count_call(call)
+        number, n_alike = job.count_call(call)
+        call, prefix = replace(call, number=n_alike), f"jaxckpt/{number}"
         return cls(
-            state.process_id, state.num_processes, timeout_seconds, state.client, f"jaxckpt/{number}", call, watch
+            job.index, job.count, timeout_seconds, job.client, prefix, call, watch, runs_service=job.runs_service
         )
 
     def __enter__(self) -> Self:
@@ -187,7 +178,7 @@ class Meeting:
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
     _is_service_lost: bool = False
-    """Whether process 0, which runs the service, has stopped responding. Nothing can then be posted."""
+    """Whether process 0 or the service has stopped responding. Posts may then never end."""
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _poster: Task[None] | None = None
@@ -259,8 +250,8 @@ class Meeting:
             return []
         texts = self._gather_texts()
         # Only process 0 reads these. All have answered this meeting, so all have left the previous one.
-        group.client.key_value_delete(f"{self.key}/in/")
-        group.client.key_value_delete(f"{group.prefix}/{group.n_meetings - 1}/")
+        for folder in (f"{self.key}/in/", f"{group.prefix}/{group.n_meetings - 1}/"):
+            self._request(functools.partial(group.client.key_value_delete, folder))
         return texts
 
     def broadcast(self, text: str) -> str:
@@ -444,17 +435,27 @@ class Meeting:
             raise self._service_failed(error) from error
 
     def _read_posted(self, folder: str) -> dict[int, str]:
-        """The texts posted in a folder so far, by process. Only for process 0, because this request has no timeout."""
+        """The texts posted in a folder so far, by process. Only for process 0."""
+        get: Callable[[str], list[tuple[str, str]]] = self.group.client.key_value_dir_get
+        found = self._request(functools.partial(get, f"{self.key}/{folder}/"))
+        return {int(key.rpartition("/")[2]): text for key, text in found}
+
+    def _request(self, request: Callable[[], T]) -> T:
+        """The answer to a request that has no timeout. Only for process 0, in which the service usually runs."""
         try:
-            found = self.group.client.key_value_dir_get(f"{self.key}/{folder}/")
+            if self.group.runs_service:
+                return request()
+            task = Task(request)  # the process that runs the service may be stopped
+            start_thread(task.run, "jaxckpt-request")
+            return task.result(self._timeout_seconds(has_joined=True))
         except Exception as error:
             raise self._service_failed(error) from error
-        return {int(key.rpartition("/")[2]): text for key, text in found}
 
     def _service_failed(self, error: Exception) -> PeerFailedError:
         self._is_service_lost = True
         return PeerFailedError(
-            f"JAX's coordination service failed while {self.what}; process 0, which runs it, may have died: {error}"
+            f"JAX's coordination service failed while {self.what}; process 0, which usually runs it, may have"
+            f" died: {str(error) or type(error).__name__}"
         )
 
 

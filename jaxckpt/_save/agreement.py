@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxckpt._format.layouts import memory_kind, pinned_memory
 from jaxckpt._runtime.errors import PeersDisagreeError, show_lines, show_path
 from jaxckpt._runtime.processes import process_names
 from jaxckpt._save.describe import Draft
+from jaxckpt._save.exchange import transfer_context
 from jaxckpt._save.plan import SavePlan
+from jaxckpt._save.staging import is_in_host_memory
 
 _MAX_GROUPS = 64
 """Largest number of checksums that a process sends for the values of one set of holders."""
@@ -65,10 +68,15 @@ class ValueGroup:
     """(path, value as text) of each leaf."""
 
 
+Agreement = tuple[Fingerprint, Sequence[ValueGroup]]
+"""The message of a process, and the groups of values in it."""
+
+
 def compute_fingerprint(
     draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
-) -> tuple[Fingerprint, list[ValueGroup]]:
-    """The message of this process, and the groups of values in it."""
+) -> Callable[[], Agreement]:
+    """A function that returns the message of this process. It waits for values that devices still compute; the caller
+    may donate or change everything before that."""
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
     given = {
         "leaves": (
@@ -86,7 +94,12 @@ def compute_fingerprint(
         "process_state": None if state_names is None else sorted(state_names),
     }
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
-    groups = list(_value_groups(draft, process))
+    return functools.partial(_complete, digests, _compared_values(draft, process), process)
+
+
+def _complete(digests: dict[str, str], values: Sequence[_ComparedValue], process: int) -> Agreement:
+    """Wait for the values."""
+    groups = list(_value_groups(values))
     sums = [
         zlib.crc32(repr([value for _, value in bucket.values]).encode())
         if not bucket.holders or process in bucket.holders
@@ -137,29 +150,75 @@ def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[Valu
         )
 
 
-def _value_groups(draft: Draft, process: int) -> Iterator[ValueGroup]:
-    """The compared values: Python values, and replicated integer scalars."""
-    held: dict[frozenset[int], list[tuple[str, str]]] = {}
-    for record in draft.records:
-        if record.value is not None:
-            held.setdefault(frozenset(), []).append((record.path, record.value))
+@dataclass(slots=True)
+class _ComparedValue:
+    holders: frozenset[int]
+    path: str
+    value: Any
+    """The value as text, or an array."""
+
+    is_count: bool = False
+    """Whether the array is an integer, which is shown. Otherwise its checksum is."""
+
+    def text(self) -> str:
+        if isinstance(self.value, str):
+            return self.value
+        array = np.asarray(self.value)
+        return str(int(array)) if self.is_count else f"checksum {zlib.crc32(array.tobytes())}"
+
+
+def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
+    """Python values, and replicated integer scalars. The arrays among them are copies."""
+    everyone = frozenset[int]()
+    in_manifest = (record for record in draft.records if record.value is not None)
+    found = [_ComparedValue(everyone, record.path, record.value) for record in in_manifest]
     for number, value in draft.values.items():
+        path = draft.records[number].path
         # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
         # because the object's future behavior depends on them.
         in_state = number in draft.state_leaves and not getattr(value, "committed", False)
         if in_state or draft.records[number].kind in ("str", "bytes"):
-            text = f"checksum {zlib.crc32(np.asarray(value).tobytes())}"  # too long to be shown
-            held.setdefault(frozenset(), []).append((draft.records[number].path, text))
+            found.append(_ComparedValue(everyone, path, value))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)
-            if len(holders) == 1:
-                continue
-            text = str(int(value.addressable_data(0))) if process in holders else ""
-            held.setdefault(holders, []).append((draft.records[number].path, text))
-    for holders, values in held.items():
-        size = -(-len(values) // _MAX_GROUPS)
-        for first in range(0, len(values), size):
-            yield ValueGroup(holders, values[first : first + size])
+            if len(holders) > 1:
+                own = value.addressable_data(0) if process in holders else ""
+                found.append(_ComparedValue(holders, path, own, is_count=True))
+    _protect(found)
+    return found
+
+
+def _protect(values: Sequence[_ComparedValue]) -> None:
+    """Protect the values from later changes by the caller. Copies from accelerators to the host are only started: they
+    end when the training steps that compute the arrays do. The other arrays are read."""
+    late: list[tuple[_ComparedValue, Any]] = []
+    now: list[_ComparedValue] = []
+    for one in values:
+        is_remote = isinstance(one.value, jax.Array) and not is_in_host_memory(one.value)
+        target = pinned_memory(one.value.sharding) if is_remote and memory_kind(one.value.sharding) is None else None
+        if target is not None:
+            late.append((one, target))
+        else:
+            now.append(one)
+            if is_remote:
+                one.value.copy_to_host_async()
+    if late:
+        with transfer_context(None):
+            copies = jax.device_put([one.value for one, _ in late], [target for _, target in late])
+        for (one, _), copy in zip(late, copies, strict=True):
+            one.value = copy
+    for one in now:
+        one.value = one.text()
+
+
+def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:
+    held: dict[frozenset[int], list[tuple[str, str]]] = {}
+    for one in values:
+        held.setdefault(one.holders, []).append((one.path, one.text()))
+    for holders, alike in held.items():
+        size = -(-len(alike) // _MAX_GROUPS)
+        for first in range(0, len(alike), size):
+            yield ValueGroup(holders, alike[first : first + size])
 
 
 def _is_replicated_count(value: jax.Array) -> bool:

@@ -21,7 +21,7 @@ from jaxckpt._runtime.options import Options, require_bool
 from jaxckpt._runtime.processes import Group
 from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
-from jaxckpt._save.agreement import Fingerprint, ValueGroup, compute_fingerprint
+from jaxckpt._save.agreement import Agreement, compute_fingerprint
 from jaxckpt._save.background import SaveInfo
 from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.describe import Draft, DraftCache, describe
@@ -106,11 +106,9 @@ class PreparedSave:
     reuse: Reuse
     """The objects that this process need not write again."""
 
-    fingerprint: Fingerprint
-    """What must be equal in every process."""
-
-    value_groups: Sequence[ValueGroup]
-    """The values that must be equal in every process."""
+    agreement: Callable[[], Agreement] | None
+    """Returns what must be equal in every process, and the groups of values in it. Waits for values that devices still
+    compute. None in a job of one process."""
 
     state: bytes | None
     """The content of the file for this process's state."""
@@ -167,10 +165,10 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
         )
         plan, copies = _cached_plan(draft, options, group, request.spread and request.spread.domains)
         reuse = plan_reuse(store, draft, plan, options, request.reuse_cache)
-        own_fingerprint, values = Fingerprint({}, []), list[ValueGroup]()
+        agreement: Callable[[], Agreement] | None = None
         if group.count > 1:
             names = None if request.process_state is None else list(request.process_state)
-            own_fingerprint, values = compute_fingerprint(draft, plan, request.metadata, names, group.index)
+            agreement = compute_fingerprint(draft, plan, request.metadata, names, group.index)
     # Keeps no reference to anything that the caller may change or expects to free.
     overwrite = require_bool(request.overwrite, "overwrite")
     request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
@@ -181,8 +179,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
         draft,
         plan,
         reuse,
-        own_fingerprint,
-        values,
+        agreement,
         state,
         options,
         clock,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import msgspec
 from jax.sharding import Mesh
 
@@ -151,6 +152,7 @@ def save_async(
         return start(request, options_or_default(options), group, background=True)
 
 
+@jax.transfer_guard("allow")  # the caller has asked for these transfers
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
@@ -236,6 +238,7 @@ def run_and_notify(
     return info
 
 
+@jax.transfer_guard("allow")
 def _carry_out(save: PreparedSave, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
@@ -324,12 +327,13 @@ def _agree_and_claim(save: PreparedSave) -> Claim:
     looking = "preparing each process's folder" if spread else "looking for the checkpoint's folder"
     try:
         with group.meeting("preparing to save") as meeting:
-            mine = save.fingerprint, stream_bytes(save.copies, save.state) if save.copies else []
+            own, value_groups = save.agreement() if save.agreement else (Fingerprint({}, []), [])
+            mine = own, stream_bytes(save.copies, save.state) if save.copies else []
             with clock.timed("barrier"):
                 texts = meeting.gather(msgspec.json.encode(mine).decode())
             messages = [msgspec.json.decode(text, type=tuple[Fingerprint, list[int]]) for text in texts]
             if len(messages) > 1:
-                require_agreement([agreement for agreement, _ in messages], save.value_groups)
+                require_agreement([fingerprint for fingerprint, _ in messages], value_groups)
             terms = _Decisions(new_save_id())
             if messages and spread and save.copies:
                 sizes = [n_bytes for _, n_bytes in messages]

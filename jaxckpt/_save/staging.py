@@ -31,6 +31,7 @@ from jaxckpt._format.dtypes import DTYPES, is_lossless
 from jaxckpt._format.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
+from jaxckpt._runtime.errors import LayoutError
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.exchange import own_mesh, replicate_box, transfer_context
 from jaxckpt._save.plan import Object, SavePlan
@@ -329,7 +330,8 @@ def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple
             return [(region, slices_within(region, box), number)]
     parts = [(common, box, number) for box, number in held if (common := intersection(box, region)) is not None]
     filled = sum(volume(common) for common, _, _ in parts)
-    assert filled == volume(region), f"{filled} of {volume(region)} elements of {region} lie in this process"
+    if filled != volume(region):  # the rest would be stored uninitialized
+        raise LayoutError(f"{filled} of {volume(region)} elements of {region} are on devices of this process")
     return [(common, slices_within(common, box), number) for common, box, number in parts]
 
 

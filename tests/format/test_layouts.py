@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._format import grid as _grid
-from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, placement, process_layout
+from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, placement, process_layout
 
 
 def shardings() -> list[Sharding]:
@@ -79,3 +81,22 @@ def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:
     restored = jaxckpt.restore(f"{tmp_path}/ckpt")
     for name, leaf in tree.items():
         assert restored[name].sharding == leaf.sharding, name
+
+
+@pytest.mark.parametrize("kind", [None, "pinned_host"])
+def test_devices_of_another_process_are_not_asked_for_their_memory(kind: str | None) -> None:
+    """On TPUs, they cannot answer."""
+
+    class Device:
+        client = jax.devices()[0].client
+
+        def default_memory(self) -> None:
+            pytest.fail("asked")
+
+    class Remote:
+        memory_kind = kind
+        addressable_devices = frozenset[Any]()
+        device_set = frozenset([Device()])
+
+    remote: Any = Remote()
+    assert memory_kind(remote) == kind

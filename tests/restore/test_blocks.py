@@ -94,6 +94,24 @@ def test_the_callers_mesh_does_not_matter(tmp_path: Path, transfers: dict[str, i
             there_and_back(hosts, sharding, tmp_path / str(place))
 
 
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_a_guard_against_transfers_does_not_matter(guard: str, tmp_path: Path, transfers: dict[str, int]) -> None:
+    sharding = NamedSharding(jax.make_mesh((8,), ("d",)), P("d"))
+    tree: dict[str, Any] = {f"w{number}": jax.device_put(np.full(8, number), sharding) for number in range(LEAVES)}
+    tree |= {"large": jax.device_put(np.ones((64, 64)), sharding), "key": jax.random.key(3), "alone": jax.numpy.ones(3)}
+    options = jaxckpt.Options(chunk_bytes=512, object_bytes=512)
+    dtype = {"large": "bfloat16"}
+    with jax.transfer_guard(guard):
+        jaxckpt.save(tmp_path / "in this thread", tree, dtype=dtype, options=options)
+    before = jax.config.jax_transfer_guard  # of all threads
+    try:
+        jax.config.update("jax_transfer_guard", guard)
+        jaxckpt.save_async(tmp_path / "in all", tree, dtype=dtype, options=options).wait()
+    finally:
+        jax.config.update("jax_transfer_guard", before or "allow")
+    assert jaxckpt.diff(tmp_path / "in this thread", tmp_path / "in all").identical
+
+
 def test_prng_keys(tmp_path: Path, transfers: dict[str, int]) -> None:
     keys = jax.device_put(list(jax.random.split(jax.random.key(0), LEAVES)), jax.devices()[2])
     jaxckpt.save(tmp_path / "c", keys)

@@ -29,6 +29,7 @@ import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.names import SEAL
+from jaxckpt._restore import memory_order
 
 
 @pytest.fixture
@@ -979,6 +980,29 @@ def test_a_format_is_taken_for_its_sharding(path: Path, mesh: Mesh) -> None:
             jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")
     with pytest.raises(jaxckpt.MismatchError, match="Format without a sharding"):
         jaxckpt.restore(path, {"params": {"w": layout.Format()}}, select="params/w")
+    default = memory_order._default_layout(kind, array.sharding, array.dtype, array.shape)
+    assert default.major_to_minor == (0, 1)
+
+
+@pytest.mark.parametrize("default", [((0, 1), ((8, 128),)), ((1, 0), ((8, 128),)), ((1, 0), None)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("tiling", [((8, 128),), ((4, 128),), None])
+def test_the_default_order_of_a_device_may_be_given(
+    default: Any, order: Any, tiling: Any, path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arrays of a TPU are tiled, and so are their formats."""
+    layout = pytest.importorskip("jax.experimental.layout")
+    if not hasattr(layout, "Layout"):
+        pytest.skip("jax before 0.7 has another name for it")
+    monkeypatch.setattr(memory_order, "_default_layout", lambda *_: layout.Layout(*default))
+    wanted = layout.Format(layout.Layout(order, tiling), NamedSharding(mesh, P("data")))
+    for target in (wanted, jax.ShapeDtypeStruct((8, 8), "float32", sharding=wanted)):
+        if order == default[0] and tiling in (None, default[1]):
+            restored = jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")["params"]["w"]
+            assert restored.sharding == wanted.sharding
+        else:
+            with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' asks for .*give only the sharding"):
+                jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")
 
 
 def test_devices_and_partition_specs_in_a_target_are_what_device_put_takes_them_for(path: Path, mesh: Mesh) -> None:

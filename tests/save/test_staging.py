@@ -70,3 +70,10 @@ def test_numbers_at_which_jax_is_configured_to_stop_are_saved(tmp_path: Path, st
         strict.enter_context(jax.debug_infs(True))
         jaxckpt.save(tmp_path / "c", tree)
     assert stacked == ["float32"]
+
+
+def test_elements_that_this_process_lacks_are_never_stored() -> None:
+    held = ((((0, 4),), 0), (((6, 8),), 1))
+    assert len(_staging._cuts(held, ((0, 4),))) == 1
+    with pytest.raises(jaxckpt.LayoutError, match="6 of 8 elements"):
+        _staging._cuts(held, ((0, 8),))
