@@ -162,8 +162,8 @@ class PendingSave:
         _mark_reported(self)
 
     def hurry(self, timeout: float) -> None:
-        """Wait for at most `timeout` seconds until the checkpoint is published or the save has failed, and end the limit
-        of its rate. Does not wait for its `on_done`."""
+        """End the limit of its rate, and wait for at most `timeout` seconds until the checkpoint is published or the
+        save has failed. Does not wait for its `on_done`."""
         self.pace.bytes_per_second = None
         wake_thread()
         self._await(self._settled, timeout)

@@ -70,8 +70,8 @@ class Directory:
             yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def saved_step(self, step: int) -> SavedStep | None:
-        """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once, because
-        it is notified when the step is saved again."""
+        """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
+        because it is notified when the step is saved again."""
         found = self._cached_steps.get(step)
         if found is None:
             manifest = self._manifest(step)

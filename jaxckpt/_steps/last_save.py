@@ -50,10 +50,10 @@ class LastSave:
         return True
 
     def hurry(self, seconds: float) -> None:
-        """Wait until the save is published, for at most `seconds`, and end the limit of its rate. If it is not published
-        by then, abandon it. Raises its error.
+        """End the limit of the save's rate, and wait for at most `seconds` until it is published. If it is not by then,
+        abandon it. Raises its error.
 
-        An error of an `on_done` that is still running is raised by the next save, or reported at the end of the program.
+        The error of an `on_done` that is still running is raised by the next save, or reported at exit.
         """
         if self.pending is None:
             return

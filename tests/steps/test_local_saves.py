@@ -195,6 +195,31 @@ def test_a_third_step_is_not_saved_while_the_first_is_flushed(saves: Saves) -> N
         assert sorted(path.name for path in own.iterdir()) == ["00000040", "00000050", "run.json"]
 
 
+def test_processes_with_other_host_names_may_share_a_folder(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Like pods of one node that mount the same memory. A folder that no process of the job uses is deleted."""
+    program = """
+import json, os, shutil, socket
+import jax.numpy as jnp, jaxckpt
+socket.gethostname = lambda: f"pod-{process_id}"
+local = args["local"]
+with jaxckpt.Checkpointer(args["path"], every=100, local=local, local_every=1, on_preemption="ignore") as steps:
+    for step in (1, 2, 3):
+        if step == 2 and process_id == 0:
+            shutil.copytree(f"{local}/process-0", f"{local}/process-7")
+            note = json.load(open(f"{local}/process-7/run.json"))
+            json.dump({**note, "folder": "of an earlier job"}, open(f"{local}/process-7/run.json", "w"))
+        if step == 2 and process_id == 1:
+            shutil.rmtree(f"{local}/process-1")
+        steps.save(step, {"x": jnp.full(4, step)})
+        steps.wait()
+    print(sorted(os.listdir(local)), sorted(os.listdir(f"{local}/process-{process_id}")), steps.latest_step())
+"""
+    given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local")}
+    done = run_processes(program, processes=2, devices_per_process=1, args=given)
+    held = ["00000002", "00000003", "run.json"]
+    assert [one.stdout for one in done] == [f"{['process-0', 'process-1']} {held} 3\n"] * 2
+
+
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_flush_that_is_killed_publishes_nothing_and_is_swept(
     run_processes: RunProcesses, tmp_path: Path, victim: int
