@@ -100,9 +100,7 @@ class PendingSave:
         self._done_bytes = 0
         self._seconds: float | None = None
         self._ended = Latch()
-        self._settled = Latch()
-        """Set when the checkpoint is published, or when the save has failed."""
-
+        self._settled = Latch()  # set when the checkpoint is published or the save has failed
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
         self._blocked_seconds = 0.0
@@ -190,7 +188,6 @@ class PendingSave:
         """Mark the save as skipped."""
         self.skipped = True
         self._seconds = time.perf_counter() - self._start_time
-        self._settled.set()
         self._ended.set()
 
     def add_done_bytes(self, n_bytes: int) -> None:
@@ -215,8 +212,8 @@ class PendingSave:
         else:
             self._error = outcome
         self._seconds = time.perf_counter() - self._start_time
-        self._settled.set()
         self._ended.set()
+        self._settled.set()
 
     @property
     def error(self) -> BaseException | None:
@@ -283,7 +280,6 @@ _writer_thread: int | None = None
 
 _abandoned: list[PendingSave] = []
 """Saves that nothing waits for, not even the end of the program."""
-
 _exit_status = 0
 
 

@@ -585,8 +585,10 @@ def test_a_save_that_failed_hides_nothing_of_what_else_must_end(
 
 
 def test_a_callback_that_waits_for_its_own_save_ends_it_with_an_error(tmp_path: Path) -> None:
+    returned = threading.Event()
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
-        checkpoints.save(1, state(1), on_done=lambda _: checkpoints.wait())
+        checkpoints.save(1, state(1), on_done=lambda _: returned.wait(60) and checkpoints.wait())
+        returned.set()
         with pytest.raises(jaxckpt.InputError, match="was called from its own callback"):
             checkpoints.wait()
         assert checkpoints.pending is None

@@ -201,23 +201,28 @@ def test_processes_with_other_host_names_may_share_a_folder(run_processes: RunPr
 import json, os, shutil, socket
 import jax.numpy as jnp, jaxckpt
 socket.gethostname = lambda: f"pod-{process_id}"
-local = args["local"]
-with jaxckpt.Checkpointer(args["path"], every=100, local=local, local_every=1, on_preemption="ignore") as steps:
+for case in ("kept", "lost"):
+    local = f"{args}/{case}/local"
+    run = jaxckpt.Checkpointer(f"{args}/{case}/run", every=100, local=local, local_every=1, on_preemption="ignore")
     for step in (1, 2, 3):
         if step == 2 and process_id == 0:
             shutil.copytree(f"{local}/process-0", f"{local}/process-7")
-            note = json.load(open(f"{local}/process-7/run.json"))
-            json.dump({**note, "folder": "of an earlier job"}, open(f"{local}/process-7/run.json", "w"))
-        if step == 2 and process_id == 1:
+            with open(f"{local}/process-7/run.json", "r+") as file:
+                note = {**json.load(file), "folder": "of an earlier job"}
+                file.seek(0)
+                json.dump(note, file)
+        if step == 2 and process_id == 1 and case == "lost":
             shutil.rmtree(f"{local}/process-1")
-        steps.save(step, {"x": jnp.full(4, step)})
-        steps.wait()
-    print(sorted(os.listdir(local)), sorted(os.listdir(f"{local}/process-{process_id}")), steps.latest_step())
+        run.save(step, {"x": jnp.full(4, step)})
+        run.wait()
+        print(*(int(name) for name in sorted(os.listdir(f"{local}/process-{process_id}"))[:-1]))
+    print(*sorted(os.listdir(local)))
+    run.close()
 """
-    given = {"path": str(tmp_path / "run"), "local": str(tmp_path / "local")}
-    done = run_processes(program, processes=2, devices_per_process=1, args=given)
-    held = ["00000002", "00000003", "run.json"]
-    assert [one.stdout for one in done] == [f"{['process-0', 'process-1']} {held} 3\n"] * 2
+    first, second = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path))
+    names = "process-0 process-1"
+    assert first.stdout.splitlines() == ["1", "1 2", "2 3", names] * 2
+    assert second.stdout.splitlines() == ["1", "1 2", "2 3", names, "1", "2", "2 3", names]
 
 
 @pytest.mark.parametrize("victim", [0, 3])
