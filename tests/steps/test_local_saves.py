@@ -211,6 +211,7 @@ for case in ("kept", "lost"):
                 note = {**json.load(file), "folder": "of an earlier job"}
                 file.seek(0)
                 json.dump(note, file)
+                file.truncate()
         if step == 2 and process_id == 1 and case == "lost":
             shutil.rmtree(f"{local}/process-1")
         run.save(step, {"x": jnp.full(4, step)})
