@@ -588,7 +588,10 @@ def test_a_callback_that_waits_for_its_own_save_ends_it_with_an_error(tmp_path: 
     returned = threading.Event()
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.save(1, state(1), on_done=lambda _: returned.wait(60) and checkpoints.wait())
+        pending = checkpoints.pending
+        assert pending is not None
         returned.set()
+        assert pending._ended.wait(60)
         with pytest.raises(jaxckpt.InputError, match="was called from its own callback"):
             checkpoints.wait()
         assert checkpoints.pending is None
