@@ -151,8 +151,8 @@ class PathNotSharedError(PeerError):
 
 
 class Preempted(SystemExit):
-    """The job was preempted, and its last step is saved. If not caught, the program exits with status 143, as after
-    SIGTERM."""
+    """The job was preempted. The message says whether its last step is saved. If not caught, the program exits with
+    status 143, as after SIGTERM."""
 
     def __init__(self, message: str) -> None:
         super().__init__(128 + signal.SIGTERM)

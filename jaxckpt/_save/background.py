@@ -26,6 +26,7 @@ from jaxckpt._runtime.errors import InputError, PeerError, StorageError
 from jaxckpt._runtime.progress import Progress
 from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
+from jaxckpt._save.pace import Pace
 from jaxckpt._storage.workers import replace_workers
 
 _log = logging.getLogger("jaxckpt")
@@ -87,12 +88,19 @@ class PendingSave:
         self.skipped = False
         """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
 
+        self.pace = Pace(None)
+        """The rate at which it writes."""
+
+        self.is_published = False
+        """Whether the checkpoint is published. Its `on_done` may not have ended yet."""
+
         self._start_time = start_time
         self._watch = watch
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._seconds: float | None = None
         self._ended = Latch()
+        self._settled = Latch()  # set when the checkpoint is published or the save has failed
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
         self._blocked_seconds = 0.0
@@ -133,7 +141,7 @@ class PendingSave:
         if timeout is not None and not is_number:
             raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
         wake_thread()
-        if not self._await_end(timeout):
+        if not self._await(self._ended, timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
         _mark_reported(self)
         if self._error is not None:
@@ -148,21 +156,27 @@ class PendingSave:
 
     def abandon(self) -> None:
         """Stop waiting for this save, even at the end of the program."""
-        global _abandoned
-        _abandoned = True
+        _abandoned.append(self)
         _mark_reported(self)
+
+    def hurry(self, timeout: float) -> None:
+        """End the limit of its rate, and wait for at most `timeout` seconds until the checkpoint is published or the
+        save has failed. Does not wait for its `on_done`."""
+        self.pace.bytes_per_second = None
+        wake_thread()
+        self._await(self._settled, timeout)
 
     def await_end(self) -> SaveInfo | None:
         """Wait until the save has ended. Returns its result, or None if it failed."""
-        self._await_end(None)
+        self._await(self._ended, None)
         return self._info
 
-    def _await_end(self, timeout: float | None) -> bool:
-        """Wait for `timeout` seconds at most. Returns whether the save has ended. Hanging storage ends the save."""
+    def _await(self, latch: Latch, timeout: float | None) -> bool:
+        """Wait for `timeout` seconds at most. Returns whether the latch is set. Hanging storage ends the save."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
-            if self._ended.wait(left):
+            if latch.wait(left):
                 return True
             if error := self._watch.stall_error():
                 _abandon_hung_save(self, error)
@@ -184,16 +198,22 @@ class PendingSave:
         """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
         self._blocked_seconds = time.perf_counter() - self._start_time
 
+    def mark_published(self) -> None:
+        """Note that the checkpoint is published."""
+        self.is_published = True
+        self._settled.set()
+
     def end(self, outcome: SaveInfo | BaseException) -> None:
         """Note the end of the save. Only the first call has an effect."""
         if self.done:
             return
         if isinstance(outcome, SaveInfo):
-            self._info = outcome
+            self._info, self.is_published = outcome, True
         else:
             self._error = outcome
         self._seconds = time.perf_counter() - self._start_time
         self._ended.set()
+        self._settled.set()
 
     @property
     def error(self) -> BaseException | None:
@@ -258,17 +278,23 @@ _thread_ended: Latch | None = None
 _writer_thread: int | None = None
 """The thread that runs saves."""
 
-_abandoned = False
+_abandoned: list[PendingSave] = []
+"""Saves that nothing waits for, not even the end of the program."""
 _exit_status = 0
 
 
 def submit_save(
-    pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, detached: bool = False
+    pending: PendingSave,
+    work: Callable[[PendingSave], SaveInfo],
+    *,
+    awaited: bool,
+    detached: bool = False,
+    is_last_step: bool = False,
 ) -> None:
     """Run a save in the thread, or in the current thread if the interpreter is shutting down.
 
-    A save whose caller waits for it does not wait for saves of other threads: it gets its own thread. So does a save
-    with `aside`, for which later saves do not wait.
+    A save whose caller waits for it does not wait for other saves: it gets its own thread. So does the last step of a
+    preempted job. So does a save with `detached`; later saves do not wait for it.
     """
     job = _Job(pending, work, awaited=awaited, detached=detached)
     if detached:
@@ -284,7 +310,7 @@ def submit_save(
         return
     others = any(not other.pending.done for other in _jobs.copy())
     _jobs.append(job)
-    if awaited and others and not is_shutting_down():
+    if (awaited or is_last_step) and others and not is_shutting_down():
         start_thread(functools.partial(_run_alone, job), "jaxckpt-save-alone")
     else:
         wake_thread()
@@ -339,7 +365,8 @@ def _run(wakeups: queue.SimpleQueue[bool], thread_ended: Latch) -> None:
 
 def _run_alone(job: _Job) -> None:
     job.run()
-    _mark_reported(job.pending)
+    if job.awaited:
+        _mark_reported(job.pending)
 
 
 def _mark_reported(pending: PendingSave) -> None:
@@ -385,6 +412,21 @@ def await_saves() -> None:
             raise
 
 
+def hurry_saves(deadline: float) -> None:
+    """Wait for the background saves before the last step of a preempted job is saved.
+
+    Waits for at most half of the time until `deadline`, on the monotonic clock. The other half is for the last step.
+    Logs errors: the last step must be saved even if another save failed.
+    """
+    until = (time.monotonic() + deadline) / 2
+    for pending in unreported_saves():
+        pending.hurry(max(0.0, until - time.monotonic()))
+        if not pending.is_published:
+            _log.warning("an earlier save was not completed: %s: %s", pending.path, pending.error or "it still runs")
+            if pending.done:
+                _mark_reported(pending)
+
+
 def await_cleanup(pending: PendingSave) -> bool:
     """Wait until a cancelled save has cleaned up. Its caller raises the reason.
 
@@ -410,19 +452,22 @@ def finish_at_exit() -> None:
 
 def _wait_at_exit() -> None:
     """Wait for the running saves, and report failures that no caller has received."""
-    global _abandoned, _exit_status, _thread_ended
+    global _exit_status, _thread_ended
     for pending in unreported_saves(include_detached=True):
         try:
             pending.wait()
         except KeyboardInterrupt:
             print(f"jaxckpt: interrupted; the save_async to {pending.path} was abandoned", file=sys.stderr)
-            _abandoned, _exit_status = True, 128 + signal.SIGINT
+            _abandoned.extend(unreported_saves(include_detached=True))
+            _exit_status = 128 + signal.SIGINT
             break
         except BaseException:
             print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
             traceback.print_exc()
             _exit_status = 1
-    if not _abandoned and _thread_ended is not None:
+    if any(not pending.done for pending in _abandoned):
+        _exit_status = _exit_status or 128 + signal.SIGTERM
+    elif _thread_ended is not None:
         # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
         _wakeups.put(False)
         _thread_ended.wait()
@@ -433,11 +478,11 @@ def _wait_at_exit() -> None:
 def _exit_with_status() -> None:
     # Registered when jaxckpt is imported, so it runs after functions that were registered later. Python prints errors
     # in such functions but still exits with 0. It also cannot exit cleanly while the thread is writing.
-    if _exit_status or _abandoned:
+    if _exit_status:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_exit_status or 128 + signal.SIGTERM)
+        os._exit(_exit_status)
 
 
 def _reset_after_fork() -> None:
@@ -450,6 +495,7 @@ def _reset_after_fork() -> None:
         where = f"the save to {job.pending.path} runs in process {os.getppid()}, from which this process was forked"
         job.pending.end(InputError(f"{where}: wait for it there"))
     _jobs.clear()
+    _abandoned.clear()
     atexit.unregister(_wait_at_exit)
 
 

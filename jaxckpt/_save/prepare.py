@@ -28,6 +28,7 @@ from jaxckpt._save.describe import Draft, DraftCache, describe
 from jaxckpt._save.peers import Transfer
 from jaxckpt._save.plan import Object, SavePlan, plan_save
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
+from jaxckpt._storage.objects import MAX_FILE_BYTES
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import store_at
 
@@ -87,8 +88,8 @@ class SaveRequest:
     """Every process calls this when it knows that the checkpoint is published, before the save counts as done."""
 
     deadline: float | None = None
-    """The latest time, on the monotonic clock, until which the caller waits for memory for copies. After that, the save
-    fails."""
+    """For the last step of a preempted job: the latest time, on the monotonic clock, until which the caller waits for
+    memory for copies. After that, the save fails."""
 
     spread: Spread | None = None
     """Set if the save is spread over folders of the processes."""
@@ -138,6 +139,14 @@ class PreparedSave:
         return self.plan.process_bytes[self.group.index] + (self.copies.written_bytes if self.copies else 0)
 
 
+def require_readable(content: bytes, what: str) -> None:
+    """Raise InputError if a file with this content would be refused when it is read."""
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError(
+            f"{what} would be a file of {len(content)} bytes, but at most {MAX_FILE_BYTES} can be read back"
+        )
+
+
 def require_on_done(on_done: object) -> None:
     """Raise InputError unless a save can call this once it is done, or calls nothing."""
     if on_done is not None and not callable(on_done):
@@ -148,11 +157,14 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
     clock = Clock()
-    try:
-        background_saves.await_saves()
-    except Exception:
-        group.repeats_earlier = True
-        raise
+    if request.deadline is not None:
+        background_saves.hurry_saves(request.deadline)
+    else:
+        try:
+            background_saves.await_saves()
+        except Exception:
+            group.repeats_earlier = True
+            raise
     if group.index == 0 and request.precheck is not None:
         request.precheck()
     threaded = background_saves.ensure_thread()  # fails here if no thread can be started
@@ -160,6 +172,7 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
         store = store_at(request.path, options)
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
+        require_readable(state or b"", "process_state")
         draft = request.draft or describe(
             request.tree, request.mesh, request.specs, options, request.components, request.draft_cache, request.dtype
         )

@@ -20,7 +20,7 @@ from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
-from jaxckpt._save.prepare import PreparedSave, SaveRequest
+from jaxckpt._save.prepare import PreparedSave, SaveRequest, require_readable
 from jaxckpt._save.reuse import StoredObject
 
 
@@ -64,7 +64,7 @@ def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) 
             with clock.timed("sync"), watch.operation(f"syncing {meeting.group.call.where}"):
                 save.store.sync_data(claimed.data, manifest.decoded_stacks)
         with clock.timed("publish"):
-            content = manifests.encode(manifest)
+            content = _encode(manifest)
             meeting.group.require_not_cancelled()  # last chance to cancel
             with watch.operation(f"publishing {meeting.group.call.where}"):
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
@@ -85,7 +85,7 @@ def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Sha
         meeting.group.require_not_cancelled()  # last chance to cancel
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = build_manifest(claimed.save_id, save.plan, save.draft, save.request, shares)
-        content = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
+        content = base64.b64encode(zlib.compress(_encode(manifest))).decode()
     with clock.timed("barrier"):
         content = zlib.decompress(base64.b64decode(meeting.broadcast(content)))
         meeting.start_next()
@@ -97,6 +97,12 @@ def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Sha
     with clock.timed("barrier"):
         meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
     return PublishResult(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
+
+
+def _encode(manifest: Manifest) -> bytes:
+    content = manifests.encode(manifest)
+    require_readable(content, "the manifest")
+    return content
 
 
 def _stored_bytes(manifest: Manifest) -> int:

@@ -36,6 +36,7 @@ from jaxckpt._save.agreement import Fingerprint, require_agreement
 from jaxckpt._save.background import PendingSave, SaveInfo
 from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
 from jaxckpt._save.handover import Handover
+from jaxckpt._save.pace import Pace
 from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies
 from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
@@ -156,7 +157,7 @@ def save_async(
 def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
-    if background and options.when_busy == "skip" and _is_busy(group):
+    if background and request.deadline is None and options.when_busy == "skip" and _is_busy(group):
         skipped = PendingSave(os.fspath(request.path), 0, start_time, group.watch)
         skipped.skip()
         return skipped
@@ -166,8 +167,8 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     handover = Handover(max_bytes if save.threaded else None, request.deadline, group.watch)
     is_limited = background and request.deadline is None and request.spread is None
-    rate = options.max_bytes_per_second if is_limited else None
-    work = functools.partial(_carry_out, save, handover, rate)
+    pending.pace = Pace(options.max_bytes_per_second if is_limited else None)
+    work = functools.partial(_carry_out, save, handover)
     if request.on_done is not None:
         work = functools.partial(run_and_notify, work, request.on_done)
     if background and not background_saves.unreported_saves():
@@ -177,7 +178,9 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     def begin() -> None:
         if not group.is_handed_over:
             save.clock.add("device_to_host", time.perf_counter() - feed_start)
-            background_saves.submit_save(pending, work, awaited=not background)
+            background_saves.submit_save(
+                pending, work, awaited=not background, is_last_step=request.deadline is not None
+            )
             group.is_handed_over = True
 
     try:
@@ -230,6 +233,7 @@ def run_and_notify(
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
     info = work(pending)
+    pending.mark_published()
     try:
         on_done(pending.with_times(info))
     except BaseException as error:
@@ -239,7 +243,7 @@ def run_and_notify(
 
 
 @jax.transfer_guard("allow")
-def _carry_out(save: PreparedSave, handover: Handover, rate: float | None, pending: PendingSave) -> SaveInfo:
+def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     group, clock = save.group, save.clock
     group.require_not_cancelled = handover.require_not_cancelled
@@ -258,7 +262,7 @@ def _carry_out(save: PreparedSave, handover: Handover, rate: float | None, pendi
         try:
             with group.meeting("saving") as meeting:
                 try:
-                    share = write(save, claimed.data, handover, rate, _make_report(pending, display))
+                    share = write(save, claimed.data, handover, pending.pace, _make_report(pending, display))
                     handover.require_not_cancelled()
                 except BaseException:
                     handover.close()
@@ -380,7 +384,7 @@ def _info(save: PreparedSave, claimed: Claim, published: PublishResult) -> SaveI
         stored_bytes=published.stored_bytes,
         reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,
-        seconds=0.0,  # `PendingSave.timed` sets this and the next field
+        seconds=0.0,  # `PendingSave.with_times` sets this and the next field
         blocked_seconds=0.0,
         phase_seconds=save.clock.phase_seconds,
     )

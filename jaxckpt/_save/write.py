@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.progress import Report
-from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down
 from jaxckpt._save.handover import Handover
+from jaxckpt._save.pace import Pace
 from jaxckpt._save.plan import WRITE_MEMORY_FACTOR, Object
 from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.publish import Share
@@ -22,10 +21,10 @@ from jaxckpt._save.staging import StagedObject
 from jaxckpt._storage.objects import ArrayWriter, Pending
 
 
-def write(save: PreparedSave, data: str, handover: Handover, rate: float | None, report: Report) -> Share:
-    """Write this process's objects as their data arrives, at most `rate` bytes per second, and its state."""
+def write(save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report) -> Share:
+    """Write this process's objects as their data arrives, and its state."""
     with save.clock.timed("write"):
-        written = _write_objects(save, data, handover, rate, report)
+        written = _write_objects(save, data, handover, pace, report)
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_file_name(save.group.index)}"
@@ -38,7 +37,7 @@ def write(save: PreparedSave, data: str, handover: Handover, rate: float | None,
 
 
 def _write_objects(
-    save: PreparedSave, data: str, handover: Handover, rate: float | None, report: Report
+    save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report
 ) -> list[tuple[Object, WrittenObject]]:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
@@ -46,7 +45,6 @@ def _write_objects(
     written: list[tuple[Object, WrittenObject]] = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     writers: dict[int, ArrayWriter] = {}
-    paced_until = 0.0
 
     def record_done(done: Iterable[CompletedWrite]) -> None:
         with watch.operation(f"writing to {store.url}"):
@@ -63,9 +61,8 @@ def _write_objects(
                 writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
             record_done(pending_writes.make_room(obj.n_bytes))
-            if rate is not None and obj not in save.reuse.originals:
-                sleep_until(paced_until, handover.require_not_cancelled)
-                paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / rate
+            if pace.bytes_per_second is not None and obj not in save.reuse.originals:
+                pace.wait(obj.n_bytes, handover.require_not_cancelled)
             with clock.timed("device_to_host"):
                 pending, source = save.reuse.begin_object(staged, stack, writers[obj.stack], data)
             pending_writes.add(staged, pending, source)
@@ -81,14 +78,6 @@ def _write_objects(
             for stack, found in indices.items():
                 store.sync_folders(data, stacks[stack], found)
     return written
-
-
-def sleep_until(moment: float, check: Callable[[], None]) -> None:
-    """Sleep until a time on the monotonic clock. Returns early if the interpreter is shutting down. Raises what `check`
-    raises."""
-    while (left := moment - time.monotonic()) > 0 and not is_shutting_down():
-        check()
-        time.sleep(min(left, POLL_SECONDS))
 
 
 # Timing, and running writes -------------------------------------------------------------------------------

@@ -183,8 +183,7 @@ class Checkpointer:
             terms = meeting.broadcast(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
         if self._local is not None:
             with group.meeting("opening the local folders") as meeting:
-                self._local.open(terms, self._directory.store, group)
-                meeting.barrier()
+                self._local.open(terms, self._directory.store, meeting)
 
     def _require_step(self, step: object, verb: str) -> int:
         """The number of a step. Raises InputError in a way that keeps the calls of all processes synchronized."""
@@ -199,6 +198,12 @@ class Checkpointer:
         """Begin a call that every process makes."""
         path = self._directory.url if step is None else self.path(step)
         return Group.for_call(self._options, Call.of(verb, path))
+
+    def _begin_training(self) -> None:
+        """Note that this Checkpointer trains, and does not only read."""
+        if not self._is_training and self._is_process_0:
+            run_uninterrupted(self._directory.remove_end)
+        self._is_training = True
 
     def __enter__(self) -> Self:
         return self
@@ -249,12 +254,12 @@ class Checkpointer:
             Whether the step is being saved: False if it is not due, or is skipped by `Options.when_busy`.
 
         Raises:
-            Preempted: The job was preempted, and this step is saved; see `on_preemption`.
+            Preempted: The job was preempted. The message says whether this step was saved in time.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
             CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately.
         """
-        self._is_training = True
+        self._begin_training()
         step = self._require_step(step, "Checkpointer.save")
         try:
             force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
@@ -291,9 +296,11 @@ class Checkpointer:
         Raises:
             InputError: The directory has no other step.
         """
+        step = self._require_step(step, "Checkpointer.delete")
         with self._begin_call("Checkpointer.delete", step) as group:
             run_uninterrupted(functools.partial(self._delete_collectively, step, group))
-        self._last_save.step = None
+        self._saver.last_save.forget(step)
+        self._saver.last_flush.forget(step)
 
     def _delete_collectively(self, step: int, group: Group) -> None:
         with group.meeting("deleting a step") as meeting:
@@ -307,7 +314,8 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was preempted, and the last step has been saved."""
+        """Whether the job was preempted and `save` has handled it. If that save failed or missed the deadline, the last
+        step is not saved."""
         return self._saver.preempted
 
     @property
@@ -324,17 +332,26 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the last save and for deletions, raise their errors, and record the end of the run.
 
-        `follow` ends at that record, and the next Checkpointer of the directory removes it. A preempted Checkpointer
-        does not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save`
-        nor `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
+        `follow` ends at that record, and the next Checkpointer that trains removes it. A preempted Checkpointer does
+        not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
+        `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
         """
         self._preemption.close()
-        self._saver.wait()
-        if self._is_process_0:
-            run_uninterrupted(self._close)
+        try:
+            self._saver.wait()
+        except Exception:
+            self._exited_cleanly = False
+            self._close()
+            raise
+        self._close()
 
     def _close(self) -> None:
-        self._directory.close(ended=self._exited_cleanly and not self._saver.preempted if self._is_training else None)
+        if self._is_process_0:
+            run_uninterrupted(self._close_directory)
+
+    def _close_directory(self) -> None:
+        if self._is_training and self._exited_cleanly and not self._saver.preempted:
+            self._directory.note_end()
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 
@@ -423,7 +440,7 @@ class Checkpointer:
                     "init must be a function that makes the initial tree, found an object of type"
                     f" {type(init).__name__}"
                 )
-        self._is_training = True
+        self._begin_training()
         new_names, rules = split_rename(rename)
         chosen = self._find_step(None, allow_peers=rules is None)
         target, initial = (None, None) if chosen.step is None else target_of(init)
@@ -503,7 +520,8 @@ class Checkpointer:
 
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
-        found = self._directory.saved_step(require_step(step))
+        step = require_step(step)
+        found = self._directory.saved_step(step)
         if found is not None:
             return dict(found.record.metrics)
         return self._step_finder.metrics(step)

@@ -39,6 +39,7 @@ class Directory:
         self._rules_with_metric = set[KeepBest]()
         self._was_ended = False
         self._owner_pid = 0
+        """The id of the process that opened it, if that is process 0."""
 
     @property
     def url(self) -> str:
@@ -69,14 +70,17 @@ class Directory:
             yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def saved_step(self, step: int) -> SavedStep | None:
-        """The properties of a step from its manifest, read once; None if it is missing or damaged."""
+        """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
+        because it is notified when the step is saved again."""
         found = self._cached_steps.get(step)
         if found is None:
             manifest = self._manifest(step)
             if manifest is None:
                 return None
-            # A save that has been published in the meantime has set the current value.
-            found = self._cached_steps.setdefault(step, SavedStep.of(step, manifest))
+            found = SavedStep.of(step, manifest)
+            if self._owner_pid:
+                # A save that has been published in the meantime has set the current value.
+                found = self._cached_steps.setdefault(step, found)
         return found
 
     def save_id(self, step: int) -> str | None:
@@ -166,20 +170,23 @@ class Directory:
     # Notes on the run (process 0) ------------------------------------------------------------------------
 
     def open(self) -> list[str]:
-        """Note that the run has not ended, and the meaning of "best". Returns the names of existing notes."""
+        """Note the meaning of "best". Returns the names of existing notes."""
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         self._was_ended = ENDED in notes
-        if self._was_ended:
-            self._write_note(ENDED, None)
         if self.policy.keep_best:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
         return notes
 
-    def close(self, *, ended: bool | None) -> None:
-        """Note that the run has ended, for readers that follow it. None leaves the notes unchanged."""
-        if os.getpid() == self._owner_pid and (self._was_ended if ended is None else ended):  # not for a fork
+    def remove_end(self) -> None:
+        """Note that the run has not ended, or has been resumed."""
+        if self._was_ended:
+            self._write_note(ENDED, None)
+
+    def note_end(self) -> None:
+        """Note that the run has ended, for readers that follow it."""
+        if os.getpid() == self._owner_pid:  # not for a fork
             self._write_note(ENDED, b"{}")
 
     def _write_note(self, name: str, content: bytes | None) -> None:

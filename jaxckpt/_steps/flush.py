@@ -24,9 +24,9 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group
 from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, submit_save
 from jaxckpt._save.claim import Claim, claim, require_shared
+from jaxckpt._save.pace import Pace
 from jaxckpt._save.plan import Object
 from jaxckpt._save.save import run_and_notify
-from jaxckpt._save.write import sleep_until
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store import Store
@@ -63,6 +63,7 @@ class Flush:
     def begin(self, local: PendingSave) -> PendingSave:
         """Start to wait for the local save and to copy its files."""
         self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watch)
+        self.pending.pace = Pace(self.bytes_per_second)
         finish_at_exit()
         work = functools.partial(self._run, local)
         if self.on_done is not None:
@@ -77,7 +78,7 @@ class Flush:
         return self.pending is not None and not self.pending.done
 
     def check(self) -> None:
-        """Raise the reason if it was canceled."""
+        """Raise the reason if it was cancelled."""
         if self.cancelled is not None:
             raise self.cancelled
 
@@ -129,16 +130,13 @@ class Flush:
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:
         """Copy the files that this process owns, each checked."""
         created_folders = set[str]()
-        paced_until = 0.0
         indices: dict[int, list[tuple[int, ...]]] = {}
         if manifest.process_states:
             key = f"{manifest.data_folder}/{state_file_name(self.group.index)}"
             self.store.put(key, self._read(key), sync=self.options.sync)
         for obj in self.owned:
             self.check()
-            if self.bytes_per_second is not None:
-                sleep_until(paced_until, self.check)
-                paced_until = max(paced_until, time.monotonic()) + obj.n_bytes / self.bytes_per_second
+            pending.pace.wait(obj.n_bytes, self.check)
             stack = manifest.decoded_stacks[obj.stack]
             key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
             content = self._read(key)

@@ -27,7 +27,8 @@ class LastSave:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the save, for at most `seconds`. If it has not ended by then, abandon it.
 
-        Returns whether it has ended. Raises its error. After an interrupt, the next call waits for the same save.
+        Returns whether it has ended or is published. Raises its error. After an interrupt, or an error of the wait
+        itself, the next call waits for the same save.
         """
         pending, step = self.pending, self.step
         if pending is None:
@@ -36,14 +37,33 @@ class LastSave:
             pending.wait(seconds)
         except Exception as error:
             if not pending.done:
-                self.pending = self.step = None
                 if not isinstance(error, TimeoutError):
                     raise
+                self.pending, self.step = None, step if pending.is_published else None
                 pending.abandon()
-                return False
+                return pending.is_published
         self.pending = self.step = None
         if pending.error is None:
             self.step = step
         elif self._predecessor is None or pending.error is not self._predecessor.error:
             raise pending.error
         return True
+
+    def hurry(self, seconds: float) -> None:
+        """End the limit of the save's rate, and wait for at most `seconds` until it is published. If it is not by then,
+        abandon it. Raises its error.
+
+        The error of an `on_done` that is still running is raised by the next save, or reported at exit.
+        """
+        if self.pending is None:
+            return
+        self.pending.hurry(seconds)
+        if self.pending.is_published and not self.pending.done:
+            self.pending = None
+        else:
+            self.wait(0)
+
+    def forget(self, step: int) -> None:
+        """Note that a step was deleted."""
+        if self.step == step:
+            self.step = None

@@ -71,9 +71,6 @@ class _LocalAgreement(msgspec.Struct, frozen=True):
     """The answer of process 0."""
 
     run_id: str
-    hosts: list[int]
-    """The host of each process, as a number."""
-
     domains: list[str]
 
 
@@ -137,6 +134,12 @@ class LocalTier:
         self._must_save_next = False
         self._last_saved: tuple[int, str] | None = None
         self._is_swept = False
+        self._folder_id = ""
+        """The id in the note of this process's folder; the same if the folder is created again."""
+
+        self._live_ids = set[str]()
+        """The ids of all processes' folders."""
+
         self._begun_step = -1
         self.flush: Flush | None = None
         """The step that is being flushed, or was when the processes last agreed on it. Equal in all processes."""
@@ -161,16 +164,16 @@ class LocalTier:
         default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
         labels = self._labels or default
         Domains(tuple(labels), self._copies).require_enough()
-        return msgspec.json.encode(_LocalAgreement(_run_id(directory), hosts, labels)).decode()
+        return msgspec.json.encode(_LocalAgreement(_run_id(directory), labels)).decode()
 
-    def open(self, answer: str, directory: Store, group: Group) -> None:
+    def open(self, answer: str, directory: Store, meeting: Meeting) -> None:
         """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
         terms = msgspec.json.decode(answer, type=_LocalAgreement)
-        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, group.index
-        self.host_processes = frozenset(p for p, host in enumerate(terms.hosts) if host == terms.hosts[group.index])
+        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, meeting.group.index
         self.domains = Domains(tuple(terms.domains), self._copies)
-        self.own_folder = self.folder.child(f"process-{group.index}")
+        self.own_folder = self.folder.child(f"process-{self._index}")
         self._claim()
+        self._live_ids = set(json.loads(meeting.broadcast(json.dumps(meeting.gather(self._folder_id)))))
 
     def _claim(self) -> None:
         """Note in this process's folder that it belongs to the run, unless that is noted already.
@@ -191,9 +194,10 @@ class LocalTier:
                 whose = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
             raise InputError(f"{self.own_folder.url} holds {whose}: remove that folder, or give another local=")
         if note is None:
-            note = {"run": self.run_id, "storage": self._storage_url, "folder": uuid.uuid4().hex}
+            note = {"run": self.run_id, "storage": self._storage_url, "folder": self._folder_id or uuid.uuid4().hex}
             self.folder.create_child(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
             self.own_folder.rename(_NEW_NOTE, _NOTE)
+        self._folder_id = str(note.get("folder"))
 
     def folders(self) -> dict[int, tuple[str, Folder]]:
         """The folders of the run that this process sees, each with its id, by the index of the process that created
@@ -240,8 +244,8 @@ class LocalTier:
     # Saving ----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        hurries, self._must_save_next = self._must_save_next, False
-        return hurries or step % self.every == 0
+        must_save, self._must_save_next = self._must_save_next, False
+        return must_save or step % self.every == 0
 
     def is_blocked_by_flush(self, step: int, group: Group) -> bool:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
@@ -296,9 +300,10 @@ class LocalTier:
         if kept.can_delete_others:
             _trim(self.own_folder, kept)
         if kept.has_saved and not self._is_swept:
-            for process in self.folders().keys() - self.host_processes:
-                _log.info("%s/process-%d is deleted: no such process is on this host now", self.folder.url, process)
-                self.folder.delete(f"process-{process}")
+            for process, (folder_id, folder) in self.folders().items():
+                if folder_id not in self._live_ids:
+                    _log.info("%s is deleted: no process of this job uses it", folder.url)
+                    self.folder.delete(f"process-{process}")
             self._is_swept = True
 
     def _record_published(self, step: int, flush: Flush | None, save_id: str, owned: Sequence[Object]) -> None:

@@ -67,13 +67,14 @@ class Saver:
         if not (to_storage or (self.local is not None and self.local.is_due(step))):
             # Only for a step that is not due: for a due step all processes must make the same calls, even if only some
             # of them know of a failure yet.
-            if self.fail_fast and self.last_save.pending is not None and self.last_save.pending.done:
-                self.last_save.wait()
+            for last in (self.last_save, self.last_flush) if self.fail_fast else ():
+                if last.pending is not None and last.pending.done:
+                    last.wait()
             return False
         saved = False
         if is_last_step:
             self.preempted = True
-            saved = self._finish_earlier_saves(step)
+            saved = self._finish_earlier_saves(step, overwrite=request.overwrite)
         if not saved:
             awaited = not (self.background or is_last_step)
             saved = self._begin(
@@ -88,8 +89,7 @@ class Saver:
             if saved and to_storage:
                 self.schedule.record_save()
             if awaited:
-                self.last_save.wait()
-                self.last_flush.wait()
+                self.wait()
                 self.deletion.wait()
         if is_last_step:
             self._finish_preempted(step, saved)
@@ -168,22 +168,23 @@ class Saver:
 
     # The last step of a preempted job --------------------------------------------------------------------
 
-    def _finish_earlier_saves(self, step: int) -> bool:
-        """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step."""
-        if self.local is not None and self.local.flush is not None and self.local.flush.step != step:
-            self.local.flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
+    def _finish_earlier_saves(self, step: int, *, overwrite: bool) -> bool:
+        """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step, so that it
+        need not be saved again."""
+        flush = None if self.local is None else self.local.flush
+        if flush is not None and (overwrite or flush.step != step):
+            flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
         for last in (self.last_save, self.last_flush):
             try:
-                last.wait(self.preemption.seconds_left())
+                last.hurry(self.preemption.seconds_left())
             except Exception as error:
-                _log.warning("the save before the last one failed: %s", error)
-        return step == (self.last_save if self.local is None else self.last_flush).step
+                _log.warning("an earlier save was not completed: %s", error)
+        return not overwrite and step == (self.last_save if self.local is None else self.last_flush).step
 
     def _finish_preempted(self, step: int, saved: bool) -> None:
         here = saved and self.last_save.wait(self.preemption.seconds_left())
-        in_time = (
-            self.last_flush.wait(self.preemption.seconds_left()) and here
-        )  # otherwise `close` would wait for it forever
+        # If it is not abandoned here, `close` waits for it forever.
+        in_time = self.last_flush.wait(self.preemption.seconds_left()) and here
         outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
         if here and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
@@ -200,5 +201,9 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the last save is published. Raises its error."""
-        self.last_save.wait()
+        try:
+            self.last_save.wait()
+        except Exception:  # an interrupt does not wait for the flush
+            self.last_flush.wait()
+            raise
         self.last_flush.wait()

@@ -83,8 +83,8 @@ class StepFinder:
         self._unusable_files = set[str]()
         """Local files that this process could not read, by their paths."""
 
-        self._agreed_manifests: dict[int, Manifest] = {}
-        """The local steps that were agreed on."""
+        self._agreed_manifest: Manifest | None = None
+        """The local step that was agreed on last."""
 
     # Agreeing, every process -----------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class StepFinder:
             taken = (
                 "no step is left"
                 if storage_step is None
-                else f"step {storage_step} is taken from {self._directory.url}"
+                else f"step {storage_step} is restored from {self._directory.url}"
             )
             _log.warning("no step in the local folders can be restored: %s", taken)
         return LocatedStep(storage_step if step is None else step)
@@ -211,7 +211,7 @@ class StepFinder:
                 _publish_manifest(one.folder, manifest.data_folder, content, sync=self._options.sync)
         if process == 0:
             _log.info("step %d is complete in the local folders of %d processes", candidate.step, len(by_folder))
-        self._agreed_manifests[candidate.step] = manifest
+        self._agreed_manifest = manifest
         max_bytes = max(1, max_read_bytes(self._options.host_bytes) // 4)
         folders = [one.folder for one in of_step]
         source = PooledCheckpoint(
@@ -264,11 +264,12 @@ class StepFinder:
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics of the agreed local step, or of the last step that this Checkpointer saved. Raises
         NotACheckpointError."""
-        if step not in self._agreed_manifests and self._local is not None:
-            ours = (one for one in self._local_steps() if one.candidate and one.candidate[:2] == self._local.newest)
-            self._agreed_manifests.update({one.step: decode(one.content or b"", one.folder.url) for one in ours})
-        record = self._agreed_manifests[step].step if step in self._agreed_manifests else None
-        if record is None:
+        record = None if self._agreed_manifest is None else self._agreed_manifest.step
+        if (record is None or record.number != step) and self._local is not None:
+            newest = self._local.newest
+            ours = (one for one in self._local_steps() if one.candidate and one.candidate[:2] == newest)
+            record = next((decode(one.content or b"", one.folder.url).step for one in ours), None)
+        if record is None or record.number != step:
             more = ", and no local step of that number was restored or saved last" if self._local else ""
             raise NotACheckpointError(f"{self._directory.url} has no step {step}{more}")
         return dict(record.metrics)

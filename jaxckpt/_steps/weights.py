@@ -23,9 +23,12 @@ from jaxckpt._format.tree import Tree, flatten
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import DataError, InputError
 from jaxckpt._runtime.options import Options, options_or_default, require_whole_number
+from jaxckpt._save.background import PendingSave
 from jaxckpt._steps.checkpointer import Checkpointer
 from jaxckpt._steps.follow import follow, latest_step
 from jaxckpt._storage.steps import step_name
+from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import run_at
 
 _ANCHOR = "anchor"
 """The metric that names the anchor of a publication's chain."""
@@ -80,6 +83,9 @@ class Publisher:
         self._last_weights: Tree = None
         """The last published weights, in bfloat16; None before the first publication and after a failure."""
 
+        self._last_save: PendingSave | None = None
+        """The save of the last publication."""
+
     def _anchor_of(self, number: int) -> float:
         anchor = self._checkpointer.metrics(number).get(_ANCHOR)
         if anchor is None:
@@ -112,6 +118,8 @@ class Publisher:
         number = self._next
         linked = (
             last_weights is not None
+            # Another save may have reported the failure of the last publication.
+            and (self._last_save is None or self._last_save.error is None)
             and number - self._anchor < self._anchor_every
             and _has_same_layout(now, last_weights)
         )
@@ -126,7 +134,7 @@ class Publisher:
         if not saved:
             self._last_weights, self._next = last_weights, number
             return False
-        self._last_weights = now
+        self._last_weights, self._last_save = now, self._checkpointer.pending
         if not linked:
             self._oldest_anchor, self._anchor, self._chain = self._anchor, anchor, chain
         return True
@@ -171,17 +179,32 @@ def subscribe(
         InputError: `directory` holds no published weights, or `target` asks for anything other than bfloat16 arrays.
         Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
     """
+    # The returned generator must not depend on the current folder when it runs.
+    run = run_at(directory, options_or_default(options))
+    return _subscribe(run, target, mesh, specs, timeout, poll_seconds, options)
+
+
+def _subscribe(
+    run: Store,
+    target: Tree,
+    mesh: Mesh | None,
+    specs: Specs,
+    timeout: float | None,
+    poll_seconds: float,
+    options: Options | None,
+) -> Generator[tuple[int, Tree]]:
+    """The generator of `subscribe`."""
     tried: tuple[int, float | None] | None = None
     while True:
-        newest = latest_step(directory, options=options)
-        found, newest_seen = _newest_chain(directory, newest, options), newest or 0
+        newest = latest_step(run.url, options=options)
+        found, newest_seen = _newest_chain(run, newest, options), newest or 0
         if found is not None and found == tried:
-            raise DataError(f"{os.fspath(directory)} lacks a publication since its newest anchor, {found[0]}")
+            raise DataError(f"{run.url} lacks a publication since its newest anchor, {found[0]}")
         tried = found
         weights: Tree = None
         last_applied: tuple[int, float | None] | None = None
         after = found[0] - 1 if found and found[0] else None
-        for publication in follow(directory, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
+        for publication in follow(run.url, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
                 weights = publication.restore(target, mesh=mesh, specs=specs)
@@ -194,18 +217,16 @@ def subscribe(
             # The newest at the time of the check, because a fast publisher would always be ahead.
             if publication.number >= newest_seen:
                 yield note["step"], weights
-                newest_seen = latest_step(directory, options=options) or 0
+                newest_seen = latest_step(run.url, options=options) or 0
         else:
             return
 
 
-def _newest_chain(
-    directory: str | os.PathLike[str], newest: int | None, options: Options | None
-) -> tuple[int, float | None] | None:
+def _newest_chain(run: Store, newest: int | None, options: Options | None) -> tuple[int, float | None] | None:
     """(the number of the newest publication's anchor, the id of its chain); None before the first publication."""
     if newest is None:
         return None
-    newest_path = f"{os.fspath(directory)}/{step_name(newest)}"
+    newest_path = run.child(step_name(newest)).url
     metrics = open_checkpoint(newest_path, options=options).metrics
     if (anchor := metrics.get(_ANCHOR)) is None:
         raise InputError(f"{newest_path} holds no published weights; give the directory of a Publisher")

@@ -532,6 +532,71 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
         checkpoints._last_save.pending = None  # reported above
 
 
+def failing_at(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all writes fail whose path contains this text."""
+    write, put = FileWriter.write, Folder.put
+
+    def written(writer: FileWriter, *arguments: Any) -> Any:
+        if part in writer.folder:
+            raise jaxckpt.StorageError(28, f"no space at {part}")
+        return write(writer, *arguments)
+
+    def stored(folder: Folder, *arguments: Any, **named: Any) -> Any:
+        if part in folder.url:
+            raise jaxckpt.StorageError(28, f"no space at {part}")
+        return put(folder, *arguments, **named)
+
+    monkeypatch.setattr(FileWriter, "write", written)
+    monkeypatch.setattr(Folder, "put", stored)
+
+
+def two_tiers(tmp_path: Path, **arguments: Any) -> jaxckpt.Checkpointer:
+    """A run that saves every 5th step in local folders, and every 10th also in the storage."""
+    tier = {"local": tmp_path / "local", "local_every": 5, "copies": 0}
+    return jaxckpt.Checkpointer(tmp_path / "run", every=10, options=FAST, **tier, **arguments)
+
+
+def test_fail_fast_raises_the_error_of_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_tiers(tmp_path, fail_fast=True) as checkpoints:
+        failing_at("run/00000010", monkeypatch)
+        checkpoints.save(10, state(10))
+        assert checkpoints.pending is not None
+        assert checkpoints.pending._ended.wait(60)
+        with pytest.raises(jaxckpt.StorageError, match="no space at run/00000010"):
+            checkpoints.save(11, state(11))
+        assert not checkpoints.save(12, state(12)), "it is raised once"
+
+
+@pytest.mark.parametrize("end", ["wait", "close"])
+def test_a_save_that_failed_hides_nothing_of_what_else_must_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    checkpoints = two_tiers(tmp_path)
+    failing_at("local/process-0/00000015", monkeypatch)
+    checkpoints.save(10, state(10))
+    checkpoints.save(15, state(15))
+    with pytest.raises(jaxckpt.StorageError, match="no space at local"):
+        getattr(checkpoints, end)()
+    assert checkpoints.pending is None, "the flush of step 10 has been waited for"
+    assert checkpoints.steps() == [10]
+    assert checkpoints._deletion._closed == (end == "close")
+    assert not (tmp_path / "run/_run/ended.json").exists()
+    checkpoints.close()
+
+
+def test_a_callback_that_waits_for_its_own_save_ends_it_with_an_error(tmp_path: Path) -> None:
+    returned = threading.Event()
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints.save(1, state(1), on_done=lambda _: returned.wait(60) and checkpoints.wait())
+        pending = checkpoints.pending
+        assert pending is not None
+        returned.set()
+        assert pending._ended.wait(60)
+        with pytest.raises(jaxckpt.InputError, match="was called from its own callback"):
+            checkpoints.wait()
+        assert checkpoints.pending is None
+
+
 def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
@@ -593,6 +658,21 @@ def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ZeroDivisionError) as message:
         body()
     assert "no space" in message.value.__notes__[0]
+
+
+def test_all_processes_see_the_metrics_of_a_step_that_is_saved_again(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = """
+import jaxckpt
+with jaxckpt.Checkpointer(args, keep_best=[("loss", "min", 9)]) as checkpoints:
+    for step, loss in ((1, 1.0), (2, 2.0), (2, 0.0)):
+        checkpoints.save(step, {"x": step}, metrics={"loss": loss}, overwrite=True)
+        checkpoints.wait()
+        print(checkpoints.metrics(step), checkpoints.best_step())
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout.splitlines() for one in done] == [["{'loss': 1.0} 1", "{'loss': 2.0} 1", "{'loss': 0.0} 2"]] * 2
 
 
 def test_metrics(tmp_path: Path) -> None:
@@ -679,6 +759,36 @@ def test_steps_are_whole_numbers(tmp_path: Path) -> None:
         assert checkpoints.steps() == []
         assert checkpoints.save(np.int64(3), {"x": 1})  # pyright: ignore
     assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_step_given_as_an_array_is_deleted(tmp_path: Path, local: bool) -> None:
+    with two_tiers(tmp_path) if local else filled(tmp_path / "run", range(0)) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, state(step), metrics={"loss": step})
+            checkpoints.wait()
+        assert checkpoints.metrics(jnp.int32(20)) == {"loss": 20.0}  # pyright: ignore
+        checkpoints.delete(np.array(20))  # pyright: ignore
+        assert checkpoints.steps() == [10]
+        assert not list(tmp_path.glob("local/*/00000020"))
+        with pytest.raises(jaxckpt.InputError, match="step must be a whole number"):
+            checkpoints.delete("10")  # pyright: ignore
+
+
+def test_a_state_or_a_manifest_that_could_not_be_read_back_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxckpt._save.prepare.MAX_FILE_BYTES", 4096)
+    with jaxckpt.Checkpointer(tmp_path, options=FAST, background=False) as checkpoints:
+        checkpoints.save(1, {"x": 1}, process_state={"at": "a" * 2000})
+        with pytest.raises(
+            jaxckpt.InputError, match=r"process_state would be a file of 50\d\d bytes, but at most 4096"
+        ):
+            checkpoints.save(2, {"x": 1}, process_state={"at": "a" * 5000})
+        with pytest.raises(jaxckpt.InputError, match="the manifest would be a file of"):
+            checkpoints.save(2, {str(number): number for number in range(100)})
+        assert checkpoints.steps() == [1]
+        assert checkpoints.process_state("at") == "a" * 2000
 
 
 def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:

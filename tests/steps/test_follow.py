@@ -205,12 +205,17 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
 
     fill(str(tmp_path), 1)
     assert ended()
+    reader = jaxckpt.Checkpointer(tmp_path, options=FAST)
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
-        assert not ended()
+        assert ended()
         checkpoints.save(2, state(2))
+        assert not ended()
+        reader.close()
+        assert not ended()
     assert ended()
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # only reads
         assert checkpoints.restore()["step"] == 2
+        assert ended()
     assert ended()
     with contextlib.suppress(ZeroDivisionError), jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.save(3, state(3))
@@ -222,6 +227,9 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:  # no step is left to train
         checkpoints.restore_or_init(lambda: state(0))
     assert ended()
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints.restore_or_init(lambda: state(0))
+        assert not ended()
 
 
 def test_a_step_can_be_sent_to_another_process(run: str) -> None:

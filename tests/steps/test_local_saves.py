@@ -195,6 +195,37 @@ def test_a_third_step_is_not_saved_while_the_first_is_flushed(saves: Saves) -> N
         assert sorted(path.name for path in own.iterdir()) == ["00000040", "00000050", "run.json"]
 
 
+def test_processes_with_other_host_names_may_share_a_folder(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Like pods of one node that mount the same memory. A folder that no process of the job uses is deleted."""
+    program = """
+import json, os, shutil, socket
+import jax.numpy as jnp, jaxckpt
+socket.gethostname = lambda: f"pod-{process_id}"
+for case in ("kept", "lost"):
+    local = f"{args}/{case}/local"
+    run = jaxckpt.Checkpointer(f"{args}/{case}/run", every=100, local=local, local_every=1, on_preemption="ignore")
+    for step in (1, 2, 3):
+        if step == 2 and process_id == 0:
+            shutil.copytree(f"{local}/process-0", f"{local}/process-7")
+            with open(f"{local}/process-7/run.json", "r+") as file:
+                note = {**json.load(file), "folder": "of an earlier job"}
+                file.seek(0)
+                json.dump(note, file)
+                file.truncate()
+        if step == 2 and process_id == 1 and case == "lost":
+            shutil.rmtree(f"{local}/process-1")
+        run.save(step, {"x": jnp.full(4, step)})
+        run.wait()
+        print(*(int(name) for name in sorted(os.listdir(f"{local}/process-{process_id}"))[:-1]))
+    print(*sorted(os.listdir(local)))
+    run.close()
+"""
+    first, second = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path))
+    names = "process-0 process-1"
+    assert first.stdout.splitlines() == ["1", "1 2", "2 3", names] * 2
+    assert second.stdout.splitlines() == ["1", "1 2", "2 3", names, "1", "2", "2 3", names]
+
+
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_flush_that_is_killed_publishes_nothing_and_is_swept(
     run_processes: RunProcesses, tmp_path: Path, victim: int

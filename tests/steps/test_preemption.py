@@ -137,6 +137,145 @@ with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
     assert "step 0 was not saved within the deadline" in said
 
 
+def test_the_last_step_is_saved_although_another_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"x": 1})
+        checkpoints.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+            other = jaxckpt.save_async(tmp_path / "other", {"x": np.arange(2)})
+            assert other._ended.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+            checkpoints.save(2, {"x": np.arange(2)})
+    assert checkpoints.steps() == [1, 2]
+    assert f"an earlier save was not completed: {tmp_path}/other: " in caplog.text
+    jaxckpt.save(tmp_path / "next", {"x": 1})  # the error was reported
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_the_last_step_is_saved_although_another_save_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when_busy: Any
+) -> None:
+    released = threading.Event()
+    write = FileWriter.write
+
+    def held(writer: FileWriter, *arguments: Any) -> Any:
+        assert "other" not in writer.folder or released.wait(60)
+        return write(writer, *arguments)
+
+    monkeypatch.setattr(FileWriter, "write", held)
+    options = jaxckpt.Options(when_busy=when_busy)
+    with jaxckpt.Checkpointer(tmp_path / "run", preemption_seconds=5, options=options) as checkpoints:
+        checkpoints.save(1, {"x": np.arange(2)})
+        checkpoints.wait()
+        other = jaxckpt.save_async(tmp_path / "other", {"x": np.arange(2)})
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+                checkpoints.save(2, {"x": np.arange(2)})
+            assert not other.done
+        finally:
+            released.set()
+    other.wait(60)
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_an_earlier_save_is_finished_without_its_limit_of_bytes_per_second(tmp_path: Path) -> None:
+    options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
+    with jaxckpt.Checkpointer(tmp_path, preemption_seconds=60, options=options) as checkpoints:
+        checkpoints.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+            checkpoints.save(2, {"x": np.zeros(1 << 16, np.uint8)})
+    assert checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_the_callback_of_a_published_save_is_not_waited_for(tmp_path: Path, last: int) -> None:
+    called, released = threading.Event(), threading.Event()
+
+    def upload(_: jaxckpt.SaveInfo) -> None:
+        called.set()
+        assert released.wait(60)
+
+    with jaxckpt.Checkpointer(tmp_path, preemption_seconds=20) as checkpoints:
+        checkpoints.save(1, {"x": np.arange(2)}, on_done=upload)
+        uploading = checkpoints.pending
+        assert uploading is not None
+        assert called.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            with pytest.raises(jaxckpt.Preempted, match=f"step {last} is saved"):
+                checkpoints.save(last, {"x": np.arange(2)})
+            assert not uploading.done
+        finally:
+            released.set()
+    uploading.wait(60)
+    assert checkpoints.steps() == [*range(1, last + 1)]
+
+
+def test_a_last_step_that_is_published_in_time_is_reported_as_saved_although_its_callback_is_late(
+    tmp_path: Path,
+) -> None:
+    released = threading.Event()
+    with jaxckpt.Checkpointer(tmp_path, preemption_seconds=2) as checkpoints:
+        checkpoints.save(1, {"x": np.arange(2)})
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
+                checkpoints.save(2, {"x": np.arange(2)}, on_done=lambda _: released.wait(60))
+        finally:
+            released.set()
+
+
+def test_a_last_step_that_is_to_be_overwritten_is_saved_again(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(7, {"x": "first"})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 7 is saved"):
+            checkpoints.save(7, {"x": "second"}, overwrite=True)
+    assert jaxckpt.restore(tmp_path / "00000007") == {"x": "second"}
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("deleted", [5, 7])
+def test_a_step_that_was_deleted_is_saved_again(tmp_path: Path, deleted: int, local: bool) -> None:
+    tier: dict[str, Any] = {"local": tmp_path / "local", "local_every": 100, "copies": 0} if local else {}
+    with jaxckpt.Checkpointer(tmp_path / "run", **tier) as checkpoints:
+        for step in (3, 5, 7):
+            checkpoints.save(step, {"x": "first"})
+            checkpoints.wait()
+        checkpoints.delete(deleted)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 7 is saved"):
+            checkpoints.save(7, {"x": "second"})
+    assert checkpoints.steps() == ([3, 5, 7] if deleted == 7 else [3, 7])
+    assert jaxckpt.restore(checkpoints.path(7)) == {"x": "second" if deleted == 7 else "first"}
+
+
+def test_an_abandoned_save_that_finishes_leaves_the_exit_status_alone(run_python: RunPython, tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, threading
+import numpy as np, jaxckpt
+from jaxckpt._save import background
+from jaxckpt._storage.files import FileWriter
+released, write = threading.Event(), FileWriter.write
+FileWriter.write = lambda *arguments: released.wait(60) and write(*arguments)
+with jaxckpt.Checkpointer(sys.argv[1], every=100, preemption_seconds=1, on_preemption="continue") as checkpoints:
+    checkpoints.save(1, {})  # begins to listen
+    os.kill(os.getpid(), signal.SIGTERM)
+    checkpoints.save(2, {"x": np.arange(2)})
+    (abandoned,) = background._abandoned
+    released.set()
+    abandoned.wait(60)
+print(checkpoints.steps())
+"""
+    assert run_python(program, args=[str(tmp_path / "s")], devices=1, timeout=60) == "[2]\n"
+
+
 @pytest.mark.child
 @pytest.mark.parametrize("order", ["first first", "last first", "another on top"])
 def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, order: str) -> None:

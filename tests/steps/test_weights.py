@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import servers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, environment, start
@@ -142,6 +143,39 @@ def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch
     assert jaxckpt.open(tmp_path).metadata == {"step": 6, "previous": None}
     ((step, tree),) = jaxckpt.subscribe(tmp_path)
     assert (step, float(tree["w"][0])) == (6, 6.0)
+
+
+def test_a_failure_that_another_save_reports_begins_a_new_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+        published(publisher, 0, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(28, "full")))
+            publisher.publish(1, {"w": jnp.full(4, 1.0)})
+            with pytest.raises(jaxckpt.StorageError, match="full"):
+                jaxckpt.save_async(tmp_path / "other", {"x": 1})
+        published(publisher, 2, 2)
+        ((step, tree),) = jaxckpt.subscribe(tmp_path / "w", timeout=0.1)
+        assert (step, float(tree["w"][0])) == (2, 2.0)
+
+
+def test_a_path_may_be_relative_or_end_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    follower = jaxckpt.subscribe("w/", timeout=60)
+    with jaxckpt.Publisher("w", options=FAST) as publisher:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for step in range(2):
+            published(publisher, step, step)
+            assert next(follower)[0] == step
+
+
+def test_a_url_may_end_with_a_slash(s3: servers.Bucket) -> None:
+    with jaxckpt.Publisher(f"{s3.url}/w/") as publisher:
+        published(publisher, 3, 1)
+    ((step, _),) = jaxckpt.subscribe(f"{s3.url}/w/")
+    assert step == 3
 
 
 def test_what_makes_no_sense(tmp_path: Path) -> None:
