@@ -34,14 +34,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore import blocks
 from jaxckpt._restore.reading import aligned_empty
-from jaxckpt._save import staging
+from jaxckpt._save import host_copies, staging
 
 BUDGET_SECONDS = 440.0
 """No section begins after this time. `make gpu` ends after 480 s; the difference is for the section that runs last."""
@@ -130,7 +130,14 @@ def memory_kinds() -> set[str]:
 
 
 def every_dtype(folder: Path, sizes: Sizes) -> Results:
-    """Each dtype that the device supports, saved both ways, restored to the device, and read as NumPy."""
+    """Each dtype that the device supports, saved whole and in parts, restored to the device, and read as NumPy."""
+    parts = jaxckpt.Options(object_bytes=1 << 10, chunk_bytes=1 << 10, sync=False)
+    ways: dict[str, Callable[..., Any]] = {
+        "save": jaxckpt.save,
+        "save_async": lambda *given: jaxckpt.save_async(*given).wait(),
+        "save in parts": functools.partial(jaxckpt.save, options=parts),
+        "save_async in parts": lambda *given: jaxckpt.save_async(*given, options=parts).wait(),
+    }
     refused: dict[str, str] = {}
     done: list[str] = []
     for name, dtype in DTYPES.items():
@@ -142,7 +149,7 @@ def every_dtype(folder: Path, sizes: Sizes) -> Results:
             except Exception as error:
                 refused[name] = str(error)[:200]
                 continue
-            for way, save in (("save", jaxckpt.save), ("save_async", lambda *a: jaxckpt.save_async(*a).wait())):
+            for way, save in ways.items():
                 save(folder / f"{name}-{way}", {"x": leaf})
                 like = {"x": jax.ShapeDtypeStruct(host.shape, dtype, sharding=leaf.sharding)}
                 require_equal(jaxckpt.restore(folder / f"{name}-{way}", like)["x"], host, f"{name}, {way}")
@@ -211,6 +218,73 @@ def many_small(folder: Path, sizes: Sizes) -> Results:
     assert back["empty"].shape == (0, 3)
     assert (back["numpy"] == np.arange(5)).all()
     return {"leaves": len(back)}
+
+
+def device_memory(folder: Path, sizes: Sizes) -> Results:
+    """The additional device memory of `save_async`: none if host memory is not limited, otherwise a constant."""
+    host = np.ones((sizes.streamed // 4096, 1024), np.float32)
+    tree = jax.block_until_ready({f"leaf{n}": jax.device_put(host) for n in range(2)})
+    found: Results = {"bytes": 2 * host.nbytes}
+    for name, staging_bytes, most in (
+        ("unlimited", None, 0),
+        ("limited", 4 * host.nbytes, host_copies.DEVICE_BYTES + jaxckpt.Options().object_bytes),
+    ):
+        before = jax.devices()[0].memory_stats() or {}
+        jaxckpt.save_async(folder / name, tree, options=jaxckpt.Options(staging_bytes=staging_bytes)).wait()
+        after = jax.devices()[0].memory_stats() or {}
+        if "peak_bytes_in_use" not in after:
+            found[name] = "the device does not report its memory"
+        elif after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
+            used = after["peak_bytes_in_use"] - before["bytes_in_use"]
+            found[name] = {"peak_device_mib": used >> 20}
+            assert used <= most + (16 << 20), f"{name}: {used >> 20} MiB"
+        else:
+            used = before["peak_bytes_in_use"] - before["bytes_in_use"]
+            found[name] = {"peak_device_mib": f"at most {used >> 20}"}
+    return found
+
+
+def configured(folder: Path, sizes: Sizes) -> Results:
+    """The caller's mesh, checks for NaN and guards against transfers do not change what is saved and restored."""
+    host = np.full((256, 1024), np.nan, np.float32)
+    leaf = jax.device_put(host, jax.devices()[-1])
+    tree = {"leaf": leaf, "uncommitted": jax.device_put(host), "small": [leaf[n] for n in range(200)]}
+    wanted = jax.tree.map(np.asarray, tree)
+    parts = jaxckpt.Options(object_bytes=64 << 10)
+    limited = jaxckpt.Options(object_bytes=64 << 10, staging_bytes=1 << 20)
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+    with jax.set_mesh(mesh), jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
+        jaxckpt.save(folder / "save", tree, options=parts)
+        jaxckpt.save_async(folder / "save_async", tree, options=parts).wait()
+        jaxckpt.save_async(folder / "limited", tree, options=limited).wait()
+        restored = {name: jaxckpt.restore(folder / name, tree) for name in ("save", "save_async", "limited")}
+    for name, back in restored.items():
+        for found, right in zip(jax.tree.leaves(back), jax.tree.leaves(wanted), strict=True):
+            require_equal(found, right, name)
+    return {"bytes": 2 * host.nbytes, "devices": mesh.size}
+
+
+def replicated(folder: Path, sizes: Sizes) -> Results:
+    """Leaves that all devices hold leave through all of them; with one device, this shows only that they are right."""
+    everywhere = NamedSharding(jax.make_mesh((len(jax.devices()),), ("x",)), PartitionSpec())
+    host = any_bits(np.dtype(np.uint32), sizes.streamed // 64).reshape(-1, 1024)
+    tree = {f"leaf{n}": jax.device_put(host + n, everywhere) for n in range(16)}
+    started = host_copies.start_copies
+    sent: dict[str, int] = {}
+
+    def counted(arrays: Any) -> Any:
+        for array in arrays:
+            (device,) = array.devices()
+            sent[str(device)] = sent.get(str(device), 0) + array.nbytes
+        return started(arrays)
+
+    host_copies.start_copies = counted
+    seconds = timed(lambda: jaxckpt.save_async(folder / "c", tree).wait() and None)[0]
+    host_copies.start_copies = started
+    back = jaxckpt.restore(folder / "c", tree)
+    for number, leaf in enumerate(back.values()):
+        require_equal(leaf, host + number, f"leaf{number}")
+    return {"bytes": 16 * host.nbytes, "seconds": round(seconds, 3), "bytes_by_device": sent}
 
 
 # Figures -------------------------------------------------------------------------------------------------
@@ -420,7 +494,11 @@ def main() -> int:
     # (name, whether an error in it fails the run, the folder it writes to, the function)
     sections: list[tuple[str, bool, Path, Callable[[Path, Sizes], Results]]] = [
         ("every dtype", True, disk, every_dtype),
+        # Early, because a device reports only the highest peak of the process.
+        ("device memory of save_async", True, memory, device_memory),
         ("donated after save_async", True, disk, donated),
+        ("the caller's configuration", True, disk, configured),
+        ("replicated leaves", True, memory, replicated),
         ("pinned_host leaves", True, disk, pinned_leaves),
         ("a leaf above host_bytes", True, disk, streamed),
         ("many small leaves", True, disk, many_small),
