@@ -2,7 +2,7 @@
 
     a shard in one object                     is copied as it is
     a shard in several objects of a process   is copied as it is, once, if host memory is not limited
-    any other part of a shard, or a cast      is cut on its device first; at most `DEVICE_BYTES` at a time
+    any other part of a shard, or a cast      is cut on its device first, at most `DEVICE_BYTES` at a time
 
 Copies that have started are safe from everything that the caller does to the arrays next: until a copy has ended, the
 runtime counts it as a use of the array's memory. A program that gets the array donated waits on the device for all
@@ -27,8 +27,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxckpt._save.exchange import own_mesh, start_indices, transfer_context, transfer_dtype
 
 DEVICE_BYTES = 256 << 20
-"""Device memory of pieces that were cut or cast, and whose copies to the host have not ended. If more is needed, the
-caller waits for the oldest copies. Links move this much in a few milliseconds."""
+"""Memory of each device for pieces that were cut or cast, and whose copies to the host have not ended. If more is
+needed, the caller waits for the oldest copies. A link moves this much in about 10 ms."""
 
 Index = tuple[slice | int, ...]
 
@@ -60,9 +60,9 @@ class HostCopies:
         self._left = dict(whole_shards or {})
         self._shards: dict[ShardKey, HostShard] = {}
         self._sent_bytes = Counter[Any]()
-        self._cut_bytes = 0
-        self._running = deque[tuple[list[weakref.ref[jax.Array]], int]]()
-        self._running_bytes = 0
+        self._cut: set[int] = set()
+        self._running: dict[Any, deque[tuple[weakref.ref[jax.Array], int]]] = {}
+        self._running_bytes = Counter[Any]()
 
     def take(
         self,
@@ -89,8 +89,9 @@ class HostCopies:
                 return array, ...
             if dtype.name in ("int2", "uint2"):  # XLA's compiler for CPUs aborts
                 return np.array(np.asarray(start_copies([array])[0])[here]), ...
-        self._cut_bytes += n_elements * dtype.itemsize
-        return cut_piece(array, here, dtype), ...
+        part = cut_piece(array, here, dtype)
+        self._cut.add(id(part))
+        return part, ...
 
     def _choose(self, value: jax.Array, replicas: Replicas, n_bytes: int) -> jax.Array:
         """The replica on the device that has sent the least, because each device has its own link to the host."""
@@ -104,18 +105,22 @@ class HostCopies:
     def start(self, arrays: Sequence[jax.Array], *, temporary: bool) -> list[Any]:
         """Start the copies of an object's pieces. `temporary` arrays hold device memory only until they are copied."""
         copies = start_copies(arrays)
-        n_bytes = sum(array.nbytes for array in arrays) if temporary else self._cut_bytes
-        self._cut_bytes = 0
-        running = [weakref.ref(copy) for copy in copies if isinstance(copy, jax.Array)]
-        if running and n_bytes:
-            self._running.append((running, n_bytes))
-            self._running_bytes += n_bytes
-        while self._running_bytes > DEVICE_BYTES:
-            oldest, n_bytes = self._running.popleft()
-            # Copies that no longer exist have been written.
-            jax.block_until_ready([copy for known in oldest if (copy := known()) is not None])
-            self._running_bytes -= n_bytes
+        for array, copy in zip(arrays, copies, strict=True):
+            if isinstance(copy, jax.Array) and (temporary or id(array) in self._cut):
+                (device,) = array.sharding.device_set
+                self._bound(device, copy)
+        self._cut.clear()
         return copies
+
+    def _bound(self, device: Any, copy: jax.Array) -> None:
+        """Note a running copy. Waits for the oldest copies from its device if they hold too much memory there."""
+        running = self._running.setdefault(device, deque())
+        running.append((weakref.ref(copy), copy.nbytes))
+        self._running_bytes[device] += copy.nbytes
+        while self._running_bytes[device] > DEVICE_BYTES:
+            oldest, n_bytes = running.popleft()
+            jax.block_until_ready(oldest())  # if it no longer exists, it has been written
+            self._running_bytes[device] -= n_bytes
 
 
 def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:

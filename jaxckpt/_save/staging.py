@@ -241,8 +241,9 @@ def _stage_pieces(
             elif way in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
     arrays = [array for group in sent for _, array, _ in group if isinstance(array, jax.Array)]
-    # Arrays that other processes exchanged are in device memory only for this.
-    started = iter(copies.start(arrays, temporary=hold == "copies") if arrays else ())
+    # Arrays that were stacked or exchanged are in device memory only for this.
+    is_temporary = group_rows > 1 or hold == "copies"
+    started = iter(copies.start(arrays, temporary=is_temporary) if arrays else ())
     for group in sent:
         group[:] = [(box, next(started) if isinstance(array, jax.Array) else array, part) for box, array, part in group]
     return StagedObject(obj, np.dtype(dtype), group_rows, groups, copied)
