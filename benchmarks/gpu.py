@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,196 +28,22 @@ from typing import Any
 # By default, JAX preallocates most of the GPU's memory, which would hide its peaks.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import gpu_checks as checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from gpu_checks import Peaks, Results, Sizes, Tree, gib_per_second, memory_kinds, state, timed
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore import blocks
 from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._save import staging
 
 BUDGET_SECONDS = 440.0
 """No section begins after this time. `make gpu` ends after 480 s; the difference is for the section that runs last."""
-
-Tree = dict[str, jax.Array]
-Results = dict[str, Any]
-
-
-class Sizes:
-    """Sizes in bytes; small ones for a smoke test."""
-
-    def __init__(self, smoke: bool) -> None:
-        self.streamed = 8 << 20 if smoke else 1 << 30
-        self.link = 4 << 20 if smoke else 2 << 30
-        self.large_leaves = 16
-        self.large = 16 << 20 if smoke else 8 << 30
-        self.small_leaves = 200 if smoke else 2000
-        self.small = 4 << 10 if smoke else 64 << 10
-        self.rounds = 1 if smoke else 3
-        self.side = 256 if smoke else 8192
-        """Rows and columns of the matrices that a training step multiplies."""
-
-
-def gib_per_second(n_bytes: int, seconds: float) -> float:
-    return round(n_bytes / seconds / (1 << 30), 2)
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """(seconds, result), measured until all arrays in the result are ready."""
-    begun = time.perf_counter()
-    found = jax.block_until_ready(call())
-    return time.perf_counter() - begun, found
-
-
-class Peaks:
-    """Peak memory while the block runs, above the memory in use before it; sampled every 5 ms."""
-
-    def __enter__(self) -> Peaks:
-        gc.collect()
-        self._ended = threading.Event()
-        self._before = self._most = self._now()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.005):
-            self._most = tuple(map(max, self._most, self._now()))
-
-    @staticmethod
-    def _now() -> tuple[int, ...]:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE"), (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
-
-    def mib(self) -> dict[str, int]:
-        host, device = ((most - before) >> 20 for most, before in zip(self._most, self._before, strict=True))
-        return {"peak_host_mib": host, "peak_device_mib": device}
-
-
-# Correctness ---------------------------------------------------------------------------------------------
-
-
-def any_bits(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
-    """Random bits. For floats, they include NaNs with payloads, infinities and subnormals."""
-    rng = np.random.default_rng(0)
-    if dtype.name == "bool":
-        return rng.integers(0, 2, count).astype(bool)
-    if dtype.name.strip("u") in ("int2", "int4"):
-        return rng.integers(0, 2, count).astype(dtype)
-    raw = rng.integers(0, 16 if "float4" in dtype.name else 256, count * dtype.itemsize, dtype=np.uint8)
-    return raw.view(dtype)
-
-
-def require_equal(found: Any, wanted: np.ndarray[Any, Any], what: str) -> None:
-    same = found.dtype == wanted.dtype and np.asarray(found).tobytes() == wanted.tobytes()
-    if not same:
-        raise AssertionError(f"{what}: other bits came back")
-
-
-def memory_kinds() -> set[str]:
-    return {memory.kind for memory in jax.devices()[0].addressable_memories()}
-
-
-def every_dtype(folder: Path, sizes: Sizes) -> Results:
-    """Each dtype that the device supports, saved both ways, restored to the device, and read as NumPy."""
-    refused: dict[str, str] = {}
-    done: list[str] = []
-    for name, dtype in DTYPES.items():
-        host = any_bits(dtype, 4096).reshape(8, 512)
-        with jax.enable_x64(True):
-            try:
-                leaf = jax.block_until_ready(jax.device_put(host))
-                require_equal(leaf, host, f"{name}, by JAX alone")
-            except Exception as error:
-                refused[name] = str(error)[:200]
-                continue
-            for way, save in (("save", jaxckpt.save), ("save_async", lambda *a: jaxckpt.save_async(*a).wait())):
-                save(folder / f"{name}-{way}", {"x": leaf})
-                like = {"x": jax.ShapeDtypeStruct(host.shape, dtype, sharding=leaf.sharding)}
-                require_equal(jaxckpt.restore(folder / f"{name}-{way}", like)["x"], host, f"{name}, {way}")
-                require_equal(jaxckpt.load_numpy(folder / f"{name}-{way}")["x"], host, f"{name}, {way}, as NumPy")
-        done.append(name)
-    assert {"float32", "bfloat16"} <= set(done), refused
-    return {"dtypes": done, "refused_by_the_device": refused}
-
-
-def donated(folder: Path, sizes: Sizes) -> Results:
-    """Arrays that are donated immediately after save_async returns."""
-    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2 + 1, tree), donate_argnums=0)
-    tree = state(4, sizes.streamed // 4)
-    jax.block_until_ready(step(state(4, sizes.streamed // 4)))  # compiled before the save
-    wanted = {name: np.array(leaf) for name, leaf in tree.items()}
-    pending = jaxckpt.save_async(folder / "c", tree)
-    for _ in range(10):
-        tree = step(tree)
-    jax.block_until_ready(tree)
-    pending.wait()
-    for name, found in jaxckpt.load_numpy(folder / "c").items():
-        require_equal(found, wanted[name], f"donated leaf {name}")
-    return {"bytes": sizes.streamed}
-
-
-def pinned_leaves(folder: Path, sizes: Sizes) -> Results:
-    """Leaves in pinned host memory are restored to it."""
-    if "pinned_host" not in memory_kinds():
-        return {"not run": f"the device has {sorted(memory_kinds())} only"}
-    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    host = any_bits(np.dtype(np.float32), 1 << 20)
-    tree = {"pinned": jax.device_put(host, pinned), "own": jnp.asarray(host)}
-    jaxckpt.save_async(folder / "c", tree).wait()
-    found = jaxckpt.restore(folder / "c", tree)
-    for name, leaf in tree.items():
-        require_equal(found[name], host, name)
-        assert found[name].sharding.memory_kind == leaf.sharding.memory_kind, name
-    return {"bytes": 2 * host.nbytes}
-
-
-def streamed(folder: Path, sizes: Sizes) -> Results:
-    """A leaf larger than `host_bytes`: of a dtype whose NaNs programs may alter, and of one without that problem."""
-    options = jaxckpt.Options(host_bytes=sizes.streamed // 16, object_bytes=sizes.streamed // 32, chunk_bytes=64 << 10)
-    found: Results = {}
-    for name in ("float32", "bfloat16"):
-        host = any_bits(DTYPES[name], sizes.streamed // DTYPES[name].itemsize).reshape(-1, 1024)
-        tree = {"x": jax.device_put(host)}
-        with Peaks() as saving:
-            jaxckpt.save(folder / name, tree, options=options)
-        with Peaks() as restoring:
-            back = jax.block_until_ready(jaxckpt.restore(folder / name, tree, options=options))
-        require_equal(back["x"], host, name)
-        found[name] = {"bytes": host.nbytes, "save": saving.mib(), "restore": restoring.mib()}
-    return found
-
-
-def many_small(folder: Path, sizes: Sizes) -> Results:
-    """Thousands of leaves, including PRNG keys, empty arrays, scalars and NumPy arrays."""
-    host = any_bits(np.dtype(np.uint16), sizes.small_leaves * 256).reshape(-1, 256)
-    tree: dict[str, Any] = {f"leaf{n}": leaf for n, leaf in enumerate(jax.device_put(list(host.view(jnp.bfloat16))))}
-    jaxckpt.save(folder / "c", tree | {"key": jax.random.key(7), "empty": jnp.zeros((0, 3)), "numpy": np.arange(5)})
-    back = jaxckpt.restore(folder / "c")
-    for number, wanted in enumerate(host):
-        require_equal(back[f"leaf{number}"], wanted.view(jnp.bfloat16), f"leaf{number}")
-    assert (jax.random.key_data(back["key"]) == jax.random.key_data(jax.random.key(7))).all()
-    assert back["empty"].shape == (0, 3)
-    assert (back["numpy"] == np.arange(5)).all()
-    return {"leaves": len(back)}
-
-
-# Figures -------------------------------------------------------------------------------------------------
-
-
-def state(leaves: int, n_bytes: int) -> Tree:
-    """Leaves of `n_bytes` each, made on the device."""
-    make = jax.jit(lambda key: jax.random.normal(key, (n_bytes // 4096, 1024), jnp.float32))
-    return {f"leaf{n}": make(jax.random.key(n)) for n in range(leaves)}
 
 
 def link(folder: Path, sizes: Sizes) -> Results:
@@ -419,11 +243,15 @@ def main() -> int:
     memory, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
     # (name, whether an error in it fails the run, the folder it writes to, the function)
     sections: list[tuple[str, bool, Path, Callable[[Path, Sizes], Results]]] = [
-        ("every dtype", True, disk, every_dtype),
-        ("donated after save_async", True, disk, donated),
-        ("pinned_host leaves", True, disk, pinned_leaves),
-        ("a leaf above host_bytes", True, disk, streamed),
-        ("many small leaves", True, disk, many_small),
+        ("every dtype", True, disk, checks.every_dtype),
+        # Early, because a device reports only the highest peak of the process.
+        ("device memory of save_async", True, memory, checks.device_memory),
+        ("donated after save_async", True, disk, checks.donated),
+        ("the caller's configuration", True, disk, checks.configured),
+        ("replicated leaves", True, memory, checks.replicated),
+        ("pinned_host leaves", True, disk, checks.pinned_leaves),
+        ("a leaf above host_bytes", True, disk, checks.streamed),
+        ("many small leaves", True, disk, checks.many_small),
         ("the link alone", False, disk, link),
         ("many small leaves, /dev/shm", False, memory, functools.partial(beside_orbax, False)),
         ("large leaves, /dev/shm", False, memory, functools.partial(beside_orbax, True)),

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, volume
 from jaxckpt._format.layouts import memory_kind
 from jaxckpt._format.pieces import Array
-from jaxckpt._save.exchange import transfer_context
+from jaxckpt._save.exchange import transfer_context, transfer_dtype
 
 BLOCK_ROWS = 32
 """Leaves per transfer. XLA's compiler for TPUs takes 0.3 s of CPU for a program that splits this many."""
@@ -128,13 +126,6 @@ def _place_row_pieces(buffers: Sequence[Array], devices: Sequence[Sequence[Any]]
     ]
     rows = _split(whole, own, buffers[0].dtype, n_rows)[: len(buffers[0])]
     return [[row.addressable_data(place) for place in range(len(pairs))] for row in rows]
-
-
-def transfer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype with which programs move data on a device, because on CPU they may alter NaNs of small floats."""
-    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
-        return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
-    return dtype
 
 
 def _blocks(buffer: Array, n_rows: int) -> list[Array]:

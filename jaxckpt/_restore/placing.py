@@ -19,7 +19,7 @@ from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
-from jaxckpt._restore.blocks import place_rows, transfer_dtype
+from jaxckpt._restore.blocks import place_rows
 from jaxckpt._restore.destinations import (
     Destination,
     Destinations,
@@ -33,7 +33,7 @@ from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.plan import ReadStep, Run
 from jaxckpt._restore.reading import Buffers
 from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show_path
-from jaxckpt._save.exchange import own_mesh, transfer_context
+from jaxckpt._save.exchange import own_mesh, transfer_context, transfer_dtype
 
 _GC_THRESHOLD = 100_000
 """Objects created between two runs of Python's garbage collector while arrays are created; Python's default is 700."""

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, spec_of
 from jaxckpt._format.layouts import memory_kind
 
@@ -56,6 +57,20 @@ def _mesh_of(device: Any) -> Mesh:
     return Mesh(np.array([device]), ("own",))
 
 
+def transfer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype with which programs move data on a device. On CPU devices, XLA computes with small floats in wider
+    types, which is slow and changes NaN payloads, so they are moved as integers."""
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return DTYPES[f"uint{jnp.finfo(dtype).bits}"]
+    return dtype
+
+
+def start_indices(starts: Sequence[int], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The start of a part of an array, for a jitted call."""
+    # Accelerators compute 64-bit indices as pairs of 32 bits, which needs more memory.
+    return np.array(starts, np.int64 if max(shape, default=0) >= 1 << 31 else np.int32)
+
+
 def n_sending_devices(devices: Sequence[Any]) -> int:
     """How many devices of a process send bytes: one on CPUs, where all share one memory and one connection."""
     return 1 if devices[0].platform == "cpu" else len(devices)
@@ -68,9 +83,7 @@ def replicate_box(value: jax.Array, box: Box) -> jax.Array:
     """
     sharding: Any = value.sharding
     with transfer_context(sharding.mesh):
-        # Accelerators compute 64-bit indices as pairs of 32 bits, which needs more memory.
-        wide = max(value.shape, default=0) >= 1 << 31
-        starts = np.array([start for start, _ in box], np.int64 if wide else np.int32)
+        starts = start_indices([start for start, _ in box], value.shape)
         return jax.block_until_ready(box_replicator(sharding, extent(box))(value, starts))
 
 

@@ -194,7 +194,14 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
                 pending.wait()  # raises the reason
         hold = background or not save.threaded
         stack_bytes = options.host_bytes // 2
-        staged = stage(save.plan, save.draft, save.reuse.originals, hold=hold, stack_bytes=stack_bytes)
+        staged = stage(
+            save.plan,
+            save.draft,
+            save.reuse.originals,
+            hold=hold,
+            stack_bytes=stack_bytes,
+            whole_shards=background and options.staging_bytes is None,
+        )
         if save.copies:
             keep_state = functools.partial(_keep_state, save)
             staged = transfer_copies(

@@ -7,8 +7,8 @@ Held data is safe from everything that the caller does to the leaves next:
 - JAX on CPU: a NumPy view of a shard outlives `delete()`, and makes XLA copy the memory instead of reusing it if the
   array is donated. Nothing is copied here, but creating a view costs about 5 µs. If an object packs hundreds of pieces,
   one jitted call stacks them: it costs 1 µs per piece to start, and copies in XLA's threads.
-- Other devices: the copies are queued on the device before anything that the caller starts later. Many small leaves are
-  first stacked on the devices, so that one transfer moves 32 of them.
+- Other devices: the copies are queued on the device before anything that the caller starts later (see host_copies).
+  Many small leaves are first stacked on the devices, so that one transfer moves 32 of them.
 - NumPy: copied, because any code may write to the array.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -33,7 +34,8 @@ from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
 from jaxckpt._runtime.errors import LayoutError
 from jaxckpt._save.describe import Draft, Value
-from jaxckpt._save.exchange import own_mesh, replicate_box, transfer_context
+from jaxckpt._save.exchange import replicate_box, transfer_context, transfer_dtype
+from jaxckpt._save.host_copies import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
 from jaxckpt._save.plan import Object, SavePlan
 
 STACK_PIECES = 512
@@ -54,15 +56,13 @@ a transfer. Not measured yet; benchmarks/gpu.py compares the two."""
 SEND_ROWS = 32
 """Leaves per call on such devices. XLA's compiler for TPUs takes 0.5 s of CPU for this many, 1.5 to 3 s for 128."""
 
-Index = tuple[slice | int, ...]
-
 Protection = Literal["views", "copies"] | None
 """How pieces are protected from later changes by the caller: as views of arrays if these suffice, as copies, or not at
 all."""
 
 PieceMode = Literal["leave", "view", "copy", "send", "cast"]
 """How a piece is taken from its array: left there, as a NumPy view, as a NumPy copy, as a copy from its device to the
-host that has been started, or as a cast copy on its device."""
+host that has been started, or as a cast copy on a CPU device."""
 
 
 PieceGroup = list[tuple[Box, Any, Index | EllipsisType]]
@@ -81,7 +81,7 @@ class StagedObject:
     group_rows: int
 
     groups: list[PieceGroup]
-    """The pieces of each group of rows: NumPy arrays, or jax.Arrays that may still be computing."""
+    """The pieces of each group of rows: NumPy arrays, or jax.Arrays and shards that may still be on their way."""
 
     copied_bytes: int
     """Host memory that the pieces take in addition to the leaves."""
@@ -94,32 +94,39 @@ class StagedObject:
         if self.stage_late is not None:
             return self.stage_late().data()
         groups, self.groups = self.groups, []
-        return Pieces(
-            self.obj.box,
-            self.dtype,
-            self.group_rows,
-            [[(box, self._host(array, part).reshape(extent(box))) for box, array, part in group] for group in groups],
-        )
+        with jax.transfer_guard("allow"):
+            found = [[(box, self._host(*piece).reshape(extent(box))) for box, *piece in group] for group in groups]
+        return Pieces(self.obj.box, self.dtype, self.group_rows, found)
 
     def _host(self, array: Any, part: Index | EllipsisType) -> Any:
         """A part of an array in host memory. From an array of another checkpoint, reads only that part."""
+        if isinstance(array, HostShard):
+            array = array.numpy()
         found = (np.asarray(array) if isinstance(array, jax.Array) else array)[part]
         return found if found.dtype == self.dtype else found.view(self.dtype)
 
 
 def stage(
-    plan: SavePlan, draft: Draft, originals: Container[Object] = (), *, hold: bool, stack_bytes: int
+    plan: SavePlan,
+    draft: Draft,
+    originals: Container[Object] = (),
+    *,
+    hold: bool,
+    stack_bytes: int,
+    whole_shards: bool = False,
 ) -> Generator[StagedObject]:
     """The data of each object that this process writes, except `originals`. Every process iterates to the end or closes
     the generator.
 
-    With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it.
+    With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it. With
+    `whole_shards`, a shard may be copied to the host for several objects at once.
     """
     exchanged = [number for number, moved in enumerate(plan.exchanged) if moved]
     # All processes take part in the exchange of an object, regardless of which one writes it.
     exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
     cast = bool(draft.casts)
+    copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
     try:
         for obj in plan.objects:
             if not plan.exchanged[obj.stack]:
@@ -127,15 +134,15 @@ def stage(
                 dtype = DTYPES[plan.stacks[obj.stack].dtype]
                 if obj in originals:
                     late = functools.partial(
-                        _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, cast
+                        _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, HostCopies(), cast
                     )
                     yield StagedObject(obj, dtype, 1, [], 0, late)
                 elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
                     stack_bytes -= obj.n_bytes if hold else 0
-                    yield _stage_stacked(obj, values, dtype)
+                    yield _stage_stacked(obj, values, dtype, copies)
                 else:
                     sources = _by_row(obj, values)
-                    yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, cast)
+                    yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
         for number, index, box in exchanges:
             parts = _exchange_rows(plan, draft, number, box)
             obj = own.get((number, index))
@@ -144,7 +151,7 @@ def stage(
                 # copied.
                 region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
                 dtype = DTYPES[plan.stacks[number].dtype]
-                yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, cast)
+                yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
     except (Exception, GeneratorExit):
         # The others would wait forever in an exchange that this process does not join, so it joins the remaining ones.
         for number, _, box in exchanges:
@@ -157,8 +164,30 @@ def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[j
     return [replicate_box(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
 
 
-HeldBoxes = tuple[tuple[Box, int], ...]
-"""Each distinct box of an array in this process, with its index in `addressable_data`."""
+def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object]) -> dict[ShardKey, int]:
+    """The shards on devices with their own memory that are cut into several objects, all of which this process writes.
+    Each with its number of elements."""
+    found = Counter[ShardKey]()
+    sizes: dict[ShardKey, int] = {}
+    for obj in plan.objects:
+        stack, (row, stop), region = plan.stacks[obj.stack], obj.box[0], obj.box[1:]
+        # Objects of several rows hold complete shards, unless these are small.
+        if stop > row + 1 or region == whole_box(stack.shape) or plan.exchanged[obj.stack] or obj in originals:
+            continue
+        value = draft.values[plan.members[obj.stack][row]]
+        if value.dtype != DTYPES[stack.dtype] or _piece_mode(value, "views", value.dtype) != "send":
+            continue
+        for box, replicas in _boxes_of(value):
+            common = intersection(box, region)
+            if common is not None and common != box:
+                key = obj.stack, row, replicas[0]
+                found[key] += volume(common)
+                sizes[key] = volume(box)
+    return {key: n_elements for key, n_elements in found.items() if n_elements == sizes[key]}
+
+
+HeldBoxes = tuple[tuple[Box, Replicas], ...]
+"""Each distinct box of an array in this process, with the shards that hold it."""
 
 Source = tuple[Value, HeldBoxes, Box]
 """An array, its boxes in this process, and its region of the stack with rows first."""
@@ -171,6 +200,7 @@ def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
     )
 
 
+@transfer_context(None)
 def _stage_pieces(
     obj: Object,
     region: Box,
@@ -178,6 +208,7 @@ def _stage_pieces(
     group_rows: int,
     dtype: np.dtype[Any],
     hold: Protection,
+    copies: HostCopies,
     cast: bool = False,
 ) -> StagedObject:
     """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
@@ -191,29 +222,38 @@ def _stage_pieces(
     sent: list[PieceGroup] = []
     copied = 0
     for (way, held, rest), run in itertools.groupby(sources, alike):
-        cuts = [(_translate_box(common, region, rest), here, number) for common, here, number in _cuts(held, region)]
+        cuts = [
+            (_translate_box(common, region, rest), here, replicas) for common, here, replicas in _cuts(held, region)
+        ]
         for value, _, place in run:
             lead = place[: len(place) - len(region)]
-            group: PieceGroup = [
-                ((*lead, *box), *_take_piece(value, number, here, way, dtype)) for box, here, number in cuts
-            ]
+            group: PieceGroup = []
+            for box, here, replicas in cuts:
+                if way == "send":
+                    key = (obj.stack, place[0][0], replicas[0]) if hold == "views" else None
+                    taken = copies.take(value, replicas, here, dtype if cast else value.dtype, key)
+                else:
+                    taken = _take_piece(value, replicas[0], here, way, dtype)
+                group.append(((*lead, *box), *taken))
             groups.append(group)
-            if way == "send" or (way == "cast" and not is_in_host_memory(value)):
+            if way == "send":
                 sent.append(group)
+                copied += sum(volume(box) for box, _, _ in group) * np.dtype(dtype).itemsize
             elif way in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
-    if sent:
-        arrays = iter(_start_host_copies([array for group in sent for _, array, _ in group]))
-        for group in sent:
-            group[:] = [(box, next(arrays), part) for box, _, part in group]
-            copied += sum(array.nbytes for _, array, _ in group)
+    arrays = [array for group in sent for _, array, _ in group if isinstance(array, jax.Array)]
+    # Arrays that were stacked or exchanged are in device memory only for this.
+    is_temporary = group_rows > 1 or hold == "copies"
+    started = iter(copies.start(arrays, temporary=is_temporary) if arrays else ())
+    for group in sent:
+        group[:] = [(box, next(started) if isinstance(array, jax.Array) else array, part) for box, array, part in group]
     return StagedObject(obj, np.dtype(dtype), group_rows, groups, copied)
 
 
 def _take_piece(
-    value: Value, number: int, here: Index, way: PieceMode, dtype: np.dtype[Any]
+    value: Value, number: int, here: tuple[slice, ...], way: PieceMode, dtype: np.dtype[Any]
 ) -> tuple[Any, Index | EllipsisType]:
-    """An array, and the part of it that is a piece of a leaf."""
+    """An array in host memory, and the part of it that is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value
     match way:
         case "leave":
@@ -226,9 +266,7 @@ def _take_piece(
             assign(copied, part)
             return copied, ...
         case "cast":
-            return _cast(array, here, dtype), ...
-        case "send":
-            return array if _is_all(here, array.shape) else array[here], ...
+            return cut_piece(array, here, dtype), ...
 
 
 def _translate_box(box: Box, origin: Box, target: Box) -> Box:
@@ -240,15 +278,12 @@ def _piece_mode(value: Value, hold: Protection, dtype: np.dtype[Any]) -> PieceMo
     """The treatment of the pieces of an array that is stored in this dtype."""
     if not isinstance(value, jax.Array):
         return "copy" if hold or value.dtype != dtype else "leave"
+    if not is_in_host_memory(value):
+        # Arrays that the user has placed in host memory must not be passed to XLA, and device_put would not copy them.
+        return "send" if memory_kind(value.sharding) is None else "copy"
     if value.dtype != dtype:
-        if is_in_host_memory(value):
-            return "copy" if _is_numpy_cast(value, dtype) else "cast"
-        # Arrays that the user has placed in host memory must not be passed to XLA.
-        return "cast" if memory_kind(value.sharding) is None else "copy"
-    if is_in_host_memory(value):
-        return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
-    # device_put to host memory would not copy arrays that the user has already placed there.
-    return "send" if memory_kind(value.sharding) is None else "copy"
+        return "copy" if _is_numpy_cast(value, dtype) else "cast"
+    return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
 
 
 def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
@@ -258,42 +293,6 @@ def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
         return False
     is_narrow = all(jnp.issubdtype(one, jnp.floating) and one.itemsize <= 4 for one in (value.dtype, dtype))
     return not is_narrow or is_lossless(value.dtype, dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _caster(sides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    def cut(array: Any, starts: Any) -> Any:
-        return lax.dynamic_slice(array, starts, sides).astype(dtype)
-
-    return jax.jit(cut)
-
-
-def _cast(array: Any, here: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
-    """A part of an array on one device, cast there to another dtype. All parts of a shape share one program."""
-    sides = tuple(cut.stop - cut.start for cut in here)
-    with transfer_context(own_mesh(array)):
-        return _caster(sides, dtype)(array, [np.int64(cut.start) for cut in here])
-
-
-def _is_all(here: Index, shape: tuple[int, ...]) -> bool:
-    return all(cut == slice(0, n) for cut, n in zip(here, shape, strict=True))
-
-
-def _start_host_copies(arrays: list[Any]) -> list[Any]:
-    """Start copies of pieces from other devices to the host, into pinned memory if JAX has it and reuses it."""
-    targets = [_host_sharding(array.sharding) for array in arrays]
-    if all(target is not None for target in targets):
-        return jax.device_put(arrays, targets)
-    for array in arrays:
-        array.copy_to_host_async()
-    return arrays
-
-
-@functools.lru_cache(maxsize=4096)
-def _host_sharding(sharding: Sharding) -> Sharding | None:
-    (device,) = sharding.device_set
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
 
 
 def is_in_host_memory(value: jax.Array) -> bool:
@@ -312,27 +311,27 @@ def _on_cpu(sharding: Sharding) -> bool:
 def _boxes_of(value: Value) -> HeldBoxes:
     if isinstance(value, jax.Array):
         return _held_boxes(value.sharding, value.shape)
-    return ((whole_box(value.shape), 0),)
+    return ((whole_box(value.shape), (0,)),)
 
 
 @functools.lru_cache(maxsize=4096)
 def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> HeldBoxes:
-    numbers: dict[Box, int] = {}
+    numbers: dict[Box, list[int]] = {}
     for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
-        numbers.setdefault(box, number)
-    return tuple(numbers.items())
+        numbers.setdefault(box, []).append(number)
+    return tuple((box, tuple(replicas)) for box, replicas in numbers.items())
 
 
-def _cuts(held: Sequence[tuple[Box, int]], region: Box) -> list[tuple[Box, tuple[slice, ...], int]]:
-    """(part of the region, position in the piece, index of the piece) of each piece that overlaps a region."""
-    for box, number in held:
+def _cuts(held: HeldBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], Replicas]]:
+    """(part of the region, its position in the shards, these shards) of each held box that overlaps a region."""
+    for box, replicas in held:
         if contains(box, region):
-            return [(region, slices_within(region, box), number)]
-    parts = [(common, box, number) for box, number in held if (common := intersection(box, region)) is not None]
+            return [(region, slices_within(region, box), replicas)]
+    parts = [(common, box, replicas) for box, replicas in held if (common := intersection(box, region)) is not None]
     filled = sum(volume(common) for common, _, _ in parts)
     if filled != volume(region):  # the rest would be stored uninitialized
         raise LayoutError(f"{filled} of {volume(region)} elements of {region} are on devices of this process")
-    return [(common, slices_within(common, box), number) for common, box, number in parts]
+    return [(common, slices_within(common, box), replicas) for common, box, replicas in parts]
 
 
 # Many small leaves in one call ----------------------------------------------------------------------------
@@ -370,7 +369,7 @@ def _can_stack_in_layout(value: jax.Array) -> bool:
     )
 
 
-def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> StagedObject:
+def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any], copies: HostCopies) -> StagedObject:
     """An object of packed rows, whose leaves are stacked on their devices."""
     first: jax.Array = values[0]
     held = _boxes_of(first)
@@ -378,8 +377,9 @@ def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> 
     own = None if _can_stack_in_layout(first) else _own_sharding(first.sharding, first.shape)
     sharding: Any = own or first.sharding
     along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
-    numbers = range(len(held)) if own else [number for _, number in held]
-    stacked_held = tuple((((0, rows), *box), number) for (box, _), number in zip(held, numbers, strict=True))
+    stacked_held = tuple(
+        (((0, rows), *box), (place,) if own else replicas) for place, (box, replicas) in enumerate(held)
+    )
     begun = obj.box[0][0]
     sources: list[Source] = []
     for start in range(0, len(values), rows):
@@ -390,22 +390,23 @@ def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any]) -> 
             # Padded with the last leaf, so that all calls share one program.
             stacked = _stack(along, dtype)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
         sources.append((stacked, stacked_held, ((begun + start, begun + start + rows), *obj.box[1:])))
-    staged = _stage_pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None)
+    staged = _stage_pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None, copies)
     staged.dtype = dtype
     return staged
 
 
 @functools.lru_cache(maxsize=256)
 def _own_sharding(sharding: Sharding, shape: tuple[int, ...]) -> NamedSharding:
-    """A sharding with each distinct box of this process once, over its own devices."""
+    """A sharding with each distinct box of this process once, over its own devices. Of replicas always the first, so
+    that the program that stacks is compiled once."""
     devices = [device for device, _ in addressable_boxes(sharding, shape)]
-    mesh = Mesh(np.array([devices[number] for _, number in _held_boxes(sharding, shape)]), ("own",))
+    mesh = Mesh(np.array([devices[replicas[0]] for _, replicas in _held_boxes(sharding, shape)]), ("own",))
     return NamedSharding(mesh, PartitionSpec(*["own"] * bool(shape)))
 
 
 def _own_part(value: jax.Array, held: HeldBoxes, own: NamedSharding) -> jax.Array:
     """The part of a leaf in this process, as a local array, because other processes do not make these calls."""
-    parts = [value.addressable_data(number) for _, number in held]
+    parts = [value.addressable_data(replicas[0]) for _, replicas in held]
     shape = parts[0].shape
     joined = (len(parts) * shape[0], *shape[1:]) if shape else ()
     return jax.make_array_from_single_device_arrays(joined, own, parts)
@@ -415,10 +416,9 @@ def _own_part(value: jax.Array, held: HeldBoxes, own: NamedSharding) -> jax.Arra
 def _stack(sharding: Sharding, dtype: np.dtype[Any]) -> Any:
     def stack(leaves: list[jax.Array]) -> jax.Array:
         leaves = [leaf.astype(dtype) for leaf in leaves]
-        # Stack small floats as integers. XLA computes with them in wider types, which is slow and changes NaN payloads.
-        if jnp.issubdtype(leaves[0].dtype, jnp.floating) and leaves[0].dtype.itemsize < 4:
-            bits = jnp.finfo(leaves[0].dtype).bits
-            leaves = [lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{bits}")) for leaf in leaves]
+        bits = transfer_dtype(dtype)
+        if bits != dtype:
+            leaves = [lax.bitcast_convert_type(leaf, bits) for leaf in leaves]
         return jnp.stack(leaves)
 
     return jax.jit(stack, out_shardings=sharding)

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._restore import blocks, destinations, placing
-from jaxckpt._save import staging
+from jaxckpt._save import host_copies, staging
 
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
@@ -41,4 +41,17 @@ for number, spec in enumerate((P("a", "b"), P(), P(None, ("b", "a")))):
     # If both processes hold a leaf, each writes objects with too few leaves for stacking.
     assert "split" in calls, spec
     assert "stacked" in calls or number % 2, spec
+# Large leaves: each process copies shards that it alone writes, and parts of those that both write.
+cut_piece = host_copies.cut_piece
+host_copies.cut_piece = lambda *given: calls.append("cut") or cut_piece(*given)
+options = jaxckpt.Options(object_bytes=8 << 10, chunk_bytes=1 << 10)
+host = np.arange(1 << 16, dtype=np.float32).reshape(256, 256)
+for spec in (P("a", "b"), P()):
+    leaf = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
+    calls.clear()
+    pending = jaxckpt.save_async(f"{path}-large", {"x": leaf}, overwrite=True, options=options)
+    leaf.delete()
+    pending.wait()
+    assert bool(calls) == (spec == P()), spec
+    assert jaxckpt.load_numpy(f"{path}-large")["x"].tobytes() == host.tobytes(), spec
 print("the same bits")

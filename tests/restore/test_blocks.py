@@ -16,7 +16,7 @@ from strategies import bits
 import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._restore import blocks, destinations, placing
-from jaxckpt._save import staging
+from jaxckpt._save import host_copies, staging
 
 LEAVES = 150
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -26,7 +26,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The number of arrays sent to the host and to the devices, with CPU devices treated as accelerators."""
     counts = {"to_host": 0, "to_devices": 0}
-    to_host, place_rows, put = staging._start_host_copies, placing.place_rows, jax.device_put
+    to_host, place_rows, put = host_copies.start_copies, placing.place_rows, jax.device_put
 
     def counted_to_host(arrays: list[Any]) -> list[Any]:
         counts["to_host"] += len(arrays)
@@ -42,7 +42,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             return place_rows(*given)
 
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
-    monkeypatch.setattr(staging, "_start_host_copies", counted_to_host)
+    monkeypatch.setattr(host_copies, "start_copies", counted_to_host)
     monkeypatch.setattr(blocks, "has_own_memory", lambda sharding: True)
     monkeypatch.setattr(destinations, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
     monkeypatch.setattr(placing, "place_rows", counted_place_rows)

@@ -31,9 +31,9 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     stack = _staging._stage_stacked
 
-    def counted(obj: Any, values: Any, dtype: Any) -> Any:
+    def counted(obj: Any, values: Any, *rest: Any) -> Any:
         seen.append(values[0].dtype.name)
-        return stack(obj, values, dtype)
+        return stack(obj, values, *rest)
 
     monkeypatch.setattr(_staging, "_stage_stacked", counted)
     return seen

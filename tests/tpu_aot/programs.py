@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt._restore import blocks, gathering, placing
-from jaxckpt._save import exchange, staging
+from jaxckpt._save import exchange, host_copies, staging
 
 MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
 LARGE = (16384, 16384)
@@ -114,15 +114,23 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
     for name in ("float32", "bfloat16"):
         dtype = jnp.dtype(name)
         along = NamedSharding(mesh, P(None, *spec))
-        yield "stack", name, staging._stack(along), [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS]
-        block = abstract((blocks.BLOCK_ROWS, *SMALL), blocks.transfer_dtype(np.dtype(dtype)), along)
+        yield (
+            "stack",
+            name,
+            staging._stack(along, np.dtype(dtype)),
+            [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS],
+        )
+        block = abstract((blocks.BLOCK_ROWS, *SMALL), exchange.transfer_dtype(np.dtype(dtype)), along)
         yield "split", name, blocks.splitter(split, np.dtype(dtype), blocks.BLOCK_ROWS), [block]
         part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
-        carrier = blocks.transfer_dtype(np.dtype(dtype))
+        carrier = exchange.transfer_dtype(np.dtype(dtype))
+        for cut, stored in (("cut", dtype), ("cut and cast", jnp.dtype(jnp.float16))):
+            program = host_copies.cutter((part[0] // 2, part[1]), np.dtype(stored))
+            yield cut, name, program, [abstract(part, dtype, own), abstract((2,), np.int32)]
         starts = tuple(abstract((), np.int32) for _ in part)
         piece = abstract((8, part[1]), carrier, own)
         yield "streaming update", name, placing._update, [abstract(part, carrier, own), piece, starts]

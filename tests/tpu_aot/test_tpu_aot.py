@@ -48,7 +48,7 @@ def compiled(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def test_every_program_compiles_and_needs_little_memory(compiled: list[dict[str, Any]]) -> None:
     names = {one["program"] for one in compiled}
     assert names >= {"exchange", "exchange from pinned_host", "exchange of an object", "stack", "split"}
-    assert names >= {"copy to pinned_host", "streaming update", "streaming bitcast"}
+    assert names >= {"copy to pinned_host", "cut", "cut and cast", "streaming update", "streaming bitcast"}
     assert names >= {"gather", "gather in several communities", "gather of few"}
     for one in compiled:
         what = f"{one['program']} of {one['dtype']} on {one['topology']}"
