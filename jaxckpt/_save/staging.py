@@ -251,7 +251,11 @@ def _stage_pieces(
 
 
 def _take_piece(
-    value: Value, number: int, here: tuple[slice, ...], way: PieceMode, dtype: np.dtype[Any]
+    value: Value,
+    number: int,
+    here: tuple[slice, ...],
+    way: Literal["leave", "view", "copy", "cast"],
+    dtype: np.dtype[Any],
 ) -> tuple[Any, Index | EllipsisType]:
     """An array in host memory, and the part of it that is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value
