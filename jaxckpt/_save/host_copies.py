@@ -27,7 +27,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxckpt._save.exchange import own_mesh, start_indices, transfer_context, transfer_dtype
 
 DEVICE_BYTES = 256 << 20
-"""Memory of each device for pieces that were cut or cast, and whose copies to the host have not ended. If more is
+"""Memory of each device for pieces that were cut, cast, stacked or exchanged, until their copies have ended. If more is
 needed, the caller waits for the oldest copies. A link moves this much in about 10 ms."""
 
 Index = tuple[slice | int, ...]
