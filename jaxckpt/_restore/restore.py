@@ -187,7 +187,6 @@ def _require_same_checkpoint(found: Sequence[str], url: str) -> None:
         )
 
 
-@jax.transfer_guard("allow")
 def _require_no_trace(goals: Iterable[Goal]) -> None:
     """Raise InputError while JAX traces a function, because no arrays can be created then."""
     if not any(goal.on_devices for goal in goals):
