@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxckpt._format.layouts import pinned_memory
 from jaxckpt._save.exchange import own_mesh, start_indices, transfer_context, transfer_dtype
 
 DEVICE_BYTES = 256 << 20
@@ -125,20 +125,13 @@ class HostCopies:
 
 def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:
     """Start copies of arrays on single devices to the host, into pinned memory if JAX has it and reuses it."""
-    targets = [_host_sharding(array.sharding) for array in arrays]
+    targets = [pinned_memory(array.sharding) for array in arrays]
     if all(target is not None for target in targets):
         return jax.device_put(list(arrays), targets)
     for array in arrays:
         array.copy_to_host_async()
     # Such a copy belongs to its array, which the caller may donate or delete, so it is taken at once.
     return [np.asarray(array) for array in arrays]
-
-
-@functools.lru_cache(maxsize=4096)
-def _host_sharding(sharding: Sharding) -> Sharding | None:
-    (device,) = sharding.device_set
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
 
 
 def cut_piece(array: jax.Array, here: tuple[slice, ...], dtype: np.dtype[Any]) -> jax.Array:

@@ -60,9 +60,12 @@ Protection = Literal["views", "copies"] | None
 """How pieces are protected from later changes by the caller: as views of arrays if these suffice, as copies, or not at
 all."""
 
-PieceMode = Literal["leave", "view", "copy", "send", "cast"]
-"""How a piece is taken from its array: left there, as a NumPy view, as a NumPy copy, as a copy from its device to the
-host that has been started, or as a cast copy on a CPU device."""
+HostMode = Literal["leave", "view", "copy", "cast"]
+"""How a piece is taken from an array in host memory: left there, as a NumPy view, as a NumPy copy, or as a cast copy
+on its CPU device."""
+
+PieceMode = HostMode | Literal["send"]
+"""Also: as a copy from its device to the host, which is started."""
 
 
 PieceGroup = list[tuple[Box, Any, Index | EllipsisType]]
@@ -251,11 +254,7 @@ def _stage_pieces(
 
 
 def _take_piece(
-    value: Value,
-    number: int,
-    here: tuple[slice, ...],
-    way: Literal["leave", "view", "copy", "cast"],
-    dtype: np.dtype[Any],
+    value: Value, number: int, here: tuple[slice, ...], way: HostMode, dtype: np.dtype[Any]
 ) -> tuple[Any, Index | EllipsisType]:
     """An array in host memory, and the part of it that is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value

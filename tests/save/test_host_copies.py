@@ -173,7 +173,7 @@ def test_deleted_arrays_without_pinned_memory(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without "pinned_host", a host copy belongs to the array, and is lost with it."""
-    monkeypatch.setattr(host_copies, "_host_sharding", lambda sharding: None)
+    monkeypatch.setattr(host_copies, "pinned_memory", lambda sharding: None)
     for options in (OPTIONS, LIMITED):
         tree = {"x": numbers((64, 128)), "y": numbers((16, 16)), "many": numbers((2, 2))}
         wanted = {name: np.array(leaf) for name, leaf in tree.items()}

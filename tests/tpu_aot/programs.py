@@ -87,6 +87,7 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
     split = NamedSharding(mesh, spec)
     device = next(iter(mesh.devices.flat))
     own = SingleDeviceSharding(device)
+    part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
 
     def abstract(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -99,6 +100,8 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
             exchange.box_replicator(split, BOX),
             [abstract(LARGE, dtype, split), abstract((2,), np.int32)],
         )
+        cut = host_copies.cutter((part[0] // 2, part[1]), np.dtype(dtype))
+        yield "cut", name, cut, [abstract(part, dtype, own), abstract((2,), np.int32)]
     pinned = split.with_memory_kind("pinned_host")
     yield (
         "exchange from pinned_host",
@@ -122,15 +125,13 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
         )
         block = abstract((blocks.BLOCK_ROWS, *SMALL), exchange.transfer_dtype(np.dtype(dtype)), along)
         yield "split", name, blocks.splitter(split, np.dtype(dtype), blocks.BLOCK_ROWS), [block]
-        part = tuple(side // n for side, n in zip(LARGE, mesh.devices.shape, strict=True))
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
         carrier = exchange.transfer_dtype(np.dtype(dtype))
-        for cut, stored in (("cut", dtype), ("cut and cast", jnp.dtype(jnp.float16))):
-            program = host_copies.cutter((part[0] // 2, part[1]), np.dtype(stored))
-            yield cut, name, program, [abstract(part, dtype, own), abstract((2,), np.int32)]
+        cast = host_copies.cutter((part[0] // 2, part[1]), np.dtype(np.float16))
+        yield "cut and cast", name, cast, [abstract(part, dtype, own), abstract((2,), np.int32)]
         starts = tuple(abstract((), np.int32) for _ in part)
         piece = abstract((8, part[1]), carrier, own)
         yield "streaming update", name, placing._update, [abstract(part, carrier, own), piece, starts]
@@ -158,11 +159,9 @@ def compiled(topology: str) -> Iterator[Compiled]:
     every = programs(mesh, MOVED if len(devices) == 8 else MOVED_FAR)
     for name, dtype, program, arguments in itertools.chain(every, shared_reads(topology, devices)):
         begun = time.process_time()
-        on_mesh = (
-            exchange.transfer_context(mesh)
-            if name.startswith(("exchange", "stack", "split"))
-            else contextlib.nullcontext()
-        )
+        on_mesh = contextlib.nullcontext()
+        if name.startswith(("exchange", "stack", "split", "cut")):
+            on_mesh = exchange.transfer_context(None if name.startswith("cut") else mesh)
         try:
             with on_mesh:
                 made = program.lower(*arguments).compile()

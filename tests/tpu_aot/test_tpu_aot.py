@@ -65,9 +65,10 @@ def _most_temporary_bytes(one: dict[str, Any]) -> int:
         return 0
     if one["program"] == "exchange of an object":
         return 3 * one["device_output_bytes"]
-    if one["program"] == "exchange" and one["dtype"] in ("complex64", "int64"):
-        # TPUs keep these as two arrays. XLA splits the device's whole piece before it reads any of it.
-        return one["local_bytes"] // 2 + MIB
+    if one["program"] in ("exchange", "cut") and one["dtype"] in ("complex64", "int64"):
+        # TPUs keep these as two arrays. XLA splits the device's whole piece before it reads any of it, and for a part
+        # of half the piece, as here, it also keeps both halves of the result.
+        return one["local_bytes"] * (2 if one["program"] == "exchange" else 3) // 4 + MIB
     return 512 * KIB
 
 
