@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "fetching", "folder", "bucket")]
+TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "tensor_files", "fetching", "folder", "bucket")]
 """The modules that may import tensorstore."""
 
 FLOORS = [
