@@ -86,7 +86,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
 
     Raises:
         InputError: `directory` is itself a checkpoint, or a file.
-        StorageError: The directory cannot be listed.
+        StorageError: The directory cannot be listed, or it cannot be found out whether a step is published.
 
     Examples:
         >>> import shutil, jaxckpt
