@@ -230,7 +230,7 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
     hosts = job.hosts()
     wipe(hosts[1])
     wipe(hosts[2])
-    case(hosts, 30, "step 30 is taken from")
+    case(hosts, 30, "step 30 is restored from")
     hosts = job.hosts()
     for name in objects(hosts[0])[::5]:  # also files of process_state
         flip(copies(hosts, name)[0])
@@ -238,7 +238,7 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
     hosts = job.hosts()
     for file in copies(hosts, objects(hosts[0])[0]):
         flip(file)
-    case(hosts, 30, "step 30 is taken from", layout="replicated")
+    case(hosts, 30, "step 30 is restored from", layout="replicated")
     hosts = job.hosts()
     name = objects(hosts[3])[-1]
     for file in copies(hosts, name)[:1]:
