@@ -308,7 +308,7 @@ def submit_save(
             _jobs.remove(job)
             raise
         return
-    others = any(not other.pending.done for other in _jobs.copy())
+    others = any(not other.done for other in (*(job.pending for job in _jobs.copy()), *_abandoned))
     _jobs.append(job)
     if (awaited or is_last_step) and others and not is_shutting_down():
         start_thread(functools.partial(_run_alone, job), "jaxckpt-save-alone")
@@ -465,7 +465,7 @@ def _wait_at_exit() -> None:
             print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
             traceback.print_exc()
             _exit_status = 1
-    if any(not pending.done for pending in _abandoned):
+    if any(not pending.done or pending.error is not None for pending in _abandoned):  # its thread may hang
         _exit_status = _exit_status or 128 + signal.SIGTERM
     elif _thread_ended is not None:
         # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.

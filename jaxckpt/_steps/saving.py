@@ -170,13 +170,13 @@ class Saver:
 
     def _finish_earlier_saves(self, step: int, *, overwrite: bool) -> bool:
         """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step, so that it
-        need not be saved again."""
+        need not be saved again. Saves of other steps get half of the time, because this one needs the other half."""
         flush = None if self.local is None else self.local.flush
         if flush is not None and (overwrite or flush.step != step):
             flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
         for last in (self.last_save, self.last_flush):
             try:
-                last.hurry(self.preemption.seconds_left())
+                last.hurry(self.preemption.seconds_left() / (1 if last.step == step and not overwrite else 2))
             except Exception as error:
                 _log.warning("an earlier save was not completed: %s", error)
         return not overwrite and step == (self.last_save if self.local is None else self.last_flush).step

@@ -43,8 +43,8 @@ from jaxckpt._storage.workers import JoinedWork, submit
 _LOCK_SECONDS = 300.0
 """How long to wait for the lock. A sweep that holds it may have many files to delete."""
 
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of file systems without hard links."""
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV)
+"""Errors of file systems without hard links, or without those from another folder, such as AFS."""
 
 
 @functools.cache

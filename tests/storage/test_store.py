@@ -163,7 +163,7 @@ def test_nfs_may_report_that_the_link_it_has_made_exists(tmp_path: Path, monkeyp
     assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV])
 def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
