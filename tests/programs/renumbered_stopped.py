@@ -8,11 +8,11 @@ from peer import args, at, attempt, count, meet, note, operate, process_id, slee
 
 operate("save", 0, 60)
 stops = process_id == 0
-others = [f"told-{process}" for process in range(1, count)]
+others = [f"raised-{process}" for process in range(1, count)]
 back = at("writing", sleep_until(others, "CONT")) if stops else lambda: None
 meet("ready")
 said, seconds = attempt("save", 1, args["timeout"])
-note("told")
+note("raised")
 back()
 meet("over")
 now = there()

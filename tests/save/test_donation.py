@@ -6,7 +6,6 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._save import staging as _staging
-from jaxckpt._storage.files import FileWriter
 
 
 def state() -> Any:
@@ -63,21 +61,6 @@ def values(tree: Any) -> Any:
 def require_equal(path: Path, wanted: Any) -> None:
     got = jaxckpt.load_numpy(path)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Blocks all writes until it is set."""
-    opened = threading.Event()
-    write = FileWriter.write
-
-    def wait(*arguments: Any) -> Any:
-        assert opened.wait(60)
-        return write(*arguments)
-
-    monkeypatch.setattr(FileWriter, "write", wait)
-    yield opened
-    opened.set()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._save import host_copies, staging
 from jaxckpt._save.handover import Handover
-from jaxckpt._storage.files import FileWriter
 
 Save = Callable[..., Any]
 
@@ -47,21 +46,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
     monkeypatch.setattr(host_copies, "start_copies", lambda given: arrays.extend(given) or start(given))
     return arrays
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Blocks all writes until it is set."""
-    opened = threading.Event()
-    write = FileWriter.write
-
-    def wait(*arguments: Any) -> Any:
-        assert opened.wait(60)
-        return write(*arguments)
-
-    monkeypatch.setattr(FileWriter, "write", wait)
-    yield opened
-    opened.set()
 
 
 def numbers(shape: tuple[int, ...], sharding: Any = None) -> jax.Array:
