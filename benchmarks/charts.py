@@ -13,13 +13,13 @@ matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "jaxckpt", "svg.fonttype": "none"})  # equal figures give equal files
 
 import matplotlib.pyplot as plt
-from tables import LABELS, newest
+from tables import LABELS, newest, runs
 
 
 def charts() -> dict[str, str]:
     """Each chart as SVG, by file name."""
-    found = newest("peers-????-??-??-tmpfs.json")["runs"]
-    (run,) = (run for run in found if (run["workload"], run["processes"]) == ("e", 1))
+    case = ("e", 1, "tmpfs")
+    (run,) = (run for run in runs() if (run["workload"], run["processes"], run["filesystem"]) == case)
     return {"peers.svg": _peers(run), "planning.svg": _planning(newest("planning-*.json"))}
 
 

@@ -42,10 +42,8 @@ def newest(pattern: str) -> Any:
 
 
 def runs() -> list[Run]:
-    """All runs of the newest sitting: on tmpfs, and on a disk on the same day."""
-    found = max(RESULTS.glob("peers-????-??-??-tmpfs.json"))
-    on_disk = found.with_name(found.name.replace("-tmpfs", ""))
-    return [run for path in (found, on_disk) if path.exists() for run in json.loads(path.read_text())["runs"]]
+    """All runs of the newest sitting."""
+    return newest("peers-*.json")["runs"]
 
 
 def pages() -> str:
