@@ -37,26 +37,23 @@ ALL = list(dict.fromkeys(kind.name for kind in contenders.CONTENDERS if kind.nam
 TMPFS, DISK = "/dev/shm", tempfile.gettempdir()
 _FLOORS = ("one plain file", "jaxckpt, io=tensorstore", "Orbax raw")
 _OTHERS = ("Orbax OCDBT", "safetensors", "DCP one thread")
+_PLAIN = ("one plain file", "Orbax raw")
 
 SITTING: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
     ("e", 1, TMPFS, (_FLOORS, ("Orbax OCDBT", "Orbax chunks", "safetensors"))),
-    ("f", 1, TMPFS, (("one plain file", "Orbax raw", "Orbax OCDBT"),)),
+    ("f", 1, TMPFS, ((*_PLAIN, "Orbax OCDBT"),)),
     ("a", 1, TMPFS, (_FLOORS, _OTHERS)),
-    ("c", 1, TMPFS, (_FLOORS, _OTHERS)),
+    ("c", 1, TMPFS, (_FLOORS, ("Orbax OCDBT", "safetensors"))),
     ("b", 1, TMPFS, (("one plain file", "jaxckpt, io=tensorstore", "safetensors"), ("DCP one thread", "Orbax v1"))),
     # Orbax takes minutes for each operation on 20,000 leaves: the fastest of its ways is enough.
-    (
-        "d",
-        1,
-        TMPFS,
-        (("one plain file", "jaxckpt, io=tensorstore", "safetensors"), ("DCP one thread", "Orbax no OCDBT")),
-    ),
-    ("a", 1, DISK, (("one plain file", "Orbax raw"),)),
-    ("e", 1, DISK, (("one plain file", "Orbax raw"),)),
-    ("e", 4, TMPFS, (("one plain file", "Orbax raw"),)),
-    ("f", 4, TMPFS, (("one plain file", "Orbax raw"),)),
+    ("d", 1, TMPFS, (("one plain file", "jaxckpt, io=tensorstore", "safetensors", "Orbax no OCDBT"),)),
+    *((key, 1, DISK, (_PLAIN,)) for key in ("a", "c", "e", "f")),
+    ("b", 1, DISK, (("one plain file", "Orbax v1"),)),
+    ("d", 1, DISK, (("one plain file", "Orbax no OCDBT"),)),
+    ("e", 4, TMPFS, (_PLAIN,)),
+    ("f", 4, TMPFS, (_PLAIN,)),
     ("b", 4, TMPFS, (("one plain file", "Orbax no OCDBT"),)),
-    *((key, 1, TMPFS, (("one plain file", "Orbax raw"),)) for key in ("e-small", "e-wide", "f-small", "f-wide")),
+    *((key, 1, TMPFS, (_PLAIN,)) for key in ("e-small", "e-wide", "f-small", "f-wide")),
 )
 """(workload, number of processes, folder, groups of contenders), the most important first. The contenders of a group
 take turns with jaxckpt in one process. Larger groups do not fit into 24 GiB, because freed memory stays in the process.

@@ -4,8 +4,9 @@ A round is: for each operation, all contenders; every other round runs in the op
 and compiles, and everything that is restored in it is compared with what was saved, bit for bit. It is counted only if
 there is no other. A contender whose round takes longer than SLOW_SECONDS takes no part in the next ones.
 Freed memory stays in the process (steady.py), for all alike. Before each measurement, untimed, dirty pages are
-flushed; before each save, memory twice as large as the tree is touched and given back: on a virtual machine the first
-touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page cache.
+flushed; before each save, TOUCHED times the tree's size of memory is touched and given back: on a virtual machine the
+first touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page
+cache.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ import jaxckpt
 SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
 SLOW_SECONDS = 180
+TOUCHED = 1.25  # the files of one save, and some more
 STEP_LEAVES = 5000  # above this a step, which follows save_async, takes minutes to compile
 
 Samples = dict[str, dict[str, list[float]]]
@@ -86,6 +88,7 @@ class Turns:
             operations.append(self.parameters)
         if case["no_async"] or len(self.workload.leaves) > STEP_LEAVES:
             operations.remove(self.save_async)
+        gc.freeze()  # so that the collections before measurements need not look at all modules again
         order = self.contenders
         for self.round in range(case["rounds"] + 1):
             order, taken = order[::-1], dict.fromkeys(order, 0.0)
@@ -231,7 +234,7 @@ class Turns:
         contender.prepare()
         gc.collect()
         if saving:
-            with mmap.mmap(-1, 2 * max(self.workload.nbytes // jax.process_count(), 1)) as touched:
+            with mmap.mmap(-1, max(int(TOUCHED * self.workload.nbytes / jax.process_count()), 1)) as touched:
                 touched.madvise(mmap.MADV_HUGEPAGE)  # as NumPy asks for
                 np.frombuffer(touched, np.uint8)[:: mmap.PAGESIZE] = 1
         os.sync()
