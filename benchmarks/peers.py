@@ -43,10 +43,15 @@ SITTING: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
     ("e", 1, TMPFS, (_FLOORS, ("Orbax OCDBT", "Orbax chunks", "safetensors"))),
     ("f", 1, TMPFS, ((*_PLAIN, "Orbax OCDBT"),)),
     ("a", 1, TMPFS, (_FLOORS, _OTHERS)),
-    ("c", 1, TMPFS, (_FLOORS, ("Orbax OCDBT", "safetensors"))),
+    ("c", 1, TMPFS, (_FLOORS, _OTHERS)),
     ("b", 1, TMPFS, (("one plain file", "jaxckpt, io=tensorstore", "safetensors"), ("DCP one thread", "Orbax v1"))),
     # Orbax takes minutes for each operation on 20,000 leaves: the fastest of its ways is enough.
-    ("d", 1, TMPFS, (("one plain file", "jaxckpt, io=tensorstore", "safetensors", "Orbax no OCDBT"),)),
+    (
+        "d",
+        1,
+        TMPFS,
+        (("one plain file", "jaxckpt, io=tensorstore", "safetensors"), ("DCP one thread", "Orbax no OCDBT")),
+    ),
     *((key, 1, DISK, (_PLAIN,)) for key in ("a", "c", "e", "f")),
     ("b", 1, DISK, (("one plain file", "Orbax v1"),)),
     ("d", 1, DISK, (("one plain file", "Orbax no OCDBT"),)),
