@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 from strategies import bits
@@ -92,6 +92,14 @@ def test_the_callers_mesh_does_not_matter(tmp_path: Path, transfers: dict[str, i
     with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
         for place, sharding in enumerate([SingleDeviceSharding(jax.devices()[1]), None]):
             there_and_back(hosts, sharding, tmp_path / str(place))
+
+
+def test_disabled_jit_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
+    """JAX ignores the shardings of a program's results then."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), P("a"))
+    with jax.disable_jit():
+        there_and_back([np.float32([number]) for number in range(LEAVES)], sharding, tmp_path / "c")
+    assert transfers["to_devices"] == 5
 
 
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
