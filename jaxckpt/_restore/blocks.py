@@ -73,7 +73,7 @@ def _is_mesh_set() -> bool:
     if not hasattr(jax.sharding, "get_mesh"):
         return True
     try:
-        return bool(jax.sharding.get_mesh().shape)
+        return bool(jax.sharding.get_mesh().shape or jax.sharding.get_abstract_mesh().shape)
     except ValueError:  # get_mesh raises while JAX traces
         return True
 
