@@ -73,7 +73,7 @@ def _is_mesh_set() -> bool:
     if not hasattr(jax.sharding, "get_mesh"):
         return True
     try:
-        return bool(jax.sharding.get_mesh().shape)
+        return bool(jax.sharding.get_mesh().shape or jax.sharding.get_abstract_mesh().shape)
     except ValueError:  # get_mesh raises while JAX traces
         return True
 
@@ -125,7 +125,8 @@ def _place_row_pieces(buffers: Sequence[Array], devices: Sequence[Sequence[Any]]
         for first in range(0, len(placed), len(pairs))
     ]
     rows = _split(whole, own, buffers[0].dtype, n_rows)[: len(buffers[0])]
-    return [[row.addressable_data(place) for place in range(len(pairs))] for row in rows]
+    # `addressable_data` returns the first shard of a replicated scalar for every device.
+    return [[shard.data for shard in row.addressable_shards] for row in rows]
 
 
 def _blocks(buffer: Array, n_rows: int) -> list[Array]:

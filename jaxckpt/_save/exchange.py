@@ -38,10 +38,17 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 @contextlib.contextmanager
 def transfer_context(mesh: Mesh | None) -> Generator[None]:
     """A context for JAX calls that move data. It sets the mesh of the data, if any, instead of the caller's mesh. It
-    overrides a caller's configuration that checks for NaN or infinity, narrows numbers to 32 bits, or forbids
-    transfers."""
+    overrides a caller's configuration that checks for NaN or infinity, narrows numbers to 32 bits, forbids transfers,
+    or disables jit: without it, a program's `out_shardings` and donated arguments have no effect."""
     on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
-    with on_mesh, enable_x64(True), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+    with (
+        on_mesh,
+        enable_x64(True),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        jax.disable_jit(False),
+    ):
         yield
 
 

@@ -41,6 +41,16 @@ for number, spec in enumerate((P("a", "b"), P(), P(None, ("b", "a")))):
     # If both processes hold a leaf, each writes objects with too few leaves for stacking.
     assert "split" in calls, spec
     assert "stacked" in calls or number % 2, spec
+# Scalars: each device of a process holds all of each.
+everywhere = NamedSharding(mesh, P())
+scalars = [jax.make_array_from_callback((), everywhere, lambda index, n=n: np.float32(n)) for n in range(100)]
+jaxckpt.save(f"{path}-scalars", scalars)
+calls.clear()
+found = jaxckpt.restore(f"{path}-scalars", scalars)
+assert calls == ["split"], calls
+for number, leaf in enumerate(found):
+    assert leaf.sharding == everywhere
+    assert [float(shard.data) for shard in leaf.addressable_shards] == [number] * 2
 # Large leaves: each process copies shards that it alone writes, and parts of those that both write.
 cut_piece = host_copies.cut_piece
 host_copies.cut_piece = lambda *given: calls.append("cut") or cut_piece(*given)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import RunProcesses
 from strategies import bits
@@ -92,6 +92,29 @@ def test_the_callers_mesh_does_not_matter(tmp_path: Path, transfers: dict[str, i
     with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
         for place, sharding in enumerate([SingleDeviceSharding(jax.devices()[1]), None]):
             there_and_back(hosts, sharding, tmp_path / str(place))
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "use_abstract_mesh"), reason="this version of JAX lacks it")
+def test_a_mesh_without_devices_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
+    with jax.sharding.use_abstract_mesh(jax.make_mesh((2, 4), ("x", "y")).abstract_mesh):
+        there_and_back(
+            [np.float32([number]) for number in range(LEAVES)], SingleDeviceSharding(jax.devices()[1]), tmp_path / "one"
+        )
+        assert transfers["to_devices"] == 5
+        tree = [jax.device_put(np.float32([number])) for number in range(LEAVES)]
+        jaxckpt.save(tmp_path / "uncommitted", tree)
+        # JAX compiles no program with uncommitted arrays there, so the leaves are placed one by one.
+        found = jaxckpt.restore(tmp_path / "uncommitted", tree)
+    assert transfers["to_devices"] == 5
+    assert [float(leaf[0]) for leaf in found] == [*range(LEAVES)]
+
+
+def test_disabled_jit_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
+    """JAX ignores the shardings of a program's results then."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), P("a"))
+    with jax.disable_jit():
+        there_and_back([np.float32([number]) for number in range(LEAVES)], sharding, tmp_path / "c")
+    assert transfers["to_devices"] == 5
 
 
 @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
