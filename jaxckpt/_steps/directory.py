@@ -22,7 +22,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import BEST, ENDED, RUN, require_step, step_folders, step_name
+from jaxckpt._storage.steps import BEST, ENDED, RUN, pins, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import run_at
 
@@ -130,7 +130,7 @@ class Directory:
                 self._require_metric(best, record, steps)
         if step in steps and not overwrite:
             raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
-        if steps and step < steps[-1] and step not in steps:
+        if steps and step < steps[-1] and step not in pins(self.store).values():
             self._require_kept(record, steps)
         self.store.mark(step_name(step))
 
@@ -157,7 +157,8 @@ class Directory:
         """Raise InputError if the rules would delete a step immediately, because newer steps exist."""
         now = datetime.datetime.now(datetime.UTC)
         candidate = SavedStep(record.number, now, record)
-        with_it = sorted([*self.saved_steps(steps), candidate], key=lambda step: step.number)
+        others = (step for step in self.saved_steps(steps) if step.number != record.number)
+        with_it = sorted([*others, candidate], key=lambda step: step.number)
         (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept:
@@ -165,7 +166,10 @@ class Directory:
                 f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
                 " first delete the newer steps with delete(step), or save into another directory"
             )
-        _log.warning("%s: the next start resumes from the newest step, and `follow` does not yield older steps", older)
+        if record.number not in steps:
+            _log.warning(
+                "%s: the next start resumes from the newest step, and `follow` does not yield older steps", older
+            )
 
     # Notes on the run (process 0) ------------------------------------------------------------------------
 

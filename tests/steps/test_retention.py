@@ -286,8 +286,12 @@ class Run(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.steps)))
         with pytest.raises(jaxckpt.CheckpointExistsError):
             self.save(step, metrics, force=True)
-        assert self.save(step, metrics, force=True, overwrite=True)
-        self.count_as_saved(step, metrics)
+        if step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
+            assert self.save(step, metrics, force=True, overwrite=True)
+            self.count_as_saved(step, metrics)
+        else:
+            with pytest.raises(jaxckpt.InputError, match="deleted immediately: not kept by"):
+                self.save(step, metrics, force=True, overwrite=True)
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
