@@ -23,7 +23,7 @@ from jaxckpt._runtime.errors import InputError, JaxckptError
 from jaxckpt._runtime.options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import run_uninterrupted
-from jaxckpt._save.background import PendingSave, SaveInfo
+from jaxckpt._save.background import PendingSave, SaveInfo, lift_limits
 from jaxckpt._save.describe import describe
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
@@ -337,6 +337,8 @@ class Checkpointer:
         `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
         """
         self._preemption.close()
+        if self._preemption.is_notified:  # perhaps after the last call of `save`
+            lift_limits()
         try:
             self._saver.wait()
         except Exception:

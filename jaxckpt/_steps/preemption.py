@@ -35,7 +35,9 @@ class PreemptionListener:
         self._listener_pid = 0
         self._grace_seconds = grace_seconds
         self._notified_at = 0.0  # on the monotonic clock
-        self._is_notified = False
+        self.is_notified = False
+        """Whether this process was notified of a preemption."""
+
         self._listening = False
         self._closed = False
         self._replaced_handler: Any = None
@@ -62,7 +64,7 @@ class PreemptionListener:
         if os.getpid() != self._listener_pid:
             self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
         closed, previous = self._closed, self._previous_handler()
-        self._is_notified, self._notified_at = True, time.monotonic()
+        self.is_notified, self._notified_at = True, time.monotonic()
         self.close()  # a second signal has its previous effect
         if callable(previous):
             previous(number, frame)
@@ -81,9 +83,9 @@ class PreemptionListener:
         """Whether to stop at this step. The first call starts to listen."""
         if not self._listening:
             self._listen()
-        if self._processes > 1 and not self._is_notified and self._is_sync_point(step):
-            self._is_notified, self._notified_at = True, time.monotonic()
-        return self._is_notified
+        if self._processes > 1 and not self.is_notified and self._is_sync_point(step):
+            self.is_notified, self._notified_at = True, time.monotonic()
+        return self.is_notified
 
     def _is_sync_point(self, step: int) -> bool:
         """Whether JAX makes all processes stop at this step; never if its preemption service is off."""

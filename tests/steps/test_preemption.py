@@ -205,6 +205,31 @@ def test_an_earlier_save_is_finished_without_its_limit_of_bytes_per_second(tmp_p
     assert checkpoints.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_a_save_of_another_checkpointer_is_finished_without_its_limit(tmp_path: Path, local: bool) -> None:
+    options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
+    tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
+    with (
+        jaxckpt.Checkpointer(tmp_path / "other", options=options, on_preemption="ignore", **tier) as other,
+        jaxckpt.Checkpointer(tmp_path / "run") as checkpoints,
+    ):
+        checkpoints.save(1, {"x": 1})
+        checkpoints.wait()
+        other.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 1 is saved"):
+            checkpoints.save(1, {"x": 1})  # needs no save
+    assert other.steps() == [1]
+
+
+def test_a_signal_after_the_last_call_of_save_ends_the_limit_too(tmp_path: Path) -> None:
+    options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
+    with jaxckpt.Checkpointer(tmp_path, options=options) as checkpoints:
+        checkpoints.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpoints.steps() == [1]
+
+
 @pytest.mark.parametrize("last", [1, 2])
 def test_the_callback_of_a_published_save_is_not_waited_for(tmp_path: Path, last: int) -> None:
     called, released = threading.Event(), threading.Event()
