@@ -354,6 +354,7 @@ class Checkpointer:
     def _close_directory(self) -> None:
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
+            self._is_training = False  # a save after this removes the note again
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 

@@ -37,7 +37,6 @@ class Directory:
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._rules_with_metric = set[KeepBest]()
-        self._was_ended = False
         self._owner_pid = 0
         """The id of the process that opened it, if that is process 0."""
 
@@ -177,7 +176,6 @@ class Directory:
         """Note the meaning of "best". Returns the names of existing notes."""
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
-        self._was_ended = ENDED in notes
         if self.policy.keep_best:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
@@ -185,7 +183,7 @@ class Directory:
 
     def remove_end(self) -> None:
         """Note that the run has not ended, or has been resumed."""
-        if self._was_ended:
+        if self.store.read(f"{RUN}/{ENDED}") is not None:
             self._write_note(ENDED, None)
 
     def note_end(self) -> None:

@@ -448,6 +448,10 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
         jaxckpt.unpin(f"{tmp_path}@first")
     with jaxckpt.Checkpointer(tmp_path, keep_last=2) as checkpoints:
         assert checkpoints.steps() == [3, 4]
+        jaxckpt.pin(f"{tmp_path}@3", "third")
+        checkpoints.delete(3)
+    with pytest.raises(jaxckpt.NotACheckpointError, match="no step 3, which was pinned as 'third': it was deleted"):
+        jaxckpt.open(f"{tmp_path}@third")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="finds out which files are synced in /proc")
