@@ -412,6 +412,12 @@ def await_saves() -> None:
             raise
 
 
+def lift_limits() -> None:
+    """End the limits of the rates of all running saves, because the job is being preempted."""
+    for job in _jobs.copy():
+        job.pending.pace.bytes_per_second = None
+
+
 def hurry_saves(deadline: float) -> None:
     """Wait for the background saves before the last step of a preempted job is saved.
 

@@ -23,7 +23,7 @@ from jaxckpt._runtime.errors import InputError, JaxckptError
 from jaxckpt._runtime.options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import run_uninterrupted
-from jaxckpt._save.background import PendingSave, SaveInfo
+from jaxckpt._save.background import PendingSave, SaveInfo, lift_limits
 from jaxckpt._save.describe import describe
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
@@ -337,6 +337,8 @@ class Checkpointer:
         `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
         """
         self._preemption.close()
+        if self._preemption.is_notified:  # perhaps after the last call of `save`
+            lift_limits()
         try:
             self._saver.wait()
         except Exception:
@@ -352,6 +354,7 @@ class Checkpointer:
     def _close_directory(self) -> None:
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
+            self._is_training = False  # a save after this removes the note again
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 

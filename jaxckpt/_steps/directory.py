@@ -22,7 +22,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import BEST, ENDED, RUN, require_step, step_folders, step_name
+from jaxckpt._storage.steps import BEST, ENDED, RUN, pins, require_step, step_folders, step_name
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import run_at
 
@@ -37,7 +37,6 @@ class Directory:
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._rules_with_metric = set[KeepBest]()
-        self._was_ended = False
         self._owner_pid = 0
         """The id of the process that opened it, if that is process 0."""
 
@@ -130,7 +129,7 @@ class Directory:
                 self._require_metric(best, record, steps)
         if step in steps and not overwrite:
             raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
-        if steps and step < steps[-1] and step not in steps:
+        if steps and step < steps[-1] and step not in pins(self.store).values():
             self._require_kept(record, steps)
         self.store.mark(step_name(step))
 
@@ -157,7 +156,8 @@ class Directory:
         """Raise InputError if the rules would delete a step immediately, because newer steps exist."""
         now = datetime.datetime.now(datetime.UTC)
         candidate = SavedStep(record.number, now, record)
-        with_it = sorted([*self.saved_steps(steps), candidate], key=lambda step: step.number)
+        others = (step for step in self.saved_steps(steps) if step.number != record.number)
+        with_it = sorted([*others, candidate], key=lambda step: step.number)
         (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept:
@@ -165,7 +165,10 @@ class Directory:
                 f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
                 " first delete the newer steps with delete(step), or save into another directory"
             )
-        _log.warning("%s: the next start resumes from the newest step, and `follow` does not yield older steps", older)
+        if record.number not in steps:
+            _log.warning(
+                "%s: the next start resumes from the newest step, and `follow` does not yield older steps", older
+            )
 
     # Notes on the run (process 0) ------------------------------------------------------------------------
 
@@ -173,7 +176,6 @@ class Directory:
         """Note the meaning of "best". Returns the names of existing notes."""
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
-        self._was_ended = ENDED in notes
         if self.policy.keep_best:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
@@ -181,7 +183,7 @@ class Directory:
 
     def remove_end(self) -> None:
         """Note that the run has not ended, or has been resumed."""
-        if self._was_ended:
+        if self.store.read(f"{RUN}/{ENDED}") is not None:
             self._write_note(ENDED, None)
 
     def note_end(self) -> None:

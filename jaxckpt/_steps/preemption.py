@@ -7,12 +7,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 _log = logging.getLogger("jaxckpt")
+
+_MAX_ADVANCE = 1000
+"""How many numbers JAX is asked about for one step, at most."""
+
+_last_number = 0
+"""The number that JAX was asked about last."""
 
 
 class PreemptionListener:
@@ -28,10 +35,14 @@ class PreemptionListener:
         self._listener_pid = 0
         self._grace_seconds = grace_seconds
         self._notified_at = 0.0  # on the monotonic clock
-        self._is_notified = False
+        self.is_notified = False
+        """Whether this process was notified of a preemption."""
+
         self._listening = False
         self._closed = False
         self._replaced_handler: Any = None
+        self._last_step: int | None = None
+        self._last_number = 0  # that JAX was asked about for it
 
     def _listen(self) -> None:
         if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
@@ -53,7 +64,7 @@ class PreemptionListener:
         if os.getpid() != self._listener_pid:
             self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
         closed, previous = self._closed, self._previous_handler()
-        self._is_notified, self._notified_at = True, time.monotonic()
+        self.is_notified, self._notified_at = True, time.monotonic()
         self.close()  # a second signal has its previous effect
         if callable(previous):
             previous(number, frame)
@@ -72,9 +83,34 @@ class PreemptionListener:
         """Whether to stop at this step. The first call starts to listen."""
         if not self._listening:
             self._listen()
-        if self._processes > 1 and not self._is_notified and _is_sync_point(step):
-            self._is_notified, self._notified_at = True, time.monotonic()
-        return self._is_notified
+        if self._processes > 1 and not self.is_notified and self._is_sync_point(step):
+            self.is_notified, self._notified_at = True, time.monotonic()
+        return self.is_notified
+
+    def _is_sync_point(self, step: int) -> bool:
+        """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
+        try:
+            return any(map(multihost_utils.reached_preemption_sync_point, self._next_numbers(step)))
+        except RuntimeError:
+            return False
+
+    def _next_numbers(self, step: int) -> Iterator[int]:
+        """The numbers to ask JAX about at this step: its own, and those since the previous step.
+
+        JAX chooses the number after the largest one that it was asked about, and must be asked about exactly this one.
+        So no number is left out, also if the loop counts in tens or goes back to an older step, or another loop begins.
+        """
+        global _last_number
+        if self._last_step is None:
+            self._last_number, advance = max(step, _last_number) - 1, 1
+        else:
+            advance = step - self._last_step
+            if not 0 <= advance <= _MAX_ADVANCE:
+                advance = 1  # the numbers then differ from the steps
+        first = self._last_number + min(1, advance)
+        self._last_step, self._last_number = step, self._last_number + advance
+        for _last_number in range(first, self._last_number + 1):
+            yield _last_number & 0x7FFFFFFF  # JAX accepts 31 bits
 
     @property
     def deadline(self) -> float:
@@ -92,11 +128,3 @@ class PreemptionListener:
         if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous_handler())
         self._closed = True
-
-
-def _is_sync_point(step: int) -> bool:
-    """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
-    try:
-        return multihost_utils.reached_preemption_sync_point(step & 0x7FFFFFFF)  # JAX accepts 31 bits
-    except RuntimeError:
-        return False

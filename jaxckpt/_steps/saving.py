@@ -12,7 +12,7 @@ from jaxckpt._format.records import StepRecord
 from jaxckpt._runtime.errors import JaxckptError, Preempted
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._save.background import PendingSave
+from jaxckpt._save.background import PendingSave, lift_limits
 from jaxckpt._save.describe import DraftCache
 from jaxckpt._save.prepare import SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
@@ -74,6 +74,7 @@ class Saver:
         saved = False
         if is_last_step:
             self.preempted = True
+            lift_limits()  # also of saves that only the end of the program waits for
             saved = self._finish_earlier_saves(step, overwrite=request.overwrite)
         if not saved:
             awaited = not (self.background or is_last_step)

@@ -146,8 +146,10 @@ def _resolve_name(run: Store, name: str, published: list[int]) -> int:
     if name == "best":
         return _best(run, published)
     known = pins(run)
-    if known.get(name) in published:
-        return known[name]
+    if (pinned := known.get(name)) in published:
+        return pinned
+    if pinned is not None:
+        raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
     raise InputError(
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
         f" {', '.join(('latest', 'best', *known))}{closest_hint(name, ('latest', 'best', *known))}"

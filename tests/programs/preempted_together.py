@@ -1,4 +1,4 @@
-"""Trains in two processes; one of them gets SIGTERM at step 7."""
+"""Trains in two processes, and saves every `stride` steps; one of them gets SIGTERM before the seventh save."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,
 sharding = NamedSharding(mesh, P("a", "b"))
 x = jax.make_array_from_callback((8, 8), sharding, lambda index: np.zeros((8, 8), np.float32)[index])
 add = jax.jit(lambda x: x + 1 + 0 * x.sum(), donate_argnums=0)
-with jaxckpt.Checkpointer(args, every=1000) as checkpoints:
-    for step in range(1, 400):
+folder, stride = args
+with jaxckpt.Checkpointer(folder, every=1000 * stride) as checkpoints:
+    for step in range(stride, 400 * stride, stride):
         x = add(x)
-        if step == 7 and process_id == 1:
+        if step == 7 * stride and process_id == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         try:
             checkpoints.save(step, {"x": x, "step": step}, process_state={"at": step})

@@ -500,6 +500,15 @@ def test_going_back_is_not_done_unnoticed(tmp_path: Path, caplog: pytest.LogCapt
     ):
         strict.save(2, state(2))
     assert "older than" not in caplog.text
+    with jaxckpt.Checkpointer(tmp_path / "best", keep_best=("loss", "min"), background=False, options=FAST) as best:
+        for step, loss in ((1, 0.1), (2, 0.2)):
+            best.save(step, state(step), metrics={"loss": loss})
+        with pytest.raises(jaxckpt.InputError, match=r"step 1 is older than step 2.* immediately: not kept by"):
+            best.save(1, state(11), metrics={"loss": 0.3}, overwrite=True)
+        assert best.restore(1)["step"] == 1
+        jaxckpt.pin(best.path(1), "first")
+        assert best.save(1, state(11), metrics={"loss": 0.3}, overwrite=True)
+        assert best.restore(1)["step"] == 11
     strict.delete(5)
     assert strict.save(5, state(55))  # one of the last four
     assert "step 5 is older than step 6, the newest in" in caplog.text

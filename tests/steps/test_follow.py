@@ -230,6 +230,14 @@ def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.restore_or_init(lambda: state(0))
         assert not ended()
+    opened_before = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    fill(str(tmp_path), 4)
+    assert ended()
+    for step in (5, 6):
+        opened_before.save(step, state(step))
+        assert not ended()
+        opened_before.close()  # and is used again
+        assert ended()
 
 
 def test_a_step_can_be_sent_to_another_process(run: str) -> None:

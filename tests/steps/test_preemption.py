@@ -13,30 +13,42 @@ import pytest
 from processes import PROGRAMS, RunProcesses, RunPython, finish
 
 import jaxckpt
+from jaxckpt._steps import preemption
 from jaxckpt._storage.files import FileWriter
 
 
+@pytest.mark.parametrize("stride", [1, 10])
 def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
-    run_processes: RunProcesses, tmp_path: Path
+    run_processes: RunProcesses, tmp_path: Path, stride: int
 ) -> None:
     done = run_processes(
         PROGRAMS / "preempted_together.py",
         processes=2,
         devices_per_process=2,
-        args=str(tmp_path / "s"),
+        args=[str(tmp_path / "s"), stride],
         timeout=90,
         check=False,
     )
     assert [one.returncode for one in done] == [143, 143], "\n".join(map(str, done))
     (said,) = {one.stdout for one in done}
     last = int(said.split()[1])
-    assert 7 < last < 399
+    assert 7 < last // stride < 399
     with jaxckpt.Checkpointer(tmp_path / "s") as checkpoints:
         assert checkpoints.steps() == [last]
     tree = jaxckpt.load_numpy(tmp_path / "s" / f"{last:08d}")
     assert tree["step"] == last
-    np.testing.assert_array_equal(tree["x"], np.full((8, 8), last, np.float32))
+    np.testing.assert_array_equal(tree["x"], np.full((8, 8), last // stride, np.float32))
     assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
+
+
+def test_jax_is_asked_about_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a job of several processes, JAX stops at the number after the largest one that it was asked about.
+    monkeypatch.setattr(preemption, "_last_number", 0)
+    first, second = preemption.PreemptionListener(2, 1), preemption.PreemptionListener(2, 1)
+    steps = [100, 110, 110, 95, 96, 10**9, 10**9 + 3]
+    asked = [list(first._next_numbers(step)) for step in steps]
+    assert asked == [[100], [*range(101, 111)], [110], [111], [112], [113], [114, 115, 116]]
+    assert [list(second._next_numbers(step)) for step in (1, 2)] == [[116], [117]]
 
 
 def test_a_step_beyond_31_bits_is_saved_by_two(run_processes: RunProcesses, tmp_path: Path) -> None:
@@ -191,6 +203,31 @@ def test_an_earlier_save_is_finished_without_its_limit_of_bytes_per_second(tmp_p
         with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
             checkpoints.save(2, {"x": np.zeros(1 << 16, np.uint8)})
     assert checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_save_of_another_checkpointer_is_finished_without_its_limit(tmp_path: Path, local: bool) -> None:
+    options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
+    tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
+    with (
+        jaxckpt.Checkpointer(tmp_path / "other", options=options, on_preemption="ignore", **tier) as other,
+        jaxckpt.Checkpointer(tmp_path / "run") as checkpoints,
+    ):
+        checkpoints.save(1, {"x": 1})
+        checkpoints.wait()
+        other.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 1 is saved"):
+            checkpoints.save(1, {"x": 1})  # needs no save
+    assert other.steps() == [1]
+
+
+def test_a_signal_after_the_last_call_of_save_ends_the_limit_too(tmp_path: Path) -> None:
+    options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
+    with jaxckpt.Checkpointer(tmp_path, options=options) as checkpoints:
+        checkpoints.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpoints.steps() == [1]
 
 
 @pytest.mark.parametrize("last", [1, 2])

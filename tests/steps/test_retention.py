@@ -286,8 +286,12 @@ class Run(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.steps)))
         with pytest.raises(jaxckpt.CheckpointExistsError):
             self.save(step, metrics, force=True)
-        assert self.save(step, metrics, force=True, overwrite=True)
-        self.count_as_saved(step, metrics)
+        if step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
+            assert self.save(step, metrics, force=True, overwrite=True)
+            self.count_as_saved(step, metrics)
+        else:
+            with pytest.raises(jaxckpt.InputError, match="deleted immediately: not kept by"):
+                self.save(step, metrics, force=True, overwrite=True)
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
@@ -444,6 +448,10 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
         jaxckpt.unpin(f"{tmp_path}@first")
     with jaxckpt.Checkpointer(tmp_path, keep_last=2) as checkpoints:
         assert checkpoints.steps() == [3, 4]
+        jaxckpt.pin(f"{tmp_path}@3", "third")
+        checkpoints.delete(3)
+    with pytest.raises(jaxckpt.NotACheckpointError, match="no step 3, which was pinned as 'third': it was deleted"):
+        jaxckpt.open(f"{tmp_path}@third")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="finds out which files are synced in /proc")
