@@ -373,8 +373,13 @@ def _can_stack(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
         fitting
         and first.dtype.name not in ("int2", "uint2")  # XLA's compiler for CPUs aborts
         and not getattr(getattr(first.sharding, "spec", None), "reduced", None)
-        and all(value.sharding == first.sharding and value.committed == first.committed for value in values)
+        and all(_is_placed_like(value, first) for value in values)
     )
+
+
+def _is_placed_like(value: Value, other: jax.Array) -> bool:
+    """Whether a leaf is on the same devices as another. A NumPy array of the same shape may be in the same stack."""
+    return isinstance(value, jax.Array) and value.sharding == other.sharding and value.committed == other.committed
 
 
 def _can_stack_in_layout(value: jax.Array) -> bool:
