@@ -187,10 +187,9 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     try:
         if group.count > 1:
             begin()  # sends heartbeats while this process stages
-        if save.is_collective:
-            # Exchanges are collective, so no process may begin them before all have finished their preparations.
-            if not _await_claim(save):
-                pending.wait()  # raises the reason
+        # Exchanges are collective, so no process may begin them before all have finished their preparations.
+        if save.is_collective and not _await_claim(save):
+            pending.wait()  # raises the reason
         staged = _stage(save, background=background)
         with contextlib.closing(staged):
             handover.feed(staged, begin)
