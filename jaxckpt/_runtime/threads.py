@@ -106,6 +106,22 @@ def run_uninterrupted(work: Callable[[], T]) -> T:
     return task.result()
 
 
+class OrderedCalls:
+    """Calls that run one after another. An interrupt ends the wait for a call, but the next call starts after it."""
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run a call after all earlier ones have ended, and wait for it."""
+
+        def locked() -> T:
+            with self._lock:
+                return work()
+
+        return run_uninterrupted(locked)
+
+
 def is_shutting_down() -> bool:
     """Whether the interpreter is shutting down: it runs the functions registered with atexit, or has run them."""
     return not threading.main_thread().is_alive()

@@ -2,12 +2,13 @@
 
 each channel:   own objects ─▶ one stream of bytes ─▶ rounds of a jitted permutation ─▶ a stream ─▶ a peer's objects
 
-The caller's thread runs the permutations, as JAX requires for collectives, after all processes are prepared. From then
-on, every process takes part in all rounds, even if it fails.
+The caller's thread starts the permutations one after another, as JAX requires for collectives, after all processes are
+prepared. From then on, every process takes part in all rounds, even if it fails or is interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -25,6 +26,7 @@ from jaxckpt._format.grid import extent
 from jaxckpt._format.pieces import Bytes
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import PeerFailedError
+from jaxckpt._runtime.threads import OrderedCalls
 from jaxckpt._save.copies import Channel, Copies
 from jaxckpt._save.exchange import n_sending_devices, transfer_context
 from jaxckpt._save.plan import Object
@@ -58,7 +60,7 @@ class Transfer:
 
     rounds: Sequence[Round] = ()
     data: str = ""
-    """Name of the data folder."""
+    """Name of the data folder. Empty until all processes have claimed the path."""
 
 
 def plan_rounds(channels: Sequence[Channel], stream_bytes: Sequence[Sequence[int]], max_bytes: int) -> list[Round]:
@@ -118,6 +120,16 @@ def transfer_copies(
                 incoming[number] = _Incoming(copies.received[number], stacks, keep)
     permutations = Permutations(process)
     left = deque(rounds)
+    calls = OrderedCalls()
+
+    def run_next(given: Bytes | None = None) -> Bytes | None:
+        one = left.popleft()
+        return permutations.run(one.pairs(copies.channels), one.n_bytes, given)
+
+    def join_others() -> None:
+        while left:
+            run_next()
+
     try:
         while left:
             one = left[0]
@@ -127,17 +139,16 @@ def transfer_copies(
                     stream.add(replace(found, groups=[*found.groups]))
                 yield found
             given = None if out is None else out.take(one.n_bytes)
-            left.popleft()
-            got = permutations.run(one.pairs(copies.channels), one.n_bytes, given)
+            got = calls.run(functools.partial(run_next, given))
             into = incoming[one.channel]
             if got is not None and into is not None:
                 yield from into.add(got)
         yield from staged
-    except (Exception, GeneratorExit) as error:
+    except BaseException as error:
         staged.close()
         if not isinstance(error, PeerFailedError):
-            for one in left:  # otherwise the other processes would hang in a round
-                permutations.run(one.pairs(copies.channels), one.n_bytes, None)
+            with contextlib.suppress(PeerFailedError):  # it must not hide the reason
+                calls.run(join_others)  # otherwise the other processes would hang in a round
         raise
 
 

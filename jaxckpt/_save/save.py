@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copie
 from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
 from jaxckpt._save.publish import PublishResult, publish, publish_own
-from jaxckpt._save.staging import stage
+from jaxckpt._save.staging import StagedObject, stage
 from jaxckpt._save.write import write
 
 
@@ -183,30 +183,14 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             )
             group.is_handed_over = True
 
+    staged: Generator[StagedObject] | None = None
     try:
         if group.count > 1:
             begin()  # sends heartbeats while this process stages
-        if save.is_collective:
-            # Exchanges are collective, so no process may begin them before all have finished their preparations.
-            while not save.claim_ended.wait(POLL_SECONDS) and not group.watch.stall_error():
-                pass
-            if handover.closed or group.watch.stall_error():
-                pending.wait()  # raises the reason
-        hold = background or not save.threaded
-        stack_bytes = options.host_bytes // 2
-        staged = stage(
-            save.plan,
-            save.draft,
-            save.reuse.originals,
-            hold=hold,
-            stack_bytes=stack_bytes,
-            whole_shards=background and options.staging_bytes is None,
-        )
-        if save.copies:
-            keep_state = functools.partial(_keep_state, save)
-            staged = transfer_copies(
-                staged, save.plan.stacks, save.copies, save.transfer.rounds, group.index, save.state, keep_state
-            )
+        # Exchanges are collective, so no process may begin them before all have finished their preparations.
+        if save.is_collective and not _await_claim(save):
+            pending.wait()  # raises the reason
+        staged = _stage(save, background=background)
         with contextlib.closing(staged):
             handover.feed(staged, begin)
         save.draft.values.clear()  # everything is staged, so the leaves are released
@@ -214,6 +198,10 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             pending.wait()
     except BaseException as error:
         handover.cancel(error)
+        if staged is None and save.is_collective and group.is_handed_over and _await_claim(save):
+            # The other processes have begun their exchanges, and would wait forever for this one.
+            with contextlib.closing(_stage(save, background=background)) as staged:
+                next(staged, None)
         group.is_handed_over = background_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
@@ -221,6 +209,31 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         raise
     pending.mark_returned()
     return pending
+
+
+def _await_claim(save: PreparedSave) -> bool:
+    """Wait until all processes have claimed the path. Returns False if they will not."""
+    stall_error = save.group.watch.stall_error
+    while not save.claim_ended.wait(POLL_SECONDS) and not stall_error():
+        pass
+    return bool(save.transfer.data) and not stall_error()
+
+
+def _stage(save: PreparedSave, *, background: bool) -> Generator[StagedObject]:
+    """The data that this process writes. Closing it after its first object takes part in all exchanges."""
+    staged = stage(
+        save.plan,
+        save.draft,
+        save.reuse.originals,
+        hold=background or not save.threaded,
+        stack_bytes=save.options.host_bytes // 2,
+        whole_shards=background and save.options.staging_bytes is None,
+    )
+    if not save.copies:
+        return staged
+    keep_state = functools.partial(_keep_state, save)
+    rounds, index = save.transfer.rounds, save.group.index
+    return transfer_copies(staged, save.plan.stacks, save.copies, rounds, index, save.state, keep_state)
 
 
 def _is_busy(group: Group) -> bool:
@@ -364,7 +377,12 @@ def _agree_and_claim(save: PreparedSave) -> Claim:
                 with group.watch.operation(f"looking for {save.store.url}"):
                     require_shared(save.store, f"data-{terms.save_id}", group.index)
             with clock.timed("barrier"):
-                meeting.barrier()
+                meeting.gather("")
+                require_not_cancelled = group.require_not_cancelled
+                if save.is_collective:  # the others begin their exchanges as soon as all have answered
+                    group.require_not_cancelled = lambda: None
+                meeting.broadcast("")
+                group.require_not_cancelled = require_not_cancelled
     except BaseException:
         claimed.release(keep=False)
         raise

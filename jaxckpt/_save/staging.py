@@ -14,6 +14,7 @@ Held data is safe from everything that the caller does to the leaves next:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -33,6 +34,7 @@ from jaxckpt._format.grid import Box, contains, extent, intersection, slices_wit
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
 from jaxckpt._runtime.errors import LayoutError
+from jaxckpt._runtime.threads import OrderedCalls
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.exchange import replicate_box, transfer_context, transfer_dtype
 from jaxckpt._save.host_copies import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
@@ -128,6 +130,18 @@ def stage(
     # All processes take part in the exchange of an object, regardless of which one writes it.
     exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
     own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
+    calls = OrderedCalls()
+
+    def exchange_next() -> tuple[int, tuple[int, ...], list[jax.Array]] | None:
+        if (found := next(exchanges, None)) is None:
+            return None
+        number, index, box = found
+        return number, index, _exchange_rows(plan, draft, number, box)
+
+    def join_others() -> None:
+        while exchange_next() is not None:
+            pass
+
     cast = bool(draft.casts)
     copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
     try:
@@ -146,8 +160,8 @@ def stage(
                 else:
                     sources = _by_row(obj, values)
                     yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
-        for number, index, box in exchanges:
-            parts = _exchange_rows(plan, draft, number, box)
+        while exchanged and (found := calls.run(exchange_next)) is not None:
+            number, index, parts = found
             obj = own.get((number, index))
             if obj is not None:
                 # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is
@@ -155,10 +169,12 @@ def stage(
                 region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
                 dtype = DTYPES[plan.stacks[number].dtype]
                 yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
-    except (Exception, GeneratorExit):
-        # The others would wait forever in an exchange that this process does not join, so it joins the remaining ones.
-        for number, _, box in exchanges:
-            _exchange_rows(plan, draft, number, box)
+    except BaseException:
+        # The others would wait forever in an exchange that this process does not join, so it joins the remaining ones,
+        # also after an interrupt.
+        if exchanged:
+            with contextlib.suppress(Exception):  # a process that has ended in the meantime must not hide the reason
+                calls.run(join_others)
         raise
 
 
@@ -357,8 +373,13 @@ def _can_stack(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
         fitting
         and first.dtype.name not in ("int2", "uint2")  # XLA's compiler for CPUs aborts
         and not getattr(getattr(first.sharding, "spec", None), "reduced", None)
-        and all(value.sharding == first.sharding and value.committed == first.committed for value in values)
+        and all(_is_placed_like(value, first) for value in values)
     )
+
+
+def _is_placed_like(value: Value, other: jax.Array) -> bool:
+    """Whether a leaf is on the same devices as another. A NumPy array of the same shape may be in the same stack."""
+    return isinstance(value, jax.Array) and value.sharding == other.sharding and value.committed == other.committed
 
 
 def _can_stack_in_layout(value: jax.Array) -> bool:

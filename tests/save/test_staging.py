@@ -72,6 +72,24 @@ def test_numbers_at_which_jax_is_configured_to_stop_are_saved(tmp_path: Path, st
     assert stacked == ["float32"]
 
 
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_numpy_arrays_may_be_among_many_leaves_like_them(
+    on_accelerator: bool, tmp_path: Path, stacked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy arrays share a stack with leaves of the same shape and dtype that are not split."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("d",)), P())
+    leaves = jax.device_put([np.full(3, number, np.float32) for number in range(_staging.STACK_PIECES)], sharding)
+    if on_accelerator:
+        monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
+    tree = {f"w{number:03}": leaf for number, leaf in enumerate(leaves)}
+    jaxckpt.save(tmp_path / "alike", tree)
+    assert stacked == ["float32"]
+    tree["x"] = np.full(3, -1, np.float32)
+    jaxckpt.save(tmp_path / "mixed", tree)
+    for name, found in jaxckpt.load_numpy(tmp_path / "mixed").items():
+        assert found.tobytes() == np.asarray(tree[name]).tobytes()
+
+
 def test_elements_that_this_process_lacks_are_never_stored() -> None:
     held = ((((0, 4),), 0), (((6, 8),), 1))
     assert len(_staging._cuts(held, ((0, 4),))) == 1

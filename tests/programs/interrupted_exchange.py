@@ -1,0 +1,69 @@
+"""Process 1 is interrupted while leaves are exchanged, or right before; then both processes save again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+from joined import args, process_id
+from sharded_tree import make, mesh_of
+
+import jaxckpt
+from jaxckpt._runtime.processes import Meeting
+from jaxckpt._save import staging
+from jaxckpt._save.handover import Handover
+
+tree, columns = make(mesh_of(2, 2)), P(None, "data")
+options = jaxckpt.Options(timeout_seconds=60, object_bytes=64 << 10, chunk_bytes=16 << 10)
+replicate, broadcast, cancel = staging.replicate_box, Meeting.broadcast, Handover.cancel
+cancelled = threading.Event()
+exchanged = 0
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_second_exchange(*given: Any) -> jax.Array:
+    global exchanged
+    exchanged += 1
+    if exchanged == 2:
+        interrupt()
+    return replicate(*given)
+
+
+def interrupt_claim(meeting: Meeting, text: str) -> str:
+    if meeting.what.startswith("looking"):  # process 0 knows that this process is ready
+        interrupt()
+        assert cancelled.wait(60)
+    return broadcast(meeting, text)
+
+
+def note_cancel(handover: Handover, error: BaseException) -> None:
+    cancel(handover, error)
+    cancelled.set()
+
+
+def save(name: str) -> None:
+    specs = {**dict.fromkeys(tree, None), "rows": columns, "both": columns}
+    try:
+        jaxckpt.save(f"{args}/{name}", tree, mesh=mesh_of(2, 2), specs=specs, options=options)
+        print(name, "saved", flush=True)
+    except (KeyboardInterrupt, jaxckpt.JaxckptError) as error:
+        print(name, "raised", type(error).__name__, error, flush=True)
+
+
+if process_id == 1:
+    staging.replicate_box = interrupt_second_exchange
+save("exchange")
+if process_id == 1:
+    staging.replicate_box = replicate
+    Meeting.broadcast = interrupt_claim  # type: ignore[method-assign]
+    Handover.cancel = note_cancel  # type: ignore[method-assign]
+save("claim")
+Meeting.broadcast = broadcast  # type: ignore[method-assign]
+save("last")
