@@ -280,7 +280,11 @@ def _take_piece(
         case "view":
             return np.asarray(array), here
         case "copy":
-            part = np.asarray(array)[here]
+            if isinstance(array, jax.Array) and not is_in_host_memory(array) and memory_kind(array.sharding) is None:
+                # Of a temporary array, because JAX keeps the copy of an array as long as the array.
+                part = np.asarray(cut_piece(array, here, array.dtype)).view(array.dtype)
+            else:
+                part = np.asarray(array)[here]
             copied = np.empty(part.shape, dtype)
             assign(copied, part)
             return copied, ...
@@ -299,17 +303,23 @@ def _piece_mode(value: Value, hold: Protection, dtype: np.dtype[Any]) -> PieceMo
         return "copy" if hold or value.dtype != dtype else "leave"
     if not is_in_host_memory(value):
         # Arrays that the user has placed in host memory must not be passed to XLA, and device_put would not copy them.
-        return "send" if memory_kind(value.sharding) is None else "copy"
+        return "send" if memory_kind(value.sharding) is None and not _is_numpy_cast(value, dtype) else "copy"
     if value.dtype != dtype:
         return "copy" if _is_numpy_cast(value, dtype) else "cast"
     return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
 
 
 def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
-    """Whether NumPy makes a cast on CPU devices. XLA casts only to floats of fewer digits, of at most 32 bits: to and
-    from 64 bits it makes denormal floats zero, it warns about complex numbers, and it aborts for int2."""
+    """Whether NumPy makes a cast, and not XLA.
+
+    Other devices than CPUs cast, except to floats of more digits: there they may make denormal floats zero. On CPUs,
+    XLA casts only to floats of fewer digits, of at most 32 bits: to and from 64 bits it makes denormal floats zero, it
+    warns about complex numbers, and it aborts for int2.
+    """
     if value.dtype == dtype:
         return False
+    if isinstance(value, jax.Array) and not is_in_host_memory(value):
+        return jnp.issubdtype(value.dtype, jnp.inexact) and is_lossless(value.dtype, dtype)
     is_narrow = all(jnp.issubdtype(one, jnp.floating) and one.itemsize <= 4 for one in (value.dtype, dtype))
     return not is_narrow or is_lossless(value.dtype, dtype)
 
@@ -365,7 +375,6 @@ def _can_stack(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
     pieces = len(values) * len(_boxes_of(first))
     if is_in_host_memory(first):
         fitting = pieces >= STACK_PIECES and _can_stack_in_layout(first)
-        fitting = fitting and not (dtype is not None and any(_is_numpy_cast(value, dtype) for value in values))
     else:
         # XLA's compiler for TPUs aborts the process if it has to stack arrays in host memory.
         fitting = pieces >= SEND_PIECES and memory_kind(first.sharding) is None
@@ -374,6 +383,7 @@ def _can_stack(values: Sequence[Value], dtype: np.dtype[Any] | None = None) -> b
         and first.dtype.name not in ("int2", "uint2")  # XLA's compiler for CPUs aborts
         and not getattr(getattr(first.sharding, "spec", None), "reduced", None)
         and all(_is_placed_like(value, first) for value in values)
+        and not (dtype is not None and any(_is_numpy_cast(value, dtype) for value in values))
     )
 
 
