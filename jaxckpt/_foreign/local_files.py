@@ -72,8 +72,27 @@ def list_names(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
 
 
+def exists(path: str) -> bool:
+    """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
+    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)
+        return True
+    return False
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files.
+
+    Raises StorageError if it cannot be listed: what it holds must not count as missing.
+    """
+    with translate_os_errors(f"cannot list {folder}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
 def names_or_empty(folder: str) -> list[str]:
-    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files."""
+    """The names in a folder; empty if it cannot be listed. Only for recognizing a format: any folder may be next to a
+    checkpoint."""
     try:
         return os.listdir(folder)
     except OSError:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.local_files import names_or_empty, opened, path_inside, read_head, read_small
+from jaxckpt._foreign.local_files import names_in, names_or_empty, opened, path_inside, read_head, read_small
 from jaxckpt._foreign.pickle_machine import OpaqueObject
 from jaxckpt._foreign.pickles import as_array, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
@@ -144,7 +144,7 @@ def _saved(path: str) -> Tree:
     if _PICKLE in names:
         return _unpickled(os.path.join(path, _PICKLE), path)
     folders = {name: os.path.join(path, name) for name in names}
-    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_or_empty(at)}}
+    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_in(at)}}
     if not tensors:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
     if all(map(_PICKLED_TENSOR_NAME.fullmatch, tensors)):
