@@ -176,7 +176,7 @@ _NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
 def _require_named(folder: str, named: Collection[str], index: str) -> None:
     """Raise DataError if a numbered file belongs to the files of an index but is not named by it."""
     series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
-    for name in sorted(set(os.listdir(folder)) - {*named}):
+    for name in sorted({*list_names(folder)} - {*named}):
         if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
             raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
 
