@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import Index, from_json, path_inside, read_indexed, read_json
+from jaxckpt._foreign.local_files import Index, from_json, list_names, path_inside, read_indexed, read_json
 from jaxckpt._foreign.pickles import as_tree, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._foreign.shards import FileData, joined, replicated
@@ -66,7 +66,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 def open_colossalai(path: str) -> ForeignCheckpoint:
     """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
-    names = sorted(os.listdir(path))
+    names = list_names(path)
     metas = [name for name in names if _META.fullmatch(name)]
     indices = _indices(names)
     optimizers = [name for name in indices if name.startswith("pytorch_optim")]

@@ -16,7 +16,14 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import convert_checked, from_json, path_inside, read_json, require_length
+from jaxckpt._foreign.local_files import (
+    convert_checked,
+    from_json,
+    list_names,
+    path_inside,
+    read_json,
+    require_length,
+)
 from jaxckpt._foreign.pickle_machine import Global, OpaqueObject
 from jaxckpt._foreign.pickles import require_instance, require_sizes, unpickle, unreadable
 from jaxckpt._foreign.safetensors import read_header, read_metadata
@@ -47,7 +54,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 def open_dcp(path: str) -> ForeignCheckpoint:
     """A folder that torch.distributed.checkpoint wrote. Raises DataError, StorageError."""
-    names = os.listdir(path)
+    names = list_names(path)
     if _METADATA in names:
         return compose(path, _with_common_state(path, names, _tree_of(path)), "dcp")
     shards = sorted(name for name in names if _SHARD.fullmatch(name))

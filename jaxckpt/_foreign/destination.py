@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
 import uuid
 import warnings
 from collections.abc import Collection, Generator
@@ -20,6 +19,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import sync_path
 from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.removal import remove_folder
 from jaxckpt._storage.store_path import local_path, store_at
 
 
@@ -116,7 +116,7 @@ def _discard(folder: str, path: str) -> None:
     """Delete a folder for incomplete output, unless it holds content of `path` that could not be moved back: the next
     conversion moves it."""
     if os.path.lexists(path) or not os.path.lexists(os.path.join(folder, _OLD)):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _draft_prefix(path: str) -> str:

@@ -72,8 +72,27 @@ def list_names(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
 
 
+def exists(path: str) -> bool:
+    """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
+    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)
+        return True
+    return False
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files.
+
+    Raises StorageError if it cannot be listed: what it holds must not count as missing.
+    """
+    with translate_os_errors(f"cannot list {folder}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
 def names_or_empty(folder: str) -> list[str]:
-    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files."""
+    """The names in a folder; empty if it cannot be listed. Only for recognizing a format: any folder may be next to a
+    checkpoint."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -157,7 +176,7 @@ _NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
 def _require_named(folder: str, named: Collection[str], index: str) -> None:
     """Raise DataError if a numbered file belongs to the files of an index but is not named by it."""
     series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
-    for name in sorted(set(os.listdir(folder)) - {*named}):
+    for name in sorted({*list_names(folder)} - {*named}):
         if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
             raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
 

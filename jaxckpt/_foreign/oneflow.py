@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._foreign.local_files import names_or_empty, opened, path_inside, read_head, read_small
+from jaxckpt._foreign.local_files import (
+    list_names,
+    names_in,
+    names_or_empty,
+    opened,
+    path_inside,
+    read_head,
+    read_small,
+)
 from jaxckpt._foreign.pickle_machine import OpaqueObject
 from jaxckpt._foreign.pickles import as_array, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
@@ -140,11 +148,11 @@ def _saved(path: str) -> Tree:
         raise NotACheckpointError(f"{path} does not exist")
     if not os.path.isdir(path):
         return _unpickled(path, None)
-    names = os.listdir(path)
+    names = list_names(path)
     if _PICKLE in names:
         return _unpickled(os.path.join(path, _PICKLE), path)
     folders = {name: os.path.join(path, name) for name in names}
-    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_or_empty(at)}}
+    tensors = {name: _tensor_in(at) for name, at in folders.items() if {_META, _DATA} <= {*names_in(at)}}
     if not tensors:
         raise NotACheckpointError(f"{path} has neither {_PICKLE} nor folders with {_META} and {_DATA}")
     if all(map(_PICKLED_TENSOR_NAME.fullmatch, tensors)):
@@ -182,7 +190,7 @@ def _require_unique_folders(folder: str, path: str, tensors: Iterable[OpaqueObje
     counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise DataError(f"{path} is damaged: two of its tensors are in {min(twice)[:200]!r}")
-    there = {name for name in os.listdir(folder) if _PICKLED_TENSOR_NAME.fullmatch(name)}
+    there = {name for name in list_names(folder) if _PICKLED_TENSOR_NAME.fullmatch(name)}
     if lost := there - counts.keys():
         raise DataError(
             f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or from another save"

@@ -15,7 +15,15 @@ import msgspec
 import numpy as np
 
 from jaxckpt._foreign.export import Data, arrays_of, n_bytes, slabs, write_json
-from jaxckpt._foreign.local_files import Index, convert_checked, from_json, opened, read_indexed, read_json
+from jaxckpt._foreign.local_files import (
+    Index,
+    convert_checked,
+    from_json,
+    list_names,
+    opened,
+    read_indexed,
+    read_json,
+)
 from jaxckpt._foreign.pickles import unreadable
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES
@@ -162,7 +170,7 @@ def _as_readable(array: ForeignArray) -> ForeignArray:
 def _tensors(path: str) -> dict[str, ForeignArray]:
     if not os.path.isdir(path):
         return read_header(path)
-    names = os.listdir(path)
+    names = list_names(path)
     indices = sorted(name for name in names if name.endswith(INDEX))
     if not indices:
         first, *others = sorted(_tensor_files(names))

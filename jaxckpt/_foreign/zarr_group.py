@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._foreign.export import Data, arrays_of, slabs, write_json
-from jaxckpt._foreign.local_files import read_json
+from jaxckpt._foreign.local_files import list_names, read_json
 from jaxckpt._format import zarr
 from jaxckpt._format.chunking import chunk_shape, object_shape
 from jaxckpt._format.paths import path_prefixes
@@ -103,7 +103,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 def _is_node(path: str) -> bool:
     kind = _node_type(path)
-    names = {*os.listdir(path)} if kind else set[str]()
+    names = {*list_names(path)} if kind else set[str]()
     return names <= ({_METADATA, "c"} if kind == "array" else owned_names(path, names)) and kind is not None
 
 

@@ -13,7 +13,6 @@ import fcntl
 import functools
 import json
 import os
-import shutil
 import socket
 import stat
 import time
@@ -35,6 +34,7 @@ from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects
+from jaxckpt._storage.removal import remove_folder
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
@@ -43,7 +43,7 @@ from jaxckpt._storage.workers import JoinedWork, submit
 _LOCK_SECONDS = 300.0
 """How long to wait for the lock. A sweep that holds it may have many files to delete."""
 
-_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV)
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 """Errors of file systems without hard links, or without those from another folder, such as AFS."""
 
 
@@ -218,7 +218,7 @@ class Folder:
         os.makedirs(self.folder, exist_ok=True)
         with self._locked(), contextlib.ExitStack() as undo:
             os.mkdir(path)
-            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            undo.callback(remove_folder, path)
             handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             undo.callback(os.close, handle)
             with contextlib.suppress(OSError):  # a file system without locks; a sweep then keeps the folder
@@ -269,7 +269,7 @@ class Folder:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
             # A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
             # therefore proves that the data was deleted.
-            if not is_data_referenced(previous, data) and not os.path.exists(self._path(data, WRITER)):
+            if not is_data_referenced(previous, data) and self.read(f"{data}/{WRITER}") is None:
                 self._require_unchanged(previous)
                 raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
             self._replace_manifest(data, manifest, previous, sync=sync)
@@ -348,7 +348,7 @@ class Folder:
                 path = self._path(name)
                 # The manifest is checked last, because the folder may have been published since the listing.
                 if _is_abandoned(path) and not may_reference_data(self.read(MANIFEST), name):
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_folder(path)
                     if not os.path.lexists(path):
                         log(self.url, name)
                         continue
@@ -456,7 +456,7 @@ class Folder:
             os.rename(self._path(name), self._path(to))
 
     def delete(self, name: str) -> None:
-        shutil.rmtree(self._path(name), ignore_errors=True)
+        remove_folder(self._path(name))
 
     # Inside -----------------------------------------------------------------------------------------------
 

@@ -56,7 +56,10 @@ def local_path(path: Path, what: str = "path, the first argument,") -> str | Non
             f"path {text!r} is not absolute: the text between file:// and the next slash is a host name. Give"
             f" file:///{rest.lstrip('/')} for an absolute path, or omit file://"
         )
-    return os.path.abspath("/" + urllib.parse.unquote(below))
+    path = urllib.parse.unquote(below, errors="surrogateescape")  # two names that are not UTF-8 are two paths
+    if "\0" in path:
+        raise InputError(f"path {text!r} has a null byte, %00, which no file name may contain")
+    return os.path.abspath("/" + path)
 
 
 def _require_plain_key(url: str) -> None:

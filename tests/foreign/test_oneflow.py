@@ -238,6 +238,10 @@ def test_folders_of_variables_come_back(tmp_path: Path) -> None:
     for name, array in STATE["model"].items():
         save_tensor(path / name, Tensor(array))
     require_equal(jaxckpt.load_numpy(path), dict(STATE["model"]))
+    (path / "half").rename(tmp_path / "half")
+    (path / "half").symlink_to("half")  # a link to itself: listing it fails, even for root
+    with pytest.raises(jaxckpt.StorageError, match=r"cannot list .*half"):
+        jaxckpt.load_numpy(path)
 
 
 COLUMNS = {"linear.weight": P(None, "model"), "linear.bias": P("model"), "brain": P("data", "model"), "half": P("data")}

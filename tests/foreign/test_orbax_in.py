@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -598,6 +599,35 @@ def test_each_file_that_is_lost_is_missed(save: Callable[[Path, Any], None], tmp
         (tmp_path / "lost").rename(lost)
     assert missed > 4
     assert_same(jaxckpt.load_numpy(path), wanted)
+
+
+def test_what_cannot_be_looked_at_does_not_count_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the file system opens neither an older step nor a step without some of its items."""
+    run = tmp_path / "run"
+    with ocp.CheckpointManager(run) as manager:
+        for step in (1, 2):
+            items = ocp.args.Composite(
+                params=ocp.args.StandardSave({"w": np.full(3, step)}), config=ocp.args.JsonSave({"a": step})
+            )
+            manager.save(step, args=items)
+    lstat = os.lstat
+
+    def broken(path: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("2/config/metadata"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return lstat(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", broken)
+        with pytest.raises(jaxckpt.StorageError, match=f"2/config/metadata: {os.strerror(errno.EIO)}"):
+            jaxckpt.load_numpy(run)
+    assert jaxckpt.load_numpy(run)["config"] == {"a": 2}
+    (run / "2").rename(tmp_path / "2")
+    (run / "2").symlink_to("2")  # a link to itself: listing it fails, even for root
+    for read in (jaxckpt.load_numpy, jaxckpt.verify):
+        with pytest.raises(jaxckpt.StorageError, match=f"cannot list {run}/2: {os.strerror(errno.ELOOP)}"):
+            read(run)
+    assert jaxckpt.load_numpy(run / "1")["config"] == {"a": 1}
 
 
 def test_a_step_of_an_older_orbax_needs_no_step_file(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +129,36 @@ def test_a_damaged_header_is_reported(tmp_path: Path, content: bytes, message: s
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="x is missing"):
         read_header(str(tmp_path / "x"))
+
+
+def test_a_folder_that_cannot_be_listed_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each listing of a model in two files fails once."""
+    files = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate("vw", 1)}
+    for name, file in files.items():
+        (tmp_path / file).write_bytes(raw({name: entry("F32", [2], 0, 8)}, bytes(8)))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found, listdir = Counter[str](), os.listdir
+
+    def broken(path: Any, nth: int, calls: list[Any]) -> list[str]:
+        calls.append(path)
+        if len(calls) == nth:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return listdir(path)
+
+    for nth in range(1, 20):
+        calls = list[Any]()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", functools.partial(broken, nth=nth, calls=calls))
+            try:
+                tree = jaxckpt.load_numpy(tmp_path)
+            except JaxckptError as error:
+                found[type(error).__name__] += 1
+            else:
+                assert {name: array.tolist() for name, array in tree.items()} == {"v": [0, 0], "w": [0, 0]}
+        if len(calls) < nth:
+            break
+    assert len(calls) < nth
+    assert found["StorageError"] > 3
 
 
 WHOLE = raw({"v": W, "__metadata__": {"a": "b"}, "w": entry("BF16", [2, 2], 8, 16)}, bytes(range(16)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
 import shutil
+import stat
 import uuid
 from pathlib import Path
 from typing import Any
@@ -163,7 +165,7 @@ def test_nfs_may_report_that_the_link_it_has_made_exists(tmp_path: Path, monkeyp
     assert jaxckpt.restore(tmp_path / "ckpt") == {"x": 1}
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK])
 def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -186,3 +188,43 @@ def test_a_second_name_of_the_manifest_is_not_written_to(tmp_path: Path) -> None
     assert manifest.read_bytes() == b"less"
     assert (tmp_path / "seen by a reader").read_bytes() == content
     assert not (tmp_path / "ckpt" / data / MANIFEST).exists()
+
+
+def test_old_data_that_another_host_is_deleting_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, fstat of an open folder fails if another host has deleted it. shutil.rmtree raises that error."""
+    fstat, raised = os.fstat, list[int]()
+
+    def stale(handle: int) -> os.stat_result:
+        found = fstat(handle)
+        if stat.S_ISDIR(found.st_mode):
+            raised.append(handle)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    path = tmp_path / "ckpt"
+    jaxckpt.save(path, {"w": np.zeros(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", stale)
+        jaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)
+        jaxckpt.convert(path, tmp_path / "copy")
+        jaxckpt.convert(path, tmp_path / "copy", overwrite=True)
+    assert raised
+    for found in (path, tmp_path / "copy"):
+        assert jaxckpt.load_numpy(found)["w"].tolist() == [1, 1, 1]
+    jaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)
+    assert len(list(path.glob("data-*"))) == 1
+
+
+def test_a_note_that_cannot_be_read_does_not_count_as_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder("", str(tmp_path / "ckpt"))
+    data = folder.begin_save("0" * 32, None).data
+
+    def broken(call: Any, path: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith(WRITER):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(path, **named)
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, functools.partial(broken, getattr(os, name)))
+    with pytest.raises(jaxckpt.StorageError, match=os.strerror(errno.EIO)):
+        folder.publish(data, b"ours", None, sync=False)

@@ -100,6 +100,7 @@ def test_a_link_to_nothing_is_reported_as_such(tmp_path: Path) -> None:
         ("file://~/x", "is not absolute"),
         ("file://x", "is not absolute"),
         ("file://", "is not absolute"),
+        ("file:///tmp/a%00b", "has a null byte, %00"),
     ],
 )
 def test_a_value_that_is_not_a_path_is_reported_without_secrets(path: Any, reason: str) -> None:
@@ -107,6 +108,12 @@ def test_a_value_that_is_not_a_path_is_reported_without_secrets(path: Any, reaso
         with pytest.raises(jaxckpt.InputError, match=reason) as caught:
             call(path)
         assert "HUSH" not in str(caught.value)
+
+
+def test_file_urls_of_names_that_are_not_utf_8_are_different_paths(tmp_path: Path) -> None:
+    for byte in (0xFE, 0xFF):
+        jaxckpt.save(f"file://{tmp_path}/%{byte:x}", {"byte": byte})
+        assert jaxckpt.load_numpy(f"{tmp_path}/{os.fsdecode(bytes([byte]))}") == {"byte": byte}
 
 
 def test_a_local_path_need_not_be_utf_8(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign.local_files import convert_checked, from_json, names_or_empty
+from jaxckpt._foreign.local_files import convert_checked, from_json, names_in
 from jaxckpt._foreign.orbax.records import (
     ARRAYS_FOLDER,
     SHARDINGS_FILE,
@@ -114,7 +114,7 @@ def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict
     has_jax_arrays = any(leaf.value_type == "jax.Array" for leaf in leaves.values())
     shardings = (has_jax_arrays and read_optional(f"{path}/{SHARDINGS_FILE}", dict[str, str])) or {}
     impls = _key_impls(path) if has_jax_arrays else {}
-    lost_impls = record.has_array_metadata and not names_or_empty(f"{path}/{ARRAYS_FOLDER}")
+    lost_impls = record.has_array_metadata and not names_in(f"{path}/{ARRAYS_FOLDER}")
     layouts: dict[str | None, tuple[MeshRecord | None, Spec]] = {None: (None, ())}  # few differ from each other
     arrays: dict[Keys, ForeignArray] = {}
     for (keys, name), text in zip(names.items(), texts, strict=True):
@@ -163,7 +163,7 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
 def _key_impls(path: str) -> dict[str, str]:
     """The PRNG implementation of each array of typed keys. Every process recorded all arrays; Orbax reads one
     record."""
-    notes = sorted(names_or_empty(f"{path}/{ARRAYS_FOLDER}"))
+    notes = sorted(names_in(f"{path}/{ARRAYS_FOLDER}"))
     record = read_optional(f"{path}/{ARRAYS_FOLDER}/{notes[0]}", ArrayRecords) if notes else None
     arrays = [wrapped.array_metadata for wrapped in record.array_metadatas] if record else []
     impls = {array.param_name: (array.ext_metadata or {}).get("random_key_impl") for array in arrays}

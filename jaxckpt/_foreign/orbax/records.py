@@ -15,12 +15,11 @@ The name of a leaf's array consists of its keys, joined with ".". A folder with 
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from jaxckpt._foreign.local_files import read_json
+from jaxckpt._foreign.local_files import exists, read_json
 from jaxckpt._format.paths import escape_key
 
 MAX_INDEX_BYTES = 1 << 30
@@ -47,7 +46,7 @@ T = TypeVar("T")
 
 def read_optional(path: str, kind: type[T]) -> T | None:
     """A JSON file; None if it does not exist. Raises DataError if it is damaged, StorageError."""
-    return read_json(path, kind, MAX_INDEX_BYTES) if os.path.lexists(path) else None
+    return read_json(path, kind, MAX_INDEX_BYTES) if exists(path) else None
 
 
 class StepRecord(msgspec.Struct, frozen=True):

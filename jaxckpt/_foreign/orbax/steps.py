@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import names_or_empty
+from jaxckpt._foreign.local_files import exists, names_in, names_or_empty
 from jaxckpt._foreign.orbax.records import (
     COMMITTED_MARK,
     SAVE_FILES,
@@ -95,11 +95,11 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
 
     Raises NotACheckpointError if no step is complete, DataError, StorageError.
     """
-    kind = _kind(path, names_or_empty(path))
+    kind = _kind(path, names_in(path))
     metadata: dict[str, Any] = {}
     if kind == "manager":
         path, metadata["step"] = _newest_step(path)
-        kind = _kind(path, names_or_empty(path))
+        kind = _kind(path, names_in(path))
     elif problem := _unfinished_reason(path):
         raise NotACheckpointError(f"{path} {problem}")
     if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
@@ -129,7 +129,7 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     if not _STEP_MARKS.isdisjoint(names):
         return "step"
     if any(
-        _is_step(f"{path}/{name}")
+        _is_step(f"{path}/{name}", names_or_empty(f"{path}/{name}"))
         for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _MAX_CHECKED_FOLDERS)
     ):
         return "manager"
@@ -139,8 +139,7 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     return "step" if _has_items(path, names) else None  # older versions of Orbax write no other mark
 
 
-def _is_step(path: str) -> bool:
-    names = names_or_empty(path)
+def _is_step(path: str, names: Collection[str]) -> bool:
     if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names):
         return True
     # A jaxckpt run also has folders with a manifest, but they are named like steps.
@@ -153,7 +152,7 @@ def _has_items(path: str, names: Collection[str]) -> bool:
 
 
 def _newest_step(path: str) -> tuple[str, int]:
-    names = names_or_empty(path)
+    names = names_in(path)
     if newest := next(_newest_first(path, names), None):
         return newest
     count = len([name for name in names if _STEP_NAME.fullmatch(name)])
@@ -161,10 +160,10 @@ def _newest_step(path: str) -> tuple[str, int]:
 
 
 def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Path and number of each complete step."""
+    """Path and number of each complete step. Raises StorageError if one of them cannot be listed."""
     steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
-        if _is_step(f"{path}/{name}") and not _unfinished_reason(f"{path}/{name}"):
+        if _is_step(f"{path}/{name}", names_in(f"{path}/{name}")) and not _unfinished_reason(f"{path}/{name}"):
             yield f"{path}/{name}", number
 
 
@@ -174,7 +173,7 @@ def _unfinished_reason(path: str) -> str | None:
         return "is the folder of a save that is in progress or was interrupted"
     record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
     begun = record.init_timestamp_nsecs is not None and record.commit_timestamp_nsecs is None
-    if begun and not os.path.exists(f"{path}/{COMMITTED_MARK}"):
+    if begun and not exists(f"{path}/{COMMITTED_MARK}"):
         return "was never committed: its save is in progress or was interrupted"
     return None
 
@@ -245,7 +244,7 @@ def _has_lost_step_file(path: str, items: Iterable[str]) -> bool:
 
 def _items(path: str) -> list[str]:
     """Names of a step's items."""
-    return sorted(name for name in names_or_empty(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
+    return sorted(name for name in names_in(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
 
 
 class _UnknownItemError(Exception):
@@ -254,7 +253,7 @@ class _UnknownItemError(Exception):
 
 def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata. Raises _UnknownItemError."""
-    names = [name for name in names_or_empty(path) if name not in SAVE_FILES and TEMPORARY not in name]
+    names = [name for name in names_in(path) if name not in SAVE_FILES and TEMPORARY not in name]
     if _is_jaxckpt_item(path):
         return _open_jaxckpt_item(path)
     if TREE_FILE in names:
@@ -283,7 +282,7 @@ def _required_item(path: str, name: str) -> tuple[Tree, dict[str, Any]]:
 
 def _random_key(path: str) -> Tree:
     """An item that Orbax's handlers of random keys wrote."""
-    (kind,) = (name for name in names_or_empty(path) if name in ("jax_random_key", "np_random_key"))
+    (kind,) = (name for name in names_in(path) if name in ("jax_random_key", "np_random_key"))
     tree, _ = read_tree(f"{path}/{kind}")
     match tree, read_optional(f"{path}/{kind}_metadata/metadata", dict[str, bool]) or {}:
         case {"checkpoint": ForeignArray() as raw}, {"typed": typed}:
