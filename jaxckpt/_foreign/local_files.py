@@ -49,12 +49,20 @@ def opened(path: str) -> Generator[int]:
             os.close(handle)
 
 
+def read_at(handle: int, count: int, offset: int) -> bytes:
+    """Bytes of an open file; fewer than `count` only at its end. A single call of pread may return fewer anywhere."""
+    data = os.pread(handle, count, offset)
+    while len(data) < count and (more := os.pread(handle, count - len(data), offset + len(data))):
+        data += more
+    return data
+
+
 def read_head(path: str, count: int) -> bytes:
     """The first bytes of a file; none if the path is not a file."""
     if not os.path.isfile(path):
         return b""
     with opened(path) as handle:
-        return os.pread(handle, count, 0)
+        return read_at(handle, count, 0)
 
 
 def read_small(path: str, limit: int) -> bytes:
@@ -63,7 +71,7 @@ def read_small(path: str, limit: int) -> bytes:
         size = os.fstat(handle).st_size
         if size > limit:
             raise DataError(f"{path} is {size} bytes long; at most {limit} are read")
-        return os.pread(handle, size, 0)
+        return read_at(handle, size, 0)
 
 
 def list_names(folder: str) -> list[str]:

@@ -30,6 +30,7 @@ from jaxckpt._foreign.local_files import (
     list_names,
     opened,
     path_on_disk,
+    read_at,
     read_head,
     read_small,
 )
@@ -366,7 +367,7 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
     tensors: dict[str, ForeignArray | str] = {}
     with opened(path) as handle:
         size = os.fstat(handle).st_size
-        if size >= 17 and os.pread(handle, len(_TRAILER), size - 17) == _TRAILER:
+        if size >= 17 and read_at(handle, len(_TRAILER), size - 17) == _TRAILER:
             size -= 17
         for tag, values in itertools.groupby(_values(Message(path, handle, size)), key=lambda value: value.tag):
             if tag in tensors:
@@ -399,8 +400,11 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         # As NumPy stores text: UTF-32, padded with zeros.
         if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
             raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
+        content = read_at(handle, n_bytes, offset)
+        if len(content) < n_bytes:
+            raise DataError(f"{where} was truncated while it was being read")
         try:
-            return os.pread(handle, n_bytes, offset).decode("utf-32-le", "surrogatepass").rstrip("\0")
+            return content.decode("utf-32-le", "surrogatepass").rstrip("\0")
         except UnicodeDecodeError as error:
             raise DataError(f"{where} is not text: {error}") from error
     if first.type not in _DTYPES:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxckpt._foreign.export import arrays_of, slabs
-from jaxckpt._foreign.local_files import opened
+from jaxckpt._foreign.local_files import opened, read_at
 from jaxckpt._foreign.shards import FileData, c_strides, f_strides
 from jaxckpt._foreign.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._format.dtypes import DTYPES
@@ -101,7 +101,7 @@ class _Stream:
         while position < member.n_bytes:
             packed = inflater.unconsumed_tail
             if not packed:
-                packed = os.pread(handle, min(READ_BYTES, member.n_stored - source), member.offset + source)
+                packed = read_at(handle, min(READ_BYTES, member.n_stored - source), member.offset + source)
                 source += len(packed)
             try:
                 data = inflater.decompress(packed, min(READ_BYTES, member.n_bytes - position))
@@ -122,10 +122,10 @@ def _head(handle: int, member: Member, count: int) -> bytes:
     """The first `count` bytes of a member, decompressed."""
     count = min(count, member.n_bytes)
     if not member.deflated:
-        return os.pread(handle, count, member.offset)
+        return read_at(handle, count, member.offset)
     try:  # twice the bytes suffice, because deflate never makes data twice as large
         return zlib.decompressobj(-15).decompress(
-            os.pread(handle, min(2 * count, member.n_stored), member.offset), count
+            read_at(handle, min(2 * count, member.n_stored), member.offset), count
         )
     except zlib.error as error:
         raise DataError(f"{member.path} is damaged: {error}") from error
@@ -199,7 +199,7 @@ class Uncompressed(FileData):
             self.member.check()
             return
         with opened(self.path) as handle:
-            head = os.pread(handle, self.offset - self.member.offset, self.member.offset)
+            head = read_at(handle, self.offset - self.member.offset, self.member.offset)
         self.member.require_crc32(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)))
 
     def check(self) -> None:

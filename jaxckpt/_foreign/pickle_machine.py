@@ -9,11 +9,12 @@ Large bytes objects are located but not read, so a pickle of arrays takes no mor
 from __future__ import annotations
 
 import abc
-import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+from jaxckpt._foreign.local_files import read_at
 
 MAX_BYTES = 1 << 30
 """The largest pickle, without bytes that are only located. Its objects take about a dozen times as much memory."""
@@ -129,7 +130,7 @@ class Machine:
         self._budget += 16 * wanted
         if self._n_read > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
-        more = os.pread(self._handle, wanted, self.position + left)
+        more = read_at(self._handle, wanted, self.position + left)
         if len(more) < min(wanted, count - left):
             raise ValueError("the file was truncated while it was being read")
         self._window_start, self._window, self._window_index = (

@@ -5,11 +5,11 @@ Every length is compared with the enclosing message before anything is read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxckpt._foreign.local_files import read_at
 from jaxckpt._runtime.errors import DataError
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -47,7 +47,7 @@ class Message:
     def _byte(self, at: int) -> int:
         start, held = self._window
         if not start <= at < start + len(held):
-            start, held = self._window = (at, os.pread(self._handle, _WINDOW_BYTES, at))
+            start, held = self._window = (at, read_at(self._handle, _WINDOW_BYTES, at))
             if not held:
                 raise DataError(f"{self.path} was truncated while it was being read")
         return held[at - start]
@@ -138,8 +138,11 @@ class Message:
         start, stop = self.span(field)
         if stop - start > MAX_TEXT_BYTES:
             raise self.damage_error(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
+        content = read_at(self._handle, stop - start, start)
+        if len(content) < stop - start:
+            raise DataError(f"{self.path} was truncated while it was being read")
         try:
-            return os.pread(self._handle, stop - start, start).decode()
+            return content.decode()
         except UnicodeDecodeError as error:
             raise self.damage_error(start, f"field {field.number} is not text") from error
 

@@ -21,6 +21,7 @@ from jaxckpt._foreign.local_files import (
     from_json,
     list_names,
     opened,
+    read_at,
     read_indexed,
     read_json,
 )
@@ -81,7 +82,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
     with opened(path) as handle:
         size = os.fstat(handle).st_size
         _, header = _parse_header(path, handle, size)
-        start = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
+        start = 8 + int.from_bytes(read_at(handle, 8, 0), "little")
     tensors: dict[str, ForeignArray] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
@@ -119,13 +120,13 @@ def read_metadata(path: str) -> dict[str, str]:
 
 def _parse_header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
     """The metadata and the entries in the header of a .safetensors file of `size` bytes. Raises DataError."""
-    length = int.from_bytes(os.pread(handle, 8, 0), "little")
+    length = int.from_bytes(read_at(handle, 8, 0), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DataError(
             f"{path} is not a .safetensors file, or was truncated: its header would be {length} bytes, the file is"
             f" {size}"
         )
-    text, what = os.pread(handle, length, 8), f"the header of {path}"
+    text, what = read_at(handle, length, 8), f"the header of {path}"
     if not text.startswith(b"{"):
         raise DataError(f"{what} is damaged: it does not start with '{{'")
     record = from_json(what, text, dict[str, Any])

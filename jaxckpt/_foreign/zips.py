@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from jaxckpt._foreign.local_files import opened, read_head
+from jaxckpt._foreign.local_files import opened, read_at, read_head
 from jaxckpt._runtime.errors import DataError
 
 MAX_DIRECTORY_BYTES = 1 << 28
@@ -62,7 +62,7 @@ class Member:
         crc32 = 0
         with opened(self.path) as handle:
             for at in range(0, self.n_bytes, READ_BYTES):
-                crc32 = zlib.crc32(os.pread(handle, min(READ_BYTES, self.n_bytes - at), self.offset + at), crc32)
+                crc32 = zlib.crc32(read_at(handle, min(READ_BYTES, self.n_bytes - at), self.offset + at), crc32)
         self.require_crc32(crc32)
 
     def require_crc32(self, crc32: int) -> None:
@@ -154,7 +154,7 @@ class Archive:
         first = self._size - len(self._tail)
         if offset >= first:
             return self._tail[offset - first : offset - first + size]
-        data = os.pread(self.handle, size, self.start + offset)
+        data = read_at(self.handle, size, self.start + offset)
         if len(data) < size:
             raise ValueError("the file was truncated")
         return data

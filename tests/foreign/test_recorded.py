@@ -44,6 +44,15 @@ def test_what_the_library_wrote_comes_back(name: str, tmp_path: Path) -> None:
     require_same(jaxckpt.load_numpy(tmp_path / "ours"), wanted(name))
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_short_reads_lose_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may return fewer bytes than requested anywhere, as on some FUSE file systems."""
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda handle, count, at: pread(handle, min(count, 1 + count // 2), at))
+    monkeypatch.setattr(os, "preadv", lambda handle, buffers, at: preadv(handle, [memoryview(buffers[0])[:5]], at))
+    require_same(jaxckpt.load_numpy(DATA / name), wanted(name))
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_each_lost_file_is_missed(name: str, tmp_path: Path) -> None:
     folder = copied(name, tmp_path / "x")
