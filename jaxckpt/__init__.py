@@ -119,7 +119,8 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     )
     from jaxckpt._runtime.options import Options
     from jaxckpt._runtime.progress import Progress
-    from jaxckpt._save.background import PendingSave, SaveInfo
+    from jaxckpt._save.background import PendingSave
+    from jaxckpt._save.info import SaveInfo
     from jaxckpt._save.save import save, save_async
     from jaxckpt._steps.checkpointer import Checkpointer
     from jaxckpt._steps.follow import Step, follow, latest_step, steps

@@ -19,63 +19,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from jaxckpt._runtime.errors import InputError, PeerError, StorageError
 from jaxckpt._runtime.progress import Progress
 from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
+from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.pace import Pace
 from jaxckpt._storage.workers import replace_workers
 
 _log = logging.getLogger("jaxckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class SaveInfo:
-    """What a save wrote."""
-
-    path: str
-    """The path or URL of the checkpoint."""
-
-    save_id: str
-    """Unique id of the save."""
-
-    leaves: int
-    """Leaves of the tree."""
-
-    total_bytes: int
-    """Bytes of array data in the checkpoint, each replica counted once."""
-
-    process_bytes: tuple[int, ...]
-    """Bytes of array data in the objects of each process."""
-
-    objects: int
-    """Objects that hold the array data."""
-
-    files: int
-    """Files of the checkpoint: the objects, a zarr.json for each stack, the state of each process if given, and the
-    manifest."""
-
-    stored_bytes: int
-    """Bytes of the objects, including checksums and indexes."""
-
-    reused_bytes: int
-    """Bytes of the objects that are hard links to an earlier checkpoint and were not written; see `Options.reuse`."""
-
-    manifest_sha256: str
-    """SHA-256 of manifest.json, in hexadecimal digits, for `Options.manifest_sha256`."""
-
-    seconds: float
-    """Seconds from the call until this process was notified that the checkpoint is published."""
-
-    blocked_seconds: float
-    """How many of these seconds the caller waited; all of them for `save`."""
-
-    phase_seconds: Mapping[str, float]
-    """Seconds of each phase in this process: "plan", "device_to_host", "write" (includes the fsync of files), "sync"
-    (fsync of folders), "barrier" (waiting for the other processes), "publish"."""
 
 
 class PendingSave:

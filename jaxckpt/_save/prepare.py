@@ -22,9 +22,9 @@ from jaxckpt._runtime.processes import Group
 from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, compute_fingerprint
-from jaxckpt._save.background import SaveInfo
 from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.describe import Draft, DraftCache, describe
+from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.peers import Transfer
 from jaxckpt._save.plan import Object, SavePlan, plan_save
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse

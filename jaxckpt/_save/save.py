@@ -33,9 +33,10 @@ from jaxckpt._runtime.progress import Report, display_progress, show_bytes
 from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Fingerprint, require_agreement
-from jaxckpt._save.background import PendingSave, SaveInfo
+from jaxckpt._save.background import PendingSave
 from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
 from jaxckpt._save.handover import Handover
+from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.pace import Pace
 from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies
 from jaxckpt._save.plan import Object

@@ -23,8 +23,9 @@ from jaxckpt._runtime.errors import InputError, JaxckptError
 from jaxckpt._runtime.options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import run_uninterrupted
-from jaxckpt._save.background import PendingSave, SaveInfo, lift_limits
+from jaxckpt._save.background import PendingSave, lift_limits
 from jaxckpt._save.describe import describe
+from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._steps.deletion import Deletion

@@ -22,8 +22,9 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, PeerError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group
-from jaxckpt._save.background import PendingSave, SaveInfo, finish_at_exit, submit_save
+from jaxckpt._save.background import PendingSave, finish_at_exit, submit_save
 from jaxckpt._save.claim import Claim, claim, require_shared
+from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.pace import Pace
 from jaxckpt._save.plan import Object
 from jaxckpt._save.save import run_and_notify
