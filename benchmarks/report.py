@@ -52,7 +52,7 @@ def today() -> str:
 
 
 def place(benchmark: str, result: dict[str, Any], path: Path | None) -> Path:
-    """The file that a result goes to, by its surroundings if no path is given."""
+    """The file that a result goes to, by its date if no path is given."""
     return path or RESULTS / f"{benchmark}-{result['date']}.json"
 
 

@@ -63,7 +63,7 @@ def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(
     assert "raised PeerFailedError process 0 failed with StorageError" in done[1].stdout, str(done[1])
 
 
-def test_one_that_is_interrupted_while_leaves_are_exchanged_does_not_hold_up_the_others(
+def test_one_that_is_interrupted_while_data_is_exchanged_does_not_hold_up_the_others(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     program = PROGRAMS / "interrupted_exchange.py"
@@ -73,6 +73,9 @@ def test_one_that_is_interrupted_while_leaves_are_exchanged_does_not_hold_up_the
         assert f"{name} raised KeyboardInterrupt" in done[1].stdout, str(done[1])
         assert not (tmp_path / name / "manifest.json").exists()
     assert all("last saved" in one.stdout for one in done), "\n".join(map(str, done))
+    assert "shared raised PeerFailedError process 1 failed with KeyboardInterrupt" in done[0].stdout, str(done[0])
+    assert "shared raised KeyboardInterrupt" in done[1].stdout, str(done[1])
+    assert all("again restored" in one.stdout for one in done), "\n".join(map(str, done))
     assert jaxckpt.verify(tmp_path / "last").ok
 
 

@@ -104,7 +104,9 @@ def _leaf_paths(path: str) -> list[str]:
 
     The manifest of a jaxckpt checkpoint is read without importing JAX.
     """
-    local = urllib.parse.unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
+    local = path
+    if path.startswith("file:///"):
+        local = urllib.parse.unquote(path.removeprefix("file://"), errors="surrogateescape")
     if "://" in local:
         return []
     try:

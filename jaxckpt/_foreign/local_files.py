@@ -88,6 +88,22 @@ def exists(path: str) -> bool:
     return False
 
 
+def is_file(path: str) -> bool:
+    """Whether a path is a file. Raises StorageError if that cannot be found out."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a folder. Raises StorageError if that cannot be found out."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str) -> int:
+    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.stat(path).st_mode
+    return 0
+
+
 def names_in(folder: str) -> list[str]:
     """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files.
 
@@ -167,7 +183,7 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
     tensors: dict[Any, T] = {}
     for file, expected in files.items():
         path = path_inside(folder, file, index)
-        if not os.path.exists(path):
+        if not exists(path):
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
         held = read(path)
         if odd := {*map(str, held)} ^ expected:

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._foreign.local_files import (
+    exists,
+    is_folder,
     list_names,
     names_in,
     names_or_empty,
@@ -144,9 +146,9 @@ def oneflow_ranks(
 
 def _saved(path: str) -> Tree:
     """The tree that one rank saved."""
-    if not os.path.exists(path):
+    if not exists(path):
         raise NotACheckpointError(f"{path} does not exist")
-    if not os.path.isdir(path):
+    if not is_folder(path):
         return _unpickled(path, None)
     names = list_names(path)
     if _PICKLE in names:

@@ -37,6 +37,7 @@ from jaxckpt._restore.sharing import (
     split_into_transfers,
 )
 from jaxckpt._restore.source import Source
+from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
@@ -194,16 +195,11 @@ class _Community:
             ([], np.empty(0, np.uint8)) if pending_round is None else (pending_round.transfers, pending_round.own)
         )
         nothing = [Transfer([], {})] * (len(agreed) - len(found))  # other communities have more
-        error: BaseException | None = None
-        for piece, program in zip([*found, *nothing], agreed, strict=True):
-            got = self._interconnect.gather(piece, program, own)
-            if error is None:
-                try:
-                    self._deliver(piece, got, delivery, report)
-                except BaseException as raised:  # run the remaining programs first, because the others wait in them
-                    error = raised
-        if error is not None:
-            raise error
+        programs = zip([*found, *nothing], agreed, strict=True)
+        with CollectiveCalls(programs, lambda one, _: self._interconnect.gather(*one, own)) as calls:
+            while calls.left:
+                piece, _ = calls.left[0]
+                self._deliver(piece, calls.run_next(), delivery, report)
 
     def _deliver(self, piece: Transfer, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
         for portion in piece.portions:
@@ -271,11 +267,11 @@ class Interconnect:
                     for one in (parts, starts)
                 ]
                 gathered = jax.block_until_ready(gatherer(self._mesh, n_senders if few else None)(*arguments))
+                by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
         except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
             raise PeerFailedError(
                 f"processes {self.members} could not send the data that they read: {error}"
             ) from error
-        by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
         found = [by_device[device].reshape(-1, words) for device in self._devices]
         rows = ([one[slot] for one in found] for slot in range(len(slots)))
         joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)

@@ -25,6 +25,7 @@ from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._restore.sharing import Transfer
 from jaxckpt._restore.source import Source
 from jaxckpt._restore.surviving import FileRequest, Hop, plan_hops
+from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import JaxckptError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
@@ -102,17 +103,23 @@ class PeerReads:
         ]
         source = self._source
         self._n_rounds_done += 1
-        with StorageThread(self._options.timeout_seconds) as aside:
-            for hop in plan_hops(now, source.availability, source.files.request_bytes, source.max_bytes):
-                self._run_hop(hop, self._permutations, aside)
+        hops = plan_hops(now, source.availability, source.files.request_bytes, source.max_bytes)
+        run = self._permutations.run
+        with (
+            CollectiveCalls(hops, lambda hop, own: run(tuple(hop), _sent_bytes(hop), own)) as calls,
+            StorageThread(self._options.timeout_seconds) as aside,
+        ):
+            while calls.left:
+                hop = calls.left[0]
+                self._receive(hop, calls.run_next(self._read(hop, aside)))
 
-    def _run_hop(self, hop: Hop, permutations: Permutations, aside: StorageThread) -> None:
-        n_bytes = rounded_bytes(max(parcel.n_bytes for parcel in hop.values()))
+    def _read(self, hop: Hop, aside: StorageThread) -> Bytes | None:
+        """The data that this process sends, if any."""
         own: Bytes | None = None
         for (sender, _), parcel in hop.items():
             if sender == self._process:
-                own = aligned_empty((n_bytes,), np.dtype(np.uint8))
-                self.sent_bytes += n_bytes
+                own = aligned_empty((_sent_bytes(hop),), np.dtype(np.uint8))
+                self.sent_bytes += len(own)
                 wanted = [(request, own[start : start + size]) for request, start, size in parcel.requests]
                 try:  # the others wait in a program, so any error is reported in the next meeting
                     aside.run(
@@ -120,7 +127,10 @@ class PeerReads:
                     )
                 except Exception as error:
                     self._failure = self._failure or error
-        got = permutations.run(tuple(hop), n_bytes, own)
+        return own
+
+    def _receive(self, hop: Hop, got: Bytes | None) -> None:
+        """Keep the data that was sent to this process, if any."""
         for (_, receiver), parcel in hop.items():
             if receiver == self._process and got is not None:
                 for request, start, size in parcel.requests:
@@ -143,6 +153,11 @@ class PeerReads:
         agreed = self._meeting.broadcast(merge(texts) if texts else "")
         self._meeting.start_next()
         return agreed
+
+
+def _sent_bytes(hop: Hop) -> int:
+    """Bytes that each process sends in a hop."""
+    return rounded_bytes(max(parcel.n_bytes for parcel in hop.values()))
 
 
 def requests_by_read(source: Source, steps: Sequence[ReadStep]) -> list[list[FileRequest]]:

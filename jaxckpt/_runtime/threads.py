@@ -10,6 +10,7 @@ interrupts only the main thread.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import queue
 import sys
 import threading
@@ -111,15 +112,19 @@ class OrderedCalls:
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
+        self._tasks = queue.SimpleQueue[Task[Any]]()
 
     def run(self, work: Callable[[], T]) -> T:
         """Run a call after all earlier ones have ended, and wait for it."""
+        task = Task(work)
+        self._tasks.put(task)  # an interrupt after this cannot change the order
+        run_uninterrupted(self._run_tasks)
+        return task.result()
 
-        def locked() -> T:
-            with self._lock:
-                return work()
-
-        return run_uninterrupted(locked)
+    def _run_tasks(self) -> None:
+        with self._lock, contextlib.suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait().run()
 
 
 def is_shutting_down() -> bool:

@@ -25,8 +25,8 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import extent
 from jaxckpt._format.pieces import Bytes
 from jaxckpt._format.stacks import Stack
+from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import PeerFailedError
-from jaxckpt._runtime.threads import OrderedCalls
 from jaxckpt._save.copies import Channel, Copies
 from jaxckpt._save.exchange import n_sending_devices, transfer_context
 from jaxckpt._save.plan import Object
@@ -119,37 +119,23 @@ def transfer_copies(
                 keep = None if state is None else functools.partial(keep_state, sender)
                 incoming[number] = _Incoming(copies.received[number], stacks, keep)
     permutations = Permutations(process)
-    left = deque(rounds)
-    calls = OrderedCalls()
 
-    def run_next(given: Bytes | None = None) -> Bytes | None:
-        one = left.popleft()
+    def run(one: Round, given: Bytes | None) -> Bytes | None:
         return permutations.run(one.pairs(copies.channels), one.n_bytes, given)
 
-    def join_others() -> None:
-        while left:
-            run_next()
-
-    try:
-        while left:
-            one = left[0]
+    with CollectiveCalls(rounds, run) as calls, contextlib.closing(staged):
+        while calls.left:
+            one = calls.left[0]
             out = outgoing[one.channel] if process in one.senders else None
             while out is not None and out.waiting_bytes < one.n_bytes and (found := next(staged, None)) is not None:
                 for stream in wanted.get(found.obj, ()):
                     stream.add(replace(found, groups=[*found.groups]))
                 yield found
-            given = None if out is None else out.take(one.n_bytes)
-            got = calls.run(functools.partial(run_next, given))
+            got = calls.run_next(None if out is None else out.take(one.n_bytes))
             into = incoming[one.channel]
             if got is not None and into is not None:
                 yield from into.add(got)
         yield from staged
-    except BaseException as error:
-        staged.close()
-        if not isinstance(error, PeerFailedError):
-            with contextlib.suppress(PeerFailedError):  # it must not hide the reason
-                calls.run(join_others)  # otherwise the other processes would hang in a round
-        raise
 
 
 class _Outgoing:
@@ -260,13 +246,13 @@ class Permutations:
                 parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
                 words = jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), along, parts)
                 moved = jax.block_until_ready(_permuter(self._mesh, pairs)(words))
+                if all(getter != self._process for _, getter in pairs):
+                    return None
+                by_device = {shard.device: np.asarray(shard.data) for shard in moved.addressable_shards}
         except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
             raise PeerFailedError(
                 f"process {self._process} could not exchange copies with its peers: {error}"
             ) from error
-        if all(getter != self._process for _, getter in pairs):
-            return None
-        by_device = {shard.device: np.asarray(shard.data) for shard in moved.addressable_shards}
         return np.concatenate([by_device[device] for device in self._devices]).view(np.uint8)
 
 

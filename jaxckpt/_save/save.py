@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -76,7 +77,7 @@ def save(
             returns a dtype or None. A dtype for the tree or for a container applies to the leaves below it of the same
             kind of number, so bfloat16 applies to floats only. A dtype at a leaf's own path, or from a function, always
             applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`. Leaves are
-            cast on their devices, one object at a time.
+            cast one object at a time.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
         process_state: State that differs by process, such as the position of its data iterator: a mapping of names to
@@ -192,17 +193,17 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         if save.is_collective and not _await_claim(save):
             pending.wait()  # raises the reason
         staged = _stage(save, background=background)
-        with contextlib.closing(staged):
-            handover.feed(staged, begin)
+        handover.feed(staged, begin)
+        staged.close()
         save.draft.values.clear()  # everything is staged, so the leaves are released
         if not background:
             pending.wait()
     except BaseException as error:
         handover.cancel(error)
         if staged is None and save.is_collective and group.is_handed_over and _await_claim(save):
-            # The other processes have begun their exchanges, and would wait forever for this one.
-            with contextlib.closing(_stage(save, background=background)) as staged:
-                next(staged, None)
+            staged = _stage(save, background=background)
+        if staged is not None:
+            _close(staged, join=save.is_collective)
         group.is_handed_over = background_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
@@ -220,8 +221,16 @@ def _await_claim(save: PreparedSave) -> bool:
     return bool(save.transfer.data) and not stall_error()
 
 
+def _close(staged: Generator[StagedObject], *, join: bool) -> None:
+    """Close staged data after an error. With `join`, take part in its remaining exchanges, because the other processes
+    have begun them and would wait forever."""
+    with contextlib.suppress(Exception), contextlib.closing(staged):  # no error may hide the first one
+        if join and inspect.getgeneratorstate(staged) == inspect.GEN_CREATED:
+            next(staged, None)  # a generator joins them only if it has begun
+
+
 def _stage(save: PreparedSave, *, background: bool) -> Generator[StagedObject]:
-    """The data that this process writes. Closing it after its first object takes part in all exchanges."""
+    """The data that this process writes, and its part in all exchanges."""
     staged = stage(
         save.plan,
         save.draft,

@@ -14,7 +14,6 @@ Held data is safe from everything that the caller does to the leaves next:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -33,8 +32,8 @@ from jaxckpt._format.dtypes import DTYPES, is_lossless
 from jaxckpt._format.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
+from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import LayoutError
-from jaxckpt._runtime.threads import OrderedCalls
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.exchange import replicate_box, transfer_context, transfer_dtype
 from jaxckpt._save.host_copies import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
@@ -63,8 +62,8 @@ Protection = Literal["views", "copies"] | None
 all."""
 
 HostMode = Literal["leave", "view", "copy", "cast"]
-"""How a piece is taken from an array in host memory: left there, as a NumPy view, as a NumPy copy, or as a cast copy
-on its CPU device."""
+"""How a piece is taken from an array: left where it is, as a NumPy view, as a copy that NumPy makes and may cast, or as
+a cast copy on its CPU device."""
 
 PieceMode = HostMode | Literal["send"]
 """Also: as a copy from its device to the host, which is started."""
@@ -126,25 +125,13 @@ def stage(
     With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it. With
     `whole_shards`, a shard may be copied to the host for several objects at once.
     """
-    exchanged = [number for number, moved in enumerate(plan.exchanged) if moved]
     # All processes take part in the exchange of an object, regardless of which one writes it.
+    exchanged = (number for number, moved in enumerate(plan.exchanged) if moved)
     exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
-    own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
-    calls = OrderedCalls()
-
-    def exchange_next() -> tuple[int, tuple[int, ...], list[jax.Array]] | None:
-        if (found := next(exchanges, None)) is None:
-            return None
-        number, index, box = found
-        return number, index, _exchange_rows(plan, draft, number, box)
-
-    def join_others() -> None:
-        while exchange_next() is not None:
-            pass
-
-    cast = bool(draft.casts)
-    copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
-    try:
+    with CollectiveCalls(exchanges, lambda one, _: _exchange_rows(plan, draft, one[0], one[2])) as calls:
+        own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
+        cast = bool(draft.casts)
+        copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
         for obj in plan.objects:
             if not plan.exchanged[obj.stack]:
                 values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
@@ -160,8 +147,9 @@ def stage(
                 else:
                     sources = _by_row(obj, values)
                     yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
-        while exchanged and (found := calls.run(exchange_next)) is not None:
-            number, index, parts = found
+        while calls.left:
+            number, index, _ = calls.left[0]
+            parts = calls.run_next()
             obj = own.get((number, index))
             if obj is not None:
                 # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is
@@ -169,13 +157,6 @@ def stage(
                 region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
                 dtype = DTYPES[plan.stacks[number].dtype]
                 yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
-    except BaseException:
-        # The others would wait forever in an exchange that this process does not join, so it joins the remaining ones,
-        # also after an interrupt.
-        if exchanged:
-            with contextlib.suppress(Exception):  # a process that has ended in the meantime must not hide the reason
-                calls.run(join_others)
-        raise
 
 
 def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
@@ -312,9 +293,9 @@ def _piece_mode(value: Value, hold: Protection, dtype: np.dtype[Any]) -> PieceMo
 def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
     """Whether NumPy makes a cast, and not XLA.
 
-    Other devices than CPUs cast, except to floats of more digits: there they may make denormal floats zero. On CPUs,
-    XLA casts only to floats of fewer digits, of at most 32 bits: to and from 64 bits it makes denormal floats zero, it
-    warns about complex numbers, and it aborts for int2.
+    Accelerators make all casts, except of floats to dtypes that have all their values: they may make denormal floats
+    zero. On CPUs, XLA casts only to floats of fewer digits, of at most 32 bits: to and from 64 bits it makes denormal
+    floats zero, it warns about complex numbers, and it aborts for int2.
     """
     if value.dtype == dtype:
         return False

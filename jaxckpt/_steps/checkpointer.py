@@ -19,11 +19,11 @@ from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.target import RestoreRequest
-from jaxckpt._runtime.errors import InputError, JaxckptError
+from jaxckpt._runtime.errors import InputError, JaxckptError, Preempted
 from jaxckpt._runtime.options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.threads import run_uninterrupted
-from jaxckpt._save.background import PendingSave, lift_limits
+from jaxckpt._save.background import PendingSave
 from jaxckpt._save.describe import describe
 from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.prepare import SaveRequest
@@ -215,7 +215,7 @@ class Checkpointer:
             return
         self._exited_cleanly = False
         try:
-            self.close()
+            self._close()
         except Exception as failure:
             if failure is not error:  # it must not hide the error that ends the block
                 error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
@@ -315,8 +315,8 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was preempted and `save` has handled it. If that save failed or missed the deadline, the last
-        step is not saved."""
+        """Whether the job was preempted and `save` or `close` has handled it. If that save failed or missed the
+        deadline, the last step is not saved."""
         return self._saver.preempted
 
     @property
@@ -336,19 +336,28 @@ class Checkpointer:
         `follow` ends at that record, and the next Checkpointer that trains removes it. A preempted Checkpointer does
         not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
         `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
+
+        Raises Preempted, in a job of one process, if SIGTERM came after the last call of `save` and `on_preemption` is
+        "exit".
         """
-        self._preemption.close()
-        if self._preemption.is_notified:  # perhaps after the last call of `save`
-            lift_limits()
-        try:
-            self._saver.wait()
-        except Exception:
-            self._exited_cleanly = False
-            self._close()
-            raise
         self._close()
+        if self._preemption.is_notified and not self._saver.preempted and self._saver.on_preemption == "exit":
+            self._saver.preempted = True
+            raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
 
     def _close(self) -> None:
+        try:
+            try:
+                self._saver.wait()
+            finally:
+                self._preemption.close()  # until here, SIGTERM does not end the last save
+        except Exception:
+            self._exited_cleanly = False
+            self._close_in_process_0()
+            raise
+        self._close_in_process_0()
+
+    def _close_in_process_0(self) -> None:
         if self._is_process_0:
             run_uninterrupted(self._close_directory)
 

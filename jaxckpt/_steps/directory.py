@@ -129,7 +129,7 @@ class Directory:
                 self._require_metric(best, record, steps)
         if step in steps and not overwrite:
             raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
-        if steps and step < steps[-1] and step not in pins(self.store).values():
+        if steps and step < steps[-1]:
             self._require_kept(record, steps)
         self.store.mark(step_name(step))
 
@@ -160,7 +160,7 @@ class Directory:
         with_it = sorted([*others, candidate], key=lambda step: step.number)
         (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
-        if not verdict.kept:
+        if not verdict.kept and record.number not in pins(self.store).values():
             raise InputError(
                 f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
                 " first delete the newer steps with delete(step), or save into another directory"
@@ -183,8 +183,7 @@ class Directory:
 
     def remove_end(self) -> None:
         """Note that the run has not ended, or has been resumed."""
-        if self.store.read(f"{RUN}/{ENDED}") is not None:
-            self._write_note(ENDED, None)
+        self._write_note(ENDED, None)
 
     def note_end(self) -> None:
         """Note that the run has ended, for readers that follow it."""
@@ -195,12 +194,13 @@ class Directory:
         """Write a note on the run for its readers, or remove it. Does nothing without permission to write."""
         try:
             if content is None:
-                self.store.child(RUN).remove(name)
+                if (run := self.store.child(RUN)).read(name) is not None:
+                    run.remove(name)
             elif isinstance(run := self.store.create_child(RUN), Folder):
                 # Replaces the old file, so that a reader sees one of the two, and a hard-linked copy keeps the old one.
                 run.put(f"new-{name}", content)
                 run.rename(f"new-{name}", name)
             else:
                 run.put(name, content)
-        except StorageError as error:
+        except (StorageError, CorruptError) as error:
             _log.warning("readers of %s do not see that %s has changed: %s", self.url, name, error)

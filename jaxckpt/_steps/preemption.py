@@ -7,19 +7,19 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
+from jaxckpt._save.background import lift_limits
+
 _log = logging.getLogger("jaxckpt")
 
 _MAX_ADVANCE = 1000
 """How many numbers JAX is asked about for one step, at most."""
-
-_last_number = 0
-"""The number that JAX was asked about last."""
 
 
 class PreemptionListener:
@@ -41,30 +41,31 @@ class PreemptionListener:
         self._listening = False
         self._closed = False
         self._replaced_handler: Any = None
-        self._last_step: int | None = None
-        self._last_number = 0  # that JAX was asked about for it
 
     def _listen(self) -> None:
-        if self._processes > 1 and not getattr(jax.config, "jax_enable_preemption_service", True):
-            _log.warning("jax_enable_preemption_service is off: a process is not notified when another is preempted")
-        if self._processes == 1:
-            if threading.current_thread() is threading.main_thread():
-                before = signal.getsignal(signal.SIGTERM)
-                if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
-                    self._replaced_handler, self._listener_pid = before, os.getpid()
-                    signal.signal(signal.SIGTERM, self._on_signal)
-            else:
+        if self._processes > 1:
+            _listeners.add(self)
+            if not getattr(jax.config, "jax_enable_preemption_service", True):
                 _log.warning(
-                    "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM: no"
-                    " last step is saved if this job is preempted"
+                    "jax_enable_preemption_service is off: a process is not notified when another is preempted"
                 )
+        elif threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+            if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
+                self._replaced_handler, self._listener_pid = before, os.getpid()
+                signal.signal(signal.SIGTERM, self._on_signal)
+        else:
+            _log.warning(
+                "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM: no"
+                " last step is saved if this job is preempted"
+            )
         self._listening = True
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._listener_pid:
             self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
         closed, previous = self._closed, self._previous_handler()
-        self.is_notified, self._notified_at = True, time.monotonic()
+        self._note_notice()
         self.close()  # a second signal has its previous effect
         if callable(previous):
             previous(number, frame)
@@ -83,34 +84,14 @@ class PreemptionListener:
         """Whether to stop at this step. The first call starts to listen."""
         if not self._listening:
             self._listen()
-        if self._processes > 1 and not self.is_notified and self._is_sync_point(step):
-            self.is_notified, self._notified_at = True, time.monotonic()
+        if self._processes > 1 and not self.is_notified and _is_sync_point(step):
+            for listener in [*_listeners]:  # JAX reports it only once
+                listener._note_notice()
         return self.is_notified
 
-    def _is_sync_point(self, step: int) -> bool:
-        """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
-        try:
-            return any(map(multihost_utils.reached_preemption_sync_point, self._next_numbers(step)))
-        except RuntimeError:
-            return False
-
-    def _next_numbers(self, step: int) -> Iterator[int]:
-        """The numbers to ask JAX about at this step: its own, and those since the previous step.
-
-        JAX chooses the number after the largest one that it was asked about, and must be asked about exactly this one.
-        So no number is left out, also if the loop counts in tens or goes back to an older step, or another loop begins.
-        """
-        global _last_number
-        if self._last_step is None:
-            self._last_number, advance = max(step, _last_number) - 1, 1
-        else:
-            advance = step - self._last_step
-            if not 0 <= advance <= _MAX_ADVANCE:
-                advance = 1  # the numbers then differ from the steps
-        first = self._last_number + min(1, advance)
-        self._last_step, self._last_number = step, self._last_number + advance
-        for _last_number in range(first, self._last_number + 1):
-            yield _last_number & 0x7FFFFFFF  # JAX accepts 31 bits
+    def _note_notice(self) -> None:
+        self.is_notified, self._notified_at = True, time.monotonic()
+        lift_limits()
 
     @property
     def deadline(self) -> float:
@@ -128,3 +109,38 @@ class PreemptionListener:
         if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous_handler())
         self._closed = True
+
+
+# Several processes ----------------------------------------------------------------------------------------
+
+_listeners = weakref.WeakSet[PreemptionListener]()
+"""Those of this process that JAX's preemption service notifies."""
+
+_last_step: int | None = None
+_last_number = 0  # that JAX was asked about for this step
+
+
+def _is_sync_point(step: int) -> bool:
+    """Whether JAX makes all processes stop at this step; never if its preemption service is off."""
+    try:
+        return any(map(multihost_utils.reached_preemption_sync_point, _next_numbers(step)))
+    except RuntimeError:
+        return False
+
+
+def _next_numbers(step: int) -> Iterator[int]:
+    """The numbers to ask JAX about at this step, after those of the previous step of any listener.
+
+    At a notice, JAX chooses the number after the largest one that any process has asked about last, or 1. It must then
+    be asked about exactly this one. So the numbers begin at 1, never decrease and leave none out, even if the loop
+    counts in tens or goes back, or if two Checkpointers take turns. They are the same in all processes, because these
+    save the same steps.
+    """
+    global _last_step, _last_number
+    advance = 1 if _last_step is None else step - _last_step
+    if not 0 <= advance <= _MAX_ADVANCE:
+        advance = 1
+    first = _last_number + min(1, advance)
+    _last_step, _last_number = step, _last_number + advance
+    for number in range(first, _last_number + 1):
+        yield number & 0x7FFFFFFF  # JAX accepts 31 bits

@@ -1,4 +1,4 @@
-"""Process 1 is interrupted while leaves are exchanged, or right before; then both processes save again."""
+"""Process 1 is interrupted while data is exchanged, or right before; then both processes save and restore again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 from joined import args, process_id
-from sharded_tree import make, mesh_of
+from sharded_tree import check, make, mesh_of
 
 import jaxckpt
+from jaxckpt._restore.gathering import Interconnect
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save import staging
 from jaxckpt._save.handover import Handover
@@ -67,3 +68,32 @@ if process_id == 1:
 save("claim")
 Meeting.broadcast = broadcast  # type: ignore[method-assign]
 save("last")
+
+
+# Restores -------------------------------------------------------------------------------------------------
+
+gather, gathered = Interconnect.gather, 0
+
+
+def interrupt_second_gather(*given: Any) -> Any:
+    global gathered
+    gathered += 1
+    if gathered == 2:
+        interrupt()
+    return gather(*given)
+
+
+def restore(name: str) -> None:
+    small = jaxckpt.Options(timeout_seconds=60, read="shared", host_bytes=1 << 20)
+    try:
+        check(jaxckpt.restore(f"{args}/last", mesh=mesh_of(2, 2), specs=P(), options=small))
+        print(name, "restored", flush=True)
+    except (KeyboardInterrupt, jaxckpt.JaxckptError) as error:
+        print(name, "raised", type(error).__name__, error, flush=True)
+
+
+if process_id == 1:
+    Interconnect.gather = interrupt_second_gather  # type: ignore[method-assign]
+restore("shared")
+Interconnect.gather = gather  # type: ignore[method-assign]
+restore("again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -43,12 +44,11 @@ def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
 
 def test_jax_is_asked_about_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a job of several processes, JAX stops at the number after the largest one that it was asked about.
+    monkeypatch.setattr(preemption, "_last_step", None)
     monkeypatch.setattr(preemption, "_last_number", 0)
-    first, second = preemption.PreemptionListener(2, 1), preemption.PreemptionListener(2, 1)
     steps = [100, 110, 110, 95, 96, 10**9, 10**9 + 3]
-    asked = [list(first._next_numbers(step)) for step in steps]
-    assert asked == [[100], [*range(101, 111)], [110], [111], [112], [113], [114, 115, 116]]
-    assert [list(second._next_numbers(step)) for step in (1, 2)] == [[116], [117]]
+    asked = [list(preemption._next_numbers(step)) for step in steps]
+    assert asked == [[1], [*range(2, 12)], [11], [12], [13], [14], [15, 16, 17]]
 
 
 def test_a_step_beyond_31_bits_is_saved_by_two(run_processes: RunProcesses, tmp_path: Path) -> None:
@@ -222,12 +222,24 @@ def test_a_save_of_another_checkpointer_is_finished_without_its_limit(tmp_path: 
     assert other.steps() == [1]
 
 
-def test_a_signal_after_the_last_call_of_save_ends_the_limit_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_preemption", ["exit", "continue"])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_signal_after_the_last_call_of_save_does_not_end_that_save(
+    tmp_path: Path, on_preemption: Any, waiting: bool
+) -> None:
+    """It ends its limit of bytes per second, and then the program."""
     options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
-    with jaxckpt.Checkpointer(tmp_path, options=options) as checkpoints:
-        checkpoints.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
-        os.kill(os.getpid(), signal.SIGTERM)
+    preempted = pytest.raises(jaxckpt.Preempted, match="after the last save")
+    with preempted if on_preemption == "exit" else contextlib.nullcontext():  # noqa: SIM117
+        with jaxckpt.Checkpointer(tmp_path, options=options, on_preemption=on_preemption) as checkpoints:
+            checkpoints.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
+            if waiting:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
     assert checkpoints.steps() == [1]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("last", [1, 2])

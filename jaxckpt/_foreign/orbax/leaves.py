@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import numpy as np
 
-from jaxckpt._foreign.local_files import convert_checked, from_json, names_in
+from jaxckpt._foreign.local_files import convert_checked, exists, from_json, names_in
 from jaxckpt._foreign.orbax.records import (
     ARRAYS_FOLDER,
     SHARDINGS_FILE,
@@ -101,7 +100,7 @@ class _ZarrArray(AsyncArrayData):
 
 def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
     """The leaves that are arrays or Python numbers. The numbers are read here."""
-    ocdbt = os.path.exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
+    ocdbt = exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
     folder = ArrayFolder(path, ocdbt)
     names = {keys: ".".join(keys) for keys in leaves}
     outside = [name for name in names.values() if name and not {"", ".", ".."}.isdisjoint(name.split("/"))]

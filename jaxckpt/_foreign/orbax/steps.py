@@ -7,13 +7,13 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 import msgspec
 
-from jaxckpt._foreign.local_files import exists, names_in, names_or_empty
+from jaxckpt._foreign.local_files import exists, is_file, is_folder, names_in, names_or_empty
 from jaxckpt._foreign.orbax.records import (
     COMMITTED_MARK,
     SAVE_FILES,
@@ -139,16 +139,17 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     return "step" if _has_items(path, names) else None  # older versions of Orbax write no other mark
 
 
-def _is_step(path: str, names: Collection[str]) -> bool:
-    if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names):
+def _is_step(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
+    """By default, what cannot be looked at does not count: any folder may be next to a checkpoint."""
+    if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names, has_file):
         return True
     # A jaxckpt run also has folders with a manifest, but they are named like steps.
     items = (name for name in names if not _STEP_NAME.fullmatch(name))
-    return any(_is_jaxckpt_item(f"{path}/{name}") for name in itertools.islice(items, _MAX_CHECKED_FOLDERS))
+    return any(has_file(f"{path}/{name}/{MANIFEST}") for name in itertools.islice(items, _MAX_CHECKED_FOLDERS))
 
 
-def _has_items(path: str, names: Collection[str]) -> bool:
-    return any(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
+def _has_items(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
+    return any(has_file(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
 
 
 def _newest_step(path: str) -> tuple[str, int]:
@@ -163,7 +164,7 @@ def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]
     """Path and number of each complete step. Raises StorageError if one of them cannot be listed."""
     steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
-        if _is_step(f"{path}/{name}", names_in(f"{path}/{name}")) and not _unfinished_reason(f"{path}/{name}"):
+        if _is_step(f"{path}/{name}", names_in(f"{path}/{name}"), is_file) and not _unfinished_reason(f"{path}/{name}"):
             yield f"{path}/{name}", number
 
 
@@ -231,11 +232,11 @@ def _has_lost_step_file(path: str, items: Iterable[str]) -> bool:
 
     Orbax writes one into each saved folder: the step or, if items were saved separately, each item.
     """
-    if os.path.lexists(f"{path}/{STEP_FILE}"):
+    if exists(f"{path}/{STEP_FILE}"):
         return False
-    if os.path.lexists(f"{path}/{V1_MARK}"):
+    if exists(f"{path}/{V1_MARK}"):
         return True
-    alone = [f"{path}/{item}" for item in items if not os.path.lexists(f"{path}/{item}/{STEP_FILE}")]
+    alone = [f"{path}/{item}" for item in items if not exists(f"{path}/{item}/{STEP_FILE}")]
     if any(map(_is_jaxckpt_item, alone)):
         return True
     trees = (read_optional(f"{item}/{TREE_FILE}", TreeRecord) for item in alone)
@@ -244,7 +245,7 @@ def _has_lost_step_file(path: str, items: Iterable[str]) -> bool:
 
 def _items(path: str) -> list[str]:
     """Names of a step's items."""
-    return sorted(name for name in names_in(path) if TEMPORARY not in name and os.path.isdir(f"{path}/{name}"))
+    return sorted(name for name in names_in(path) if TEMPORARY not in name and is_folder(f"{path}/{name}"))
 
 
 class _UnknownItemError(Exception):
@@ -262,7 +263,7 @@ def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
         raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
     if any(map(is_data_folder, names)):
         raise DataError(f"{path}/{MANIFEST} is missing: it describes the arrays in this folder")
-    if len(names) == 1 and os.path.isfile(f"{path}/{names[0]}"):
+    if len(names) == 1 and is_file(f"{path}/{names[0]}"):
         try:
             return read_optional(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
         except DataError:
@@ -301,7 +302,7 @@ def _random_key(path: str) -> Tree:
 
 
 def _is_jaxckpt_item(path: str) -> bool:
-    return os.path.isfile(f"{path}/{MANIFEST}")
+    return is_file(f"{path}/{MANIFEST}")
 
 
 def _has_lost_manifest(path: str, names: Collection[str]) -> bool:
