@@ -1,6 +1,6 @@
 """Simulates the meetings of a job's processes with the library's own code and a coordination service in memory.
 
-Counts the requests to JAX's coordination service for any number of processes; all except process 0 behave alike.
+Counts the requests to JAX's coordination service for any number of processes; all except process 0 send the same requests.
 
     python benchmarks/meetings.py     # measures the real service: 8 processes send requests without a pause
 """
@@ -147,7 +147,7 @@ def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
 
 
 def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
-    """Hold a meeting with what every process gives, and what process 0 shares with all."""
+    """Simulate a meeting: each process sends its own text, and process 0 sends `shared` to all."""
     service = Service()
 
     def process(index: int) -> Group:

@@ -204,9 +204,9 @@ def peak_bytes() -> int:
 
 
 def measure_apart(point: Point, operation: str) -> dict[str, Any]:
-    asked = json.dumps({"operation": operation, "point": asdict(point)})
+    case = json.dumps({"operation": operation, "point": asdict(point)})
     done = subprocess.run(
-        [sys.executable, __file__, "--one", asked], check=True, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, "--one", case], check=True, capture_output=True, text=True, timeout=300
     )
     return json.loads(done.stdout)
 
@@ -249,8 +249,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        asked = json.loads(arguments.one)
-        print(json.dumps(measure(Point(**asked["point"]), asked["operation"])))
+        case = json.loads(arguments.one)
+        print(json.dumps(measure(Point(**case["point"]), case["operation"])))
         return
     result: dict[str, Any] = report.surroundings(Path.cwd())
     result |= {"base": asdict(Point()), "targets": TARGETS, "points": []}
