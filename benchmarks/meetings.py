@@ -1,6 +1,6 @@
 """Simulates the meetings of a job's processes with the library's own code and a coordination service in memory.
 
-Counts the requests to JAX's coordination service for any number of processes; all except process 0 send the same requests.
+Counts the requests to JAX's coordination service for any number of processes. All except process 0 send the same ones.
 
     python benchmarks/meetings.py     # measures the real service: 8 processes send requests without a pause
 """
