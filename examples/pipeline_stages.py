@@ -146,7 +146,8 @@ def main() -> int:
         return a.sharding == b.sharding and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
     equal = loss == restored_loss and jax.tree.all(jax.tree.map(equal_bits, state, restored))
-    console.print("[green]passed[/] loss and state are bitwise equal" if equal else "[bold red]FAILED[/] not equal")
+    result = "[green]passed[/]" if equal else "[bold red]FAILED[/]"
+    console.print(f"{result}: after step 2, both losses and states are bitwise equal")
     return 0 if equal else 1
 
 

@@ -108,13 +108,13 @@ def run(folder: Path, steps: int, signal: int = 0, after: int = 0) -> tuple[int,
     losses: dict[int, str] = {}
     command = [sys.executable, __file__, str(folder), "--steps", str(steps)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        begin = next(child.stdout, "").strip()
+        start = next(child.stdout, "").strip()
         for step, loss in map(str.split, child.stdout):
             losses[int(step)] = loss
             if int(step) == after:
                 time.sleep(random.random() / 50)
                 child.send_signal(signal)
-    print(f"  {begin} to step {max(losses, default=None)}, exit status {child.returncode}", flush=True)
+    print(f"  {start} to step {max(losses, default=None)}, exit status {child.returncode}", flush=True)
     return child.returncode, losses
 
 
