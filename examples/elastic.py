@@ -66,7 +66,6 @@ def train(folder: Path, host: int) -> None:
     tier = {"local": folder / f"host-{host}", "local_every": LOCAL_EVERY} if jax.process_count() > 1 else {}
     with jaxckpt.Checkpointer(folder / "storage", every=EVERY, **tier) as checkpoints:
         last, params = checkpoints.restore_or_init(jax.jit(init, out_shardings=shardings))
-        print("resumed", last or 0, flush=True)
         for step in range((last or 0) + 1, STEPS + 1):
             batch = np.random.default_rng(step).standard_normal((BATCH, 12), np.float32)
             params, loss = jitted(params, batch)
@@ -96,12 +95,9 @@ def run(folder: Path, hosts: Sequence[int], until: int = STEPS, lost: int | None
         for index, host in enumerate(hosts)
     ]
     losses: dict[int, str] = {}
-    start = None
     try:
         for line in job[0].stdout:
             match line.split():
-                case ["resumed", step]:
-                    start = int(step)
                 case ["loss", step, loss]:
                     losses[int(step)] = loss
                     if int(step) == until < STEPS:
@@ -118,7 +114,7 @@ def run(folder: Path, hosts: Sequence[int], until: int = STEPS, lost: int | None
     if lost is not None:
         shutil.rmtree(folder / f"host-{lost}")
     ending = f", then host {lost} is lost" if lost is not None else ""
-    print(f"{len(hosts)} processes: step {start} to step {max(losses)}{ending}", flush=True)
+    print(f"processes: {len(hosts)}, steps {min(losses)} to {max(losses)}{ending}", flush=True)
     return losses
 
 

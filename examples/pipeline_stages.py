@@ -147,7 +147,7 @@ def main() -> int:
 
     equal = loss == restored_loss and jax.tree.all(jax.tree.map(equal_bits, state, restored))
     result = "[green]passed[/]" if equal else "[bold red]FAILED[/]"
-    console.print(f"{result}: after step 2, both losses and states are bitwise equal")
+    console.print(f"{result}  step 2 gives the same loss and state with and without the checkpoint, bit for bit")
     return 0 if equal else 1
 
 

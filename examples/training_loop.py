@@ -130,7 +130,7 @@ def demonstrate(folder: Path, steps: int, signals: list[Signals]) -> bool:
         equal = losses.items() <= expected.items()  # including repeated steps
         print(f"  {'all' if equal else 'FAILED: not all'} {len(losses)} losses equal those of the uninterrupted run")
         passed &= equal and status in (0, {SIGKILL: -9, SIGTERM: 143}.get(signal))
-    print("Steps on disk:", *sorted(path.name for path in (folder / "killed").iterdir()))
+    print("In the folder:", *sorted(path.name for path in (folder / "killed").iterdir()))
     return passed and steps in losses
 
 
