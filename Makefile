@@ -1,19 +1,19 @@
-# Each target does all of its own set-up: a fresh machine needs a Python of 3.11 or newer, and nothing else.
+# Each target sets up its own environment. The only requirement is Python 3.11 or newer.
 #
 #   make demo    train on one mesh, save, restore on others, serve from one host
 #   make test    all tests, three at a time on two cores (JOBS=1: one at a time)
 #   make test-fast
-#                the tests that start no child process, server or browser, and take no seconds; on one core
-#   make check   lint, types, docs, examples; as many at a time as there are cores (JOBS)
-#   make tpu     compile every device program for TPUs, without one; a minute, and 137 MB to download
-#   make gpu     on a machine with a GPU: correctness, then figures, within 8 minutes; see docs/accelerators.md
-#   make faults  the whole fault campaign; writes docs/reliability.md; an hour, ten minutes of it
+#                the fast tests that start no child process, server or browser; on one core
+#   make check   lint, types, docs, examples; one job per core (JOBS)
+#   make tpu     compile every device program for TPUs; needs no TPU; takes a minute, downloads 137 MB
+#   make gpu     on a machine with a GPU: check correctness, then measure speed; 8 minutes; see docs/accelerators.md
+#   make faults  run the complete fault campaign and write docs/reliability.md; takes an hour, including ten minutes
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
-#   make bench   saving and restoring compared with Orbax, PyTorch DCP, safetensors and one plain file, in less than
-#                two hours; ARGS=--quick only shows that it runs, ARGS="--workload b" runs one workload
+#   make bench   measure saves and restores compared with Orbax, PyTorch DCP, safetensors and one plain file, in less
+#                than two hours; ARGS=--quick only checks that it runs, ARGS="--workload b" runs one workload
 
-# PYTHON=/path/to/python3 chooses another Python than the first that is new enough; each minor version has a stamp of
-# its own, so that choosing one makes the environment anew.
+# The default is the first Python that is new enough; PYTHON=/path/to/python3 chooses another one. Each minor version
+# has its own stamp file, so that a change of version recreates the environment.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2] if v >= (3, 11) else "")' \
@@ -26,7 +26,7 @@ READY_FOR_TPU := .venv/ready-for-tpu-$(VERSION)
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-# Many tests, docs pages and examples start a Python. Without .pyc files each of these compiles the library again.
+# Many tests, docs pages and examples start Python. Without .pyc files, each of them would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast check tpu gpu faults bench clean
@@ -35,8 +35,8 @@ demo: $(READY_FOR_DEMO)
 	$(BIN)/python examples/train_reshard_serve.py
 	$(BIN)/python examples/pipeline_stages.py
 
-# A test measures memory, calls and bytes of its own process or of its child, so that other tests do not disturb it.
-# Half as many tests again as cores: a quarter of the time passes in waiting, for timeouts and servers that hang.
+# Tests can run in parallel: each one measures only its own process and child processes. The number of workers is
+# 1.5 times the number of cores, because tests spend a quarter of their time waiting for timeouts and hung servers.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $$(($(JOBS) + $(JOBS) / 2)) --dist worksteal
 
@@ -46,7 +46,7 @@ test-fast: $(READY)
 tpu: $(READY_FOR_TPU)
 	$(BIN)/python -m pytest tests/tpu_aot
 
-# The machine has no network and brings its own JAX: what it lacks comes from a folder of wheels.
+# For a machine with its own JAX and no network, GPU_WHEELS names a folder with wheels of the missing packages.
 gpu:
 	$(if $(GPU_WHEELS),$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/jaxckpt-gpu $(GPU_WHEELS)/*.whl)
 	PYTHONPATH=$(if $(GPU_WHEELS),/tmp/jaxckpt-gpu:)$(CURDIR) timeout 480 $(PYTHON) benchmarks/gpu.py $(ARGS)
@@ -54,7 +54,7 @@ gpu:
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600
 
-# The longest come first. Each prints all that it has to say when it ends.
+# The longest checks start first. The output of each check is printed when it ends.
 PROGRAMS := $(wildcard examples/*.ipynb examples/*.py)
 LONGEST := examples/train_reshard_serve.py examples/training_loop.py
 CHECKS := $(LONGEST:%=run/%) pages types site $(patsubst %,run/%,$(filter-out $(LONGEST),$(PROGRAMS))) lint
@@ -91,14 +91,14 @@ clean:
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-dev.lock --editable
 
-# --clear: what an older lock or another Python left there would be tested too.
+# --clear removes packages that an older lock file or another Python installed.
 define environment
-	@test -n "$(VERSION)" || { echo "make: $(if $(PYTHON),$(PYTHON) is not a,found no) Python of 3.11 or newer;" \
-		"name one with PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -n "$(VERSION)" || { echo "make: $(if $(PYTHON),$(PYTHON) is not,found no) Python 3.11 or newer;" \
+		"choose one with PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
 endef
 
-# The demo needs a few of the packages only, and the first look at a library should not take ten minutes.
+# The demo installs only the packages that it needs, so that it starts quickly.
 $(READY_FOR_DEMO): pyproject.toml requirements-dev.lock
 	$(environment)
 	$(INSTALL) '.[demo]'

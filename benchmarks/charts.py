@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams.update({"svg.hashsalt": "jaxckpt", "svg.fonttype": "none"})  # equal figures give equal files
+matplotlib.rcParams.update({"svg.hashsalt": "jaxckpt", "svg.fonttype": "none"})  # the same data gives the same file
 
 import matplotlib.pyplot as plt
 from tables import LABELS, newest, runs
@@ -31,7 +31,7 @@ def _svg(figure: Any) -> str:
 
 
 def _peers(run: Mapping[str, Any]) -> str:
-    """Time relative to jaxckpt of each contender, operation by operation."""
+    """Time of each contender relative to jaxckpt, by operation."""
     operations = [name for name in run["spreads"] if not name.startswith("a step")]
     # Narrow, so that its text can be read on a phone.
     figure, axes = plt.subplots(figsize=(5.5, 1.6 + 0.5 * len(operations)), layout="constrained")

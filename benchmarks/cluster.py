@@ -202,7 +202,7 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
 
 
 def shares_of(job: Job, plan: SavePlan) -> list[Share]:
-    """The reports of all processes if each wrote about as many objects; lengths and digests are invented."""
+    """The reports of all processes if each wrote about the same number of objects; lengths and digests are made up."""
     objects = [
         (number, "/".join(map(str, index)), stored_bytes(stack), f"{order:08x}", "")
         for number, stack in enumerate(plan.stacks)
@@ -355,7 +355,7 @@ def _split(requests: dict[str, int]) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="where the result goes too")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -1,4 +1,4 @@
-"""The contenders: each saves and restores as its own users would. A method that a contender lacks is not defined.
+"""The contenders. Each saves and restores as its users would, and defines only the methods that its library supports.
 
     save(tree)              returns when the tree is stored
     save_async(tree)        returns when the caller may continue, with a function that waits for the rest
@@ -8,7 +8,7 @@
     one_leaf_by_read()      the same with a read call for every byte, because the kernel counts only these
     layers(first, last)     some layers of every scanned parameter, as NumPy arrays by path
     parameters(wanted)      one subtree of the tree, the parameters, in the wanted shardings
-    open()                  what is known before any values are read: at least names, shapes and dtypes
+    open()                  the metadata, without values: at least names, shapes and dtypes
 
 Durability: jaxckpt fsyncs its files and all folders above them. Orbax 0.12.8 fsyncs its data files and their folders,
 but not its JSON files or the folder of its last rename. DCP fsyncs its data files and its metadata. safetensors does

@@ -1,11 +1,12 @@
-"""Checks and measurements that need a GPU: first that every path is right, then how fast it is. Run by `make gpu`.
+"""Correctness checks and speed measurements on a GPU, run by `make gpu`.
 
     python benchmarks/gpu.py [--smoke] [--out FOLDER]        JAXCKPT_GPU_SMOKE=1 is --smoke, GPU_OUT is --out
 
-Correctness comes first, then the link's own rates, then jaxckpt and Orbax in turn, on /dev/shm and on the disk. Each
-figure is printed as soon as it is known, and results.json is rewritten after each section, so that a time limit loses
-no completed measurements. No section begins after BUDGET_SECONDS. `--smoke` runs the same code with small arrays on any
-device, such as JAX's CPU devices: it shows that the script works; its figures mean nothing.
+The correctness checks run first, then the transfer rates of the link between host and device are measured, then jaxckpt
+and Orbax in turn, on /dev/shm and on the disk. Each figure is printed immediately, and results.json is rewritten after
+each section, so that a time limit loses no completed measurements. No section begins after BUDGET_SECONDS. `--smoke`
+runs the same code with small arrays on any device, such as JAX's CPU devices. It checks only that the script works; its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._save import staging
 
 BUDGET_SECONDS = 440.0
-"""No section begins after this time. `make gpu` ends after 480 s; the difference is for the section that runs last."""
+"""No section begins after this time. `make gpu` ends after 480 s, which leaves time for the last section."""
 
 
 def link(folder: Path, sizes: Sizes) -> Results:
-    """The link's own rates with JAX alone: the upper limit for a save or a restore."""
+    """Transfer rates of the link, measured with JAX alone: the upper limit for a save or a restore."""
     host = aligned_empty((sizes.link // 4,), np.dtype(np.float32))
     host[...] = 1
     device = jax.block_until_ready(jax.device_put(host))
@@ -128,7 +129,7 @@ class Training:
         return round(1000 * timed(lambda: self._step(self._x))[0], 2)
 
 
-def beside_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
+def compare_with_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
     """Run each operation with each library in turn. If there are several rounds, the first one is a warm-up."""
     leaves, n_bytes = (sizes.large_leaves, sizes.large) if large else (sizes.small_leaves, 0)
     n_bytes = n_bytes or leaves * sizes.small
@@ -156,7 +157,7 @@ def beside_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
             note("restore_s", seconds)
             if not turn:
                 for leaf in tree:
-                    assert bool((back[leaf] == tree[leaf]).all()), f"{name}: {leaf} came back otherwise"
+                    assert bool((back[leaf] == tree[leaf]).all()), f"{name}: {leaf} was restored with other values"
             del back
             peaks[name] = {"save": saving.mib(), "restore": restoring.mib()}
             shutil.rmtree(path)
@@ -177,7 +178,7 @@ def beside_orbax(large: bool, folder: Path, sizes: Sizes) -> Results:
 
 
 def blocks_or_one_by_one(folder: Path, sizes: Sizes) -> Results:
-    """Small leaves with and without stacking for transfers, in turn: shows the right SEND_PIECES and BLOCK_PIECES."""
+    """Small leaves with and without stacking for transfers, in turn. Shows the best SEND_PIECES and BLOCK_PIECES."""
     usual = staging.SEND_PIECES, blocks.BLOCK_PIECES
     found: Results = {}
     for leaves in (sizes.small_leaves // 4, sizes.small_leaves):
@@ -200,7 +201,7 @@ def blocks_or_one_by_one(folder: Path, sizes: Sizes) -> Results:
 
 
 def one_trace(out: Path, folder: Path, sizes: Sizes) -> Results:
-    """A trace of one save_async with steps behind it: shows whether copies and steps overlap."""
+    """A trace of one save_async and the training steps after it. Shows whether copies and steps overlap."""
     tree = jax.block_until_ready(state(sizes.large_leaves, sizes.large // sizes.large_leaves // 4))
     training = Training(sizes.side)
     with jax.profiler.trace(folder / "trace"):
@@ -234,14 +235,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--smoke", action="store_true", default=os.environ.get("JAXCKPT_GPU_SMOKE") == "1")
     parser.add_argument("--out", type=Path, default=os.environ.get("GPU_OUT") or ".gpu")
-    asked = parser.parse_args()
-    if jax.default_backend() == "cpu" and not asked.smoke:
-        print("JAX finds no accelerator here; --smoke runs the same checks on CPU devices", file=sys.stderr)
+    arguments = parser.parse_args()
+    if jax.default_backend() == "cpu" and not arguments.smoke:
+        print("JAX found no accelerator; --smoke runs the same checks on CPU devices", file=sys.stderr)
         return 2
-    asked.out.mkdir(parents=True, exist_ok=True)
-    sizes = Sizes(asked.smoke)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    sizes = Sizes(arguments.smoke)
     memory, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
-    # (name, whether an error in it fails the run, the folder it writes to, the function)
+    # (name, whether an error fails the run, folder to write to, function)
     sections: list[tuple[str, bool, Path, Callable[[Path, Sizes], Results]]] = [
         ("every dtype", True, disk, checks.every_dtype),
         # Early, because a device reports only the highest peak of the process.
@@ -252,26 +253,26 @@ def main() -> int:
         ("pinned_host leaves", True, disk, checks.pinned_leaves),
         ("a leaf above host_bytes", True, disk, checks.streamed),
         ("many small leaves", True, disk, checks.many_small),
-        ("the link alone", False, disk, link),
-        ("many small leaves, /dev/shm", False, memory, functools.partial(beside_orbax, False)),
-        ("large leaves, /dev/shm", False, memory, functools.partial(beside_orbax, True)),
+        ("link between host and device", False, disk, link),
+        ("many small leaves, /dev/shm", False, memory, functools.partial(compare_with_orbax, False)),
+        ("large leaves, /dev/shm", False, memory, functools.partial(compare_with_orbax, True)),
         ("blocks or one by one", False, memory, blocks_or_one_by_one),
-        ("trace of save_async", False, memory, functools.partial(one_trace, asked.out)),
+        ("trace of save_async", False, memory, functools.partial(one_trace, arguments.out)),
     ]
-    if not asked.smoke:
+    if not arguments.smoke:
         sections += [
-            ("large leaves, disk", False, disk, functools.partial(beside_orbax, True)),
-            ("many small leaves, disk", False, disk, functools.partial(beside_orbax, False)),
+            ("large leaves, disk", False, disk, functools.partial(compare_with_orbax, True)),
+            ("many small leaves, disk", False, disk, functools.partial(compare_with_orbax, False)),
         ]
     results: Results = {
         "device": str(jax.devices()[0].device_kind),
         "memory_kinds": sorted(memory_kinds()),
         "versions": {"jax": jax.__version__, "jaxckpt": jaxckpt.__version__, "orbax": ocp.__version__},
-        "smoke": asked.smoke,
+        "smoke": arguments.smoke,
     }
     print(json.dumps(results), flush=True)
     wrong = failed = 0
-    with (asked.out / "log.txt").open("w") as log:
+    with (arguments.out / "log.txt").open("w") as log:
         for name, must_pass, where, section in sections:
             if left() < 30:
                 results[name] = {"not run": "no time was left"}
@@ -289,8 +290,8 @@ def main() -> int:
             print(line, flush=True)
             log.write(line + "\n")
             log.flush()
-            (asked.out / "results.json").write_text(json.dumps(results, indent=1))
-    print(f"{wrong} checks of correctness and {failed - wrong} measurements failed; results in {asked.out}")
+            (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
+    print(f"{wrong} correctness checks and {failed - wrong} measurements failed; results in {arguments.out}")
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""What `make gpu` checks before it measures: every path is right on the device, and needs little memory there.
+"""The checks of `make gpu`, which run before its measurements: correct results, and little device memory.
 
 Each check writes to a folder, and raises if something is wrong.
 """
@@ -84,7 +84,7 @@ class Peaks:
 
 
 def state(leaves: int, n_bytes: int) -> Tree:
-    """Leaves of `n_bytes` each, made on the device."""
+    """Leaves of `n_bytes` each, created on the device."""
     make = jax.jit(lambda key: jax.random.normal(key, (n_bytes // 4096, 1024), jnp.float32))
     return {f"leaf{n}": make(jax.random.key(n)) for n in range(leaves)}
 
@@ -106,7 +106,7 @@ def any_bits(dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
 def require_equal(found: Any, wanted: np.ndarray[Any, Any], what: str) -> None:
     same = found.dtype == wanted.dtype and np.asarray(found).tobytes() == wanted.tobytes()
     if not same:
-        raise AssertionError(f"{what}: other bits came back")
+        raise AssertionError(f"{what}: the bits differ")
 
 
 def memory_kinds() -> set[str]:
@@ -114,7 +114,7 @@ def memory_kinds() -> set[str]:
 
 
 def every_dtype(folder: Path, sizes: Sizes) -> Results:
-    """Each dtype that the device supports, saved whole and in parts, restored to the device, and read as NumPy."""
+    """Each dtype that the device supports, saved as one object and as several, restored, and read as NumPy arrays."""
     parts = jaxckpt.Options(object_bytes=1 << 10, chunk_bytes=1 << 10, sync=False)
     ways: dict[str, Callable[..., Any]] = {
         "save": jaxckpt.save,
@@ -162,7 +162,7 @@ def donated(folder: Path, sizes: Sizes) -> Results:
 def pinned_leaves(folder: Path, sizes: Sizes) -> Results:
     """Leaves in pinned host memory are restored to it."""
     if "pinned_host" not in memory_kinds():
-        return {"not run": f"the device has {sorted(memory_kinds())} only"}
+        return {"not run": f"the device has only {sorted(memory_kinds())}"}
     pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     host = any_bits(np.dtype(np.float32), 1 << 20)
     tree = {"pinned": jax.device_put(host, pinned), "own": jnp.asarray(host)}
@@ -175,7 +175,7 @@ def pinned_leaves(folder: Path, sizes: Sizes) -> Results:
 
 
 def streamed(folder: Path, sizes: Sizes) -> Results:
-    """A leaf larger than `host_bytes`: of a dtype whose NaNs programs may alter, and of one without that problem."""
+    """A leaf larger than `host_bytes`, in a dtype whose NaNs device programs may change, and in one that they keep."""
     options = jaxckpt.Options(host_bytes=sizes.streamed // 16, object_bytes=sizes.streamed // 32, chunk_bytes=64 << 10)
     found: Results = {}
     for name in ("float32", "bfloat16"):
@@ -229,7 +229,7 @@ def device_memory(folder: Path, sizes: Sizes) -> Results:
 
 
 def configured(folder: Path, sizes: Sizes) -> Results:
-    """The caller's mesh, checks for NaN and guards against transfers do not change what is saved and restored."""
+    """The caller's mesh, NaN checks and transfer guards do not change what is saved and restored."""
     host = np.full((256, 1024), np.nan, np.float32)
     leaf = jax.device_put(host, jax.devices()[-1])
     tree = {"leaf": leaf, "uncommitted": jax.device_put(host), "small": [leaf[n] for n in range(200)]}
@@ -249,7 +249,7 @@ def configured(folder: Path, sizes: Sizes) -> Results:
 
 
 def replicated(folder: Path, sizes: Sizes) -> Results:
-    """Leaves that all devices hold leave through all of them; with one device, this shows only that they are right."""
+    """Replicated leaves are copied to the host from all devices. With one device, this checks only their values."""
     everywhere = NamedSharding(jax.make_mesh((len(jax.devices()),), ("x",)), PartitionSpec())
     host = any_bits(np.dtype(np.uint32), sizes.streamed // 64).reshape(-1, 1024)
     tree = {f"leaf{n}": jax.device_put(host + n, everywhere) for n in range(16)}

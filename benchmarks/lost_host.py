@@ -1,14 +1,14 @@
-"""Seconds from the loss of a host to the restored state: local tier, slow storage, Orbax's emergency manager.
+"""Seconds from the loss of a host to the restored state: local tier, storage alone, Orbax's emergency manager.
 
     python benchmarks/lost_host.py [--mib 256] [--rate 50] [--turns 3]
 
-Four processes of two devices each save a state of `--mib` MiB: step 1 into the storage, step 2 into the local tier if
-they have one. The state is replicated over two halves of the devices, as Orbax's emergency manager requires. All
+Four processes of two devices each save a state of `--mib` MiB: step 1 to the storage, step 2 to the local tier if
+there is one. The state is replicated over two halves of the devices, as Orbax's emergency manager requires. All
 processes are killed, the folder of one is deleted, and four processes start again. All processes together read at most
 `--rate` million bytes per second from the storage.
 
-Prints for each way the restored step, the seconds from the kill until the last process has its state, and how many of
-these seconds the restoring call took. The rest is the start of Python, JAX and the job.
+For each method, prints the restored step, the seconds from the kill until the last process has its state, and the
+seconds of the restore itself. The rest is the start of Python, JAX and the job.
 """
 
 from __future__ import annotations
@@ -39,60 +39,60 @@ PROCESSES = 4
 WAYS = {
     "jaxckpt, local tier": ("local", 2),
     "jaxckpt, storage alone": ("storage", 2),
-    "Orbax's emergency manager, a host of its first replica lost": ("orbax", 0),
-    "Orbax's emergency manager, a host of its second replica lost": ("orbax", 2),
+    "Orbax's emergency manager, first replica loses a host": ("orbax", 0),
+    "Orbax's emergency manager, second replica loses a host": ("orbax", 2),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="size of the state")
-    parser.add_argument("--rate", type=float, default=50, help="million bytes a second")
-    parser.add_argument("--turns", type=int, default=3, help="how often, in turn")
-    parser.add_argument("--dir", default="/dev/shm", help="where the folders are")
+    parser.add_argument("--rate", type=float, default=50, help="storage reads, in million bytes per second")
+    parser.add_argument("--turns", type=int, default=3, help="number of rounds; the methods take turns")
+    parser.add_argument("--dir", default="/dev/shm", help="parent of the folders")
     parser.add_argument("--job", nargs=5, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.job:
-        work(asked)
+    arguments = parser.parse_args()
+    if arguments.job:
+        work(arguments)
         return
-    print("| way | step restored | seconds from kill to restored | of these, restoring |")
+    print("| method | restored step | seconds from the kill to the restored state | seconds of the restore itself |")
     print("| --- | --- | --- | --- |")
     measured: dict[str, list[tuple[str, float, float]]] = {way: [] for way in WAYS}
-    for _ in range(asked.turns):
+    for _ in range(arguments.turns):
         for way, (kind, victim) in WAYS.items():
-            with tempfile.TemporaryDirectory(prefix="jaxckpt-lost-", dir=asked.dir) as folder:
-                measured[way].append(lose(asked, Path(folder), kind, victim))
+            with tempfile.TemporaryDirectory(prefix="jaxckpt-lost-", dir=arguments.dir) as folder:
+                measured[way].append(lose(arguments, Path(folder), kind, victim))
     for way, turns in measured.items():
         steps = ", ".join(sorted({step for step, _, _ in turns}))
         total, restoring = (statistics.median(turn[i] for turn in turns) for i in (1, 2))
         print(f"| {way} | {steps} | {total:.1f} | {restoring:.1f} |")
 
 
-def lose(asked: argparse.Namespace, folder: Path, kind: str, victim: int) -> tuple[str, float, float]:
-    """Save, kill, delete and start again. Returns the step, the seconds from kill to restore, and those of the call."""
+def lose(arguments: argparse.Namespace, folder: Path, kind: str, victim: int) -> tuple[str, float, float]:
+    """Save, kill, delete, restart. Returns the step, and the seconds from the kill and of the restore itself."""
     (folder / "turn").write_bytes(struct.pack("d", 0.0))
     for name in ("storage", *(f"host-{host}" for host in range(PROCESSES))):
         (folder / name).mkdir()
-    with job(asked, folder, kind, "save") as processes:
+    with job(arguments, folder, kind, "save") as processes:
         for process in processes:
             assert process.stdout
-            said = next((line for line in process.stdout if line.startswith("{")), None)
-            if said is None:
-                return "it fails: see stderr", float("nan"), float("nan")
+            ready = next((line for line in process.stdout if line.startswith("{")), None)
+            if ready is None:
+                return "failed: see stderr", float("nan"), float("nan")
     killed = time.monotonic()  # all processes have the same clock
     shutil.rmtree(folder / f"host-{victim}")
     (folder / f"host-{victim}").mkdir()
-    with job(asked, folder, kind, "restore") as processes:
+    with job(arguments, folder, kind, "restore") as processes:
         outputs = [process.communicate(timeout=600)[0] for process in processes]
     noted = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
     if len(noted) < PROCESSES:
-        return "it fails: see stderr", float("nan"), float("nan")
-    assert all(one["exact"] for one in noted), "a process has other values"
+        return "failed: see stderr", float("nan"), float("nan")
+    assert all(one["exact"] for one in noted), "a process restored wrong values"
     return str(noted[0]["step"]), max(one["at"] for one in noted) - killed, max(one["seconds"] for one in noted)
 
 
 @contextlib.contextmanager
-def job(asked: argparse.Namespace, folder: Path, kind: str, what: str) -> Any:
+def job(arguments: argparse.Namespace, folder: Path, kind: str, what: str) -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -111,7 +111,7 @@ def job(asked: argparse.Namespace, folder: Path, kind: str, what: str) -> Any:
 
 
 def capped(folder: Path, rate: float) -> Callable[..., int]:
-    """A replacement of os.preadv that limits the rate of reads from the storage."""
+    """A replacement for os.preadv that limits the rate of reads from the storage."""
     preadv, turn, storage = os.preadv, os.open(folder / "turn", os.O_RDWR), str(folder / "storage")
 
     def read(file: int, *arguments: Any) -> int:
@@ -128,14 +128,14 @@ def capped(folder: Path, rate: float) -> Callable[..., int]:
     return read
 
 
-def work(asked: argparse.Namespace) -> None:
+def work(arguments: argparse.Namespace) -> None:
     """One process of the job."""
-    folder, address, kind, what, index = Path(asked.job[0]), *asked.job[1:]
+    folder, address, kind, what, index = Path(arguments.job[0]), *arguments.job[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=PROCESSES, process_id=int(index))
     mesh = Mesh(np.reshape(jax.devices(), (2, -1)), ("replica", "model"))
     sharding = NamedSharding(mesh, P("model"))
-    rows = asked.mib << 5  # number of 4 KiB rows in each of 8 leaves
+    rows = arguments.mib << 5  # number of 4 KiB rows in each of 8 leaves
 
     def state(step: int) -> dict[str, jax.Array]:
         def value(place: Any) -> np.ndarray:
@@ -144,7 +144,7 @@ def work(asked: argparse.Namespace) -> None:
 
         return {f"w{i}": jax.make_array_from_callback((rows, 1024), sharding, value) for i in range(8)}
 
-    os.preadv = capped(folder, asked.rate)
+    os.preadv = capped(folder, arguments.rate)
     save, restore = (with_orbax if kind == "orbax" else with_jaxckpt)(folder, int(index), mesh, state(0), kind)
     if what == "save":
         for step in (1, 2):

@@ -42,15 +42,15 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Seconds a day."""
+    """Lost seconds per day."""
 
     saving: float
-    again: float
+    repeated: float
     restoring: float
 
     @property
     def all(self) -> float:
-        return self.saving + self.again + self.restoring
+        return self.saving + self.repeated + self.restoring
 
 
 def young(blocked: float, between_failures: float) -> float:
@@ -89,7 +89,7 @@ def simulate(
             continue
         left = up - restore
         cycle = tier.interval + tier.blocked
-        # A step counts once it is published. The time that its save blocks precedes that.
+        # A step counts from its publication, which follows the time that its save blocks.
         done = max(0, math.floor((left - tier.behind) / cycle))
         in_tier = begin + done * tier.interval
         protected = done > 0 or not restore
@@ -98,60 +98,60 @@ def simulate(
         in_storage = max(in_storage if not from_storage else begin, begin + flushed * tier.interval)
         saving += math.floor(left / cycle) * tier.blocked
         work = in_tier
-    again = elapsed - work - saving - restoring
+    repeated = elapsed - work - saving - restoring
     per_day = DAY / elapsed
-    return Lost(saving * per_day, again * per_day, restoring * per_day)
+    return Lost(saving * per_day, repeated * per_day, restoring * per_day)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=1024)
-    parser.add_argument("--state-gb", type=float, default=5670, help="10^9 bytes")
+    parser.add_argument("--state-gb", type=float, default=5670, help="size of the state, in 10^9 bytes")
     parser.add_argument("--blocked", type=float, default=2, help="seconds that a save blocks the job")
-    parser.add_argument("--copy-gb-s", type=float, default=25, help="each host to its peer, and from the local folder")
+    parser.add_argument("--copy-gb-s", type=float, default=25, help="rate of a host to its peer and from its folder")
     parser.add_argument("--both-lost", type=float, default=0.01, help="share of failures that take both holders")
     parser.add_argument("--days", type=float, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    apart = HOST_DAYS_PER_FAILURE * DAY / asked.hosts
-    share = asked.state_gb / asked.hosts
-    print(f"{asked.hosts} hosts, {share:.1f} GB of state each, {DAY / apart:.2f} failures a day\n")
+    arguments = parser.parse_args()
+    apart = HOST_DAYS_PER_FAILURE * DAY / arguments.hosts
+    share = arguments.state_gb / arguments.hosts
+    print(f"{arguments.hosts} hosts, {share:.1f} GB of state each, {DAY / apart:.2f} failures per day\n")
 
     def run(storage: Tier, local: Tier | None) -> Lost:
         return simulate(
             storage,
             local,
             between_failures=apart,
-            hosts=asked.hosts,
-            both_lost=asked.both_lost,
-            days=asked.days,
-            seed=asked.seed,
+            hosts=arguments.hosts,
+            both_lost=arguments.both_lost,
+            days=arguments.days,
+            seed=arguments.seed,
         )
 
-    print("| blocking save, every | simulated | Daly's formula | difference |")
+    print("| blocking time, interval | simulated | Daly's formula | difference |")
     print("|---|---|---|---|")
     for blocked, interval in ((30.0, young(30, apart)), (120.0, young(120, apart)), (120.0, 3600.0)):
         tier = Tier(interval, blocked, 0, 300)
         found, exact = run(tier, None).all, daly(tier, apart)
         print(
-            f"| {blocked:.0f} s, {interval / 60:.0f} min | {found / 60:.1f} min a day | {exact / 60:.1f} min a day"
+            f"| {blocked:.0f} s, {interval / 60:.0f} min | {found / 60:.1f} min per day | {exact / 60:.1f} min per day"
             f" | {found / exact - 1:+.1%} |"
         )
 
-    print("\n| storage | steps in storage every | without | with the local tier | of it saving, again, restoring |")
+    print("\n| storage | storage interval | without local tier | with local tier | saves, repeated steps, restores |")
     print("|---|---|---|---|---|")
-    copy = share / asked.copy_gb_s
-    best = young(asked.blocked + copy, apart)
-    local = Tier(best, asked.blocked + copy, 2 * copy, 4 * copy)
+    copy = share / arguments.copy_gb_s
+    best = young(arguments.blocked + copy, apart)
+    local = Tier(best, arguments.blocked + copy, 2 * copy, 4 * copy)
     for rate in (10, 50, 200):
-        moves = asked.state_gb / rate
-        for interval in (max(young(asked.blocked, apart), moves), 3600.0):
-            storage = Tier(interval, asked.blocked, moves, moves)
+        moves = arguments.state_gb / rate
+        for interval in (max(young(arguments.blocked, apart), moves), 3600.0):
+            storage = Tier(interval, arguments.blocked, moves, moves)
             without, tiered = run(storage, None), run(storage, local)
             print(
-                f"| {rate} GB/s | {interval / 60:.0f} min | {without.all / 60:.0f} min a day"
-                f" | {tiered.all / 60:.0f} min a day"
-                f" | {tiered.saving / 60:.1f}, {tiered.again / 60:.1f}, {tiered.restoring / 60:.1f} |"
+                f"| {rate} GB/s | {interval / 60:.0f} min | {without.all / 60:.0f} min per day"
+                f" | {tiered.all / 60:.0f} min per day"
+                f" | {tiered.saving / 60:.1f}, {tiered.repeated / 60:.1f}, {tiered.restoring / 60:.1f} |"
             )
 
 

@@ -1,8 +1,8 @@
 """Simulates the meetings of a job's processes with the library's own code and a coordination service in memory.
 
-Counts the requests to JAX's coordination service for any number of processes; all except process 0 behave alike.
+Counts the requests to JAX's coordination service for any number of processes. All except process 0 send the same ones.
 
-    python benchmarks/meetings.py     # measures the real service: 8 processes that send requests without a pause
+    python benchmarks/meetings.py     # measures the real service: 8 processes send requests without a pause
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
 
 
 def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
-    """Hold a meeting with what every process gives, and what process 0 shares with all."""
+    """Simulate a meeting: each process sends its own text, and process 0 sends `shared` to all."""
     service = Service()
 
     def process(index: int) -> Group:
@@ -173,7 +173,7 @@ def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = 
 
 
 class Clock(Service):
-    """The service as a process that waits for process 0 sees it: `posted` says when each key appears."""
+    """The service as a process that waits for process 0 sees it: `posted` gives the time at which each key appears."""
 
     def __init__(self, posted: Mapping[str, tuple[float, str]]) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def ask(process: int, address: str) -> None:
         seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
         if process == 0:
             each = cpu / (ASKING * TIMES) * 1e6
-            print(f"{what}: {ASKING * TIMES / seconds:,.0f} a second, {each:.0f} µs of process 0's CPU time each")
+            print(f"{what}: {ASKING * TIMES / seconds:,.0f} per second, {each:.0f} µs of process 0's CPU time each")
 
     def unmet(_: int) -> None:
         if process:
@@ -251,13 +251,13 @@ def ask(process: int, address: str) -> None:
     measured("sets", lambda number: client.key_value_set(f"{process}/{number}", "x" * 80))
     measured("gets", lambda number: client.blocking_key_value_get(f"{process}/{number}", 10_000))
     before = resident_bytes()
-    measured("gets of what is not there", unmet)
+    measured("gets of missing keys", unmet)
     if process == 0:
-        print(f"{(resident_bytes() - before) / (ASKING - 1) / TIMES:,.0f} bytes of process 0 for each of these")
+        print(f"{(resident_bytes() - before) / (ASKING - 1) / TIMES:,.0f} bytes of process 0's memory for each")
         begun = time.perf_counter()
         for number in range(TIMES):
             client.blocking_key_value_get(f"0/{number}", 10_000)
-        print(f"alone: {(time.perf_counter() - begun) / TIMES * 1e6:.0f} µs until a get is answered")
+        print(f"one process alone: {(time.perf_counter() - begun) / TIMES * 1e6:.0f} µs per get")
     client.wait_at_barrier("all", 120_000)
 
 

@@ -6,7 +6,7 @@ Saves and restores a float32 tree of 2 GiB (four leaves of 1/8 and one of 1/2 of
 devices. Each measurement is a separate child process. VmHWM is the peak resident memory of a process, including pages
 of mapped files. It is reset just before the call, and the result is
 
-    for a save       VmHWM after it - VmRSS before it; the tree is alive all the time
+    for a save       VmHWM after it - VmRSS before it; the tree stays in memory
     for a restore    VmHWM after it - VmRSS before it - bytes of the arrays returned
 
 A replica on a CPU device shares its memory with the others, so a replicated leaf counts once. Before the call, the
@@ -54,7 +54,7 @@ MIB = 1 << 20
 
 OURS, PYTREE, STANDARD = "jaxckpt", "Orbax PyTreeCheckpointer", "Orbax StandardCheckpointer"
 CASES = {
-    # who can do each case; Orbax returns only JAX arrays, on given shardings
+    # the libraries that support each case; Orbax returns only JAX arrays, with given shardings
     "as saved, 2×4": (OURS, PYTREE, STANDARD),
     "onto 3×2": (OURS, PYTREE, STANDARD),
     "rows → columns": (OURS, PYTREE, STANDARD),
@@ -107,7 +107,7 @@ def require_equal(tree: Tree, gib: float) -> None:
                 band = slice(first + start, first + min(start + 512, len(data)))
                 wanted = expected(shape, band)[:, columns].astype(leaf.dtype)
                 if not np.array_equal(data[start : start + 512], wanted):
-                    raise SystemExit(f"{name} was restored with other values than were saved")
+                    raise SystemExit(f"{name} was restored with other values")
 
 
 # In a child process ---------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""The number of bytes read per byte wanted, from the plan alone: without devices or data.
+"""Bytes read per byte wanted, computed from the plan alone, without devices or data.
 
     python benchmarks/over_read.py
 
 The leaves are like those of large models, saved by one process or by four with two devices each. The readers want one
 layer, half the layers, or a mesh that splits one dimension 2, 4 or 8 times finer; a reader is one process with one
-device, or four processes that share all devices. Then follow the workloads of peers.py, saved and restored by four
-processes. With several processes, the result is that of the process with the highest ratio.
+device, or four processes that share all devices. A second table has the workloads of peers.py, saved and restored by
+four processes. With several processes, the result is the highest ratio of a process.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def by_four(workload: workloads.Workload) -> dict[str, float]:
 
 def main() -> None:
     for processes in (1, 4):
-        table = Table(title=f"bytes read for each byte wanted; saved by {processes} process{'es' * (processes > 1)}")
+        table = Table(title=f"bytes read per byte wanted; saved by {processes} process{'es' * (processes > 1)}")
         table.add_column("reader", no_wrap=True)
         found: dict[str, dict[str, float]] = {}
         for leaf in LEAVES:

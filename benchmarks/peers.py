@@ -1,8 +1,8 @@
-"""jaxckpt compared with Orbax, PyTorch DCP, safetensors and one plain file: times of saving and restoring.
+"""Times of saves and restores: jaxckpt compared with Orbax, PyTorch DCP, safetensors and one plain file.
 
-    python benchmarks/peers.py                                    the whole sitting: about an hour and a half
-    python benchmarks/peers.py --workload b --dir /dev/shm        one workload, one place
-    python benchmarks/peers.py --quick                            small trees, one round: does it run?
+    python benchmarks/peers.py                                    all cases: about an hour and a half
+    python benchmarks/peers.py --workload b --dir /dev/shm        one workload, one folder
+    python benchmarks/peers.py --quick                            small trees, one round: checks only that it runs
 
 Workloads: a  1 GiB in 16 leaves       b  2,000 leaves of 64 KiB       d  20,000 leaves of 4 KiB
            c  a transformer of 24 layers, parameters in bfloat16 and Adam's moments in float32, 1 GiB
@@ -10,9 +10,9 @@ Workloads: a  1 GiB in 16 leaves       b  2,000 leaves of 64 KiB       d  20,000
            f  the same, FSDP alone; e-small, e-wide, f-small and f-wide: other widths
 each on a mesh of eight simulated CPU devices, in one process or in four (jax.distributed, gloo).
 
-The contenders of a case take turns in one process (or in four): turns.py describes a round, contenders.py what each
-contender does and how durable it is. Ratios are taken within a round; the JSON has the least, the median and the
-greatest over rounds.
+The contenders of a case take turns in one process (or in four). turns.py describes a round; contenders.py describes
+what each contender does and how durable its files are. Ratios are computed within a round. The JSON file has their
+minimum, median and maximum over rounds.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _FLOORS = ("one plain file", "jaxckpt, io=tensorstore", "Orbax raw")
 _OTHERS = ("Orbax OCDBT", "safetensors", "DCP one thread")
 _PLAIN = ("one plain file", "Orbax raw")
 
-SITTING: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
+CASES: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
     ("e", 1, TMPFS, (_FLOORS, ("Orbax OCDBT", "Orbax chunks", "safetensors"))),
     ("f", 1, TMPFS, ((*_PLAIN, "Orbax OCDBT"),)),
     ("a", 1, TMPFS, (_FLOORS, _OTHERS)),
     ("c", 1, TMPFS, (_FLOORS, _OTHERS)),
     ("b", 1, TMPFS, (("one plain file", "jaxckpt, io=tensorstore", "safetensors"), ("DCP one thread", "Orbax v1"))),
-    # Orbax takes minutes for each operation on 20,000 leaves: the fastest of its ways is enough.
+    # Orbax takes minutes for each operation on 20,000 leaves, so only its fastest variant takes part.
     (
         "d",
         1,
@@ -71,7 +71,7 @@ SAME = ("workload", "processes", "filesystem")
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One case: for each group of contenders what each took, or why that is not known."""
+    """Run one case. Returns the measurements of each group of contenders, or the reason why a group failed."""
     begun = time.monotonic()
     groups = [_turns({**case, "contenders": [report.OURS, *names]}, folder) for names in case["contenders"]]
     taken = {
@@ -99,7 +99,7 @@ def _turns(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             for child in children:
                 child.wait(max(1, LIMIT_SECONDS - (time.monotonic() - begun)))
         except subprocess.TimeoutExpired:
-            report.console.print(f"ended after {LIMIT_SECONDS} s")
+            report.console.print(f"stopped after {LIMIT_SECONDS} s")
         finally:
             for child in children:
                 child.kill()
@@ -110,7 +110,7 @@ def _turns(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _free_port() -> int:
-    # Below the range from which the kernel gives ports to outgoing connections.
+    # Below the kernel's ephemeral ports, which outgoing connections use.
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe:
@@ -121,17 +121,17 @@ def _free_port() -> int:
 def main() -> None:
     parser = report.parser(__doc__ or "")
     parser.set_defaults(dir=None)
-    parser.add_argument("--workload", choices=workloads.KEYS, help="by default all")
-    parser.add_argument("--processes", type=int, choices=(1, 4), help="by default those of the sitting")
-    parser.add_argument("--rounds", type=int, help=f"0 counts the first, cold one; by default {ROUNDS}")
-    parser.add_argument("--contender", action="append", choices=ALL, help="compared with jaxckpt; by default all")
-    parser.add_argument("--no-async", action="store_true", help="without save_async, and the steps after it")
+    parser.add_argument("--workload", choices=workloads.KEYS, help="default: all")
+    parser.add_argument("--processes", type=int, choices=(1, 4), help="default: both")
+    parser.add_argument("--rounds", type=int, help=f"0: only the cold round; default: {ROUNDS}")
+    parser.add_argument("--contender", action="append", choices=ALL, help="compared with jaxckpt; default: all")
+    parser.add_argument("--no-async", action="store_true", help="without save_async and the steps after it")
     parser.add_argument("--quick", action="store_true", help="small trees, one round")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end and files are deleted
 
     begun, failed = time.monotonic(), False
-    for key, processes, where, groups in SITTING:
+    for key, processes, where, groups in CASES:
         folder = Path(where)
         if (
             arguments.workload not in (None, key)
@@ -154,7 +154,7 @@ def main() -> None:
         report.console.print(f"{key} in {folder}, {processes} processes …")
         made = report.summed_up(run(case, folder))
         report.show(made)
-        # Cases that were run one after the other on a day come together.
+        # All cases of one day are collected in one file.
         runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
         runs = [one for one in runs if any(one[key] != made[key] for key in SAME)] + [made]
         report.write("peers", {**surroundings, "runs": runs}, out)

@@ -88,7 +88,7 @@ def measure(key: str, rounds: int, folder: Path) -> dict[str, dict[str, list[flo
 
 def main() -> None:
     parser = report.parser(__doc__ or "")
-    parser.add_argument("--workload", choices=workloads.KEYS, action="append", help="by default all")
+    parser.add_argument("--workload", choices=workloads.KEYS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     result: dict[str, Any] = {}

@@ -3,11 +3,11 @@
     python benchmarks/planning.py
 
 Each process decides without communication who writes each object of the whole job, and lists its own objects. So one
-process is enough to plan for a job of 4,096 processes here. The devices are stand-ins: `jax.sharding.Mesh` needs only
-their identities. Layouts and boxes come from real NamedShardings over this mesh.
+process is enough to measure the planning of a job of 4,096 processes. The devices are stand-ins: `jax.sharding.Mesh`
+needs only their identities. Layouts and boxes come from real NamedShardings over this mesh.
 
 The tree is a transformer's training state with up to 16,000 leaves: parameters in bfloat16, two moments in float32,
-matrices split over fsdp × tensor, norms replicated on every device; all of it in four data-parallel replicas. Starting
+matrices split over fsdp × tensor, norms replicated on every device; in four data-parallel replicas. Starting
 at 4,096 processes × 4 devices × 16,000 leaves, each of the three numbers is varied alone. Two more points are the same
 job without replicas, and a small model with replicas only.
 
@@ -50,7 +50,7 @@ TARGETS = {"cpu_seconds": 2.0, "peak_bytes": 500 << 20}
 OPERATIONS = ("save", "restore, same mesh", "restore, another mesh")
 
 PLANNING = 1
-"""The index of the process that plans. Not process 0, which also writes the host leaves."""
+"""The index of the process that plans. It is not process 0, because that also writes the host leaves."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
 
 
 def shapes_alone(stacks: tuple[Stack, ...], members: tuple[tuple[int, ...], ...]) -> SavePlan:
-    """The part of a plan that a manifest contains."""
+    """Only the part of a plan that a manifest contains."""
     return SavePlan(stacks, members, (), (), (), 0, ())
 
 
@@ -204,9 +204,9 @@ def peak_bytes() -> int:
 
 
 def measure_apart(point: Point, operation: str) -> dict[str, Any]:
-    asked = json.dumps({"operation": operation, "point": asdict(point)})
+    case = json.dumps({"operation": operation, "point": asdict(point)})
     done = subprocess.run(
-        [sys.executable, __file__, "--one", asked], check=True, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, "--one", case], check=True, capture_output=True, text=True, timeout=300
     )
     return json.loads(done.stdout)
 
@@ -245,12 +245,12 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="where the result goes; by default results/planning-<date>.json")
+    parser.add_argument("--json", type=Path, help="file for the result; default: results/planning-<date>.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        asked = json.loads(arguments.one)
-        print(json.dumps(measure(Point(**asked["point"]), asked["operation"])))
+        case = json.loads(arguments.one)
+        print(json.dumps(measure(Point(**case["point"]), case["operation"])))
         return
     result: dict[str, Any] = report.surroundings(Path.cwd())
     result |= {"base": asdict(Point()), "targets": TARGETS, "points": []}

@@ -1,6 +1,6 @@
-"""What the benchmarks share: where they ran, the files that their results go to, and the summary of a run of peers.py.
+"""Shared by the benchmarks: the description of the machine, the result files, and the summary of a run of peers.py.
 
-A run is {"workload", "groups": [{"seconds": {operation: {contender: [a number a round]}}, ...}], ...}.
+A run is {"workload", "groups": [{"seconds": {operation: {contender: [a number per round]}}, ...}], ...}.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 
 
 def parser(about: str) -> argparse.ArgumentParser:
-    """The arguments that all take; `about` is the script's docstring."""
+    """A parser with the arguments of all benchmarks; `about` is the script's docstring."""
     made = argparse.ArgumentParser(description=about.partition("\n")[0])
-    made.add_argument("--dir", type=Path, help="folder to write below; by default a temporary one on the disk")
-    made.add_argument("--json", type=Path, help="where the result goes; by default results/<script>-<date>.json")
+    made.add_argument("--dir", type=Path, help="parent of the folder to write to; default: the temporary folder")
+    made.add_argument("--json", type=Path, help="file for the result; default: results/<script>-<date>.json")
     return made
 
 
 def surroundings(folder: Path) -> dict[str, Any]:
-    """Where and when it runs; `folder` is where it writes."""
+    """The date, the machine, the versions, and the file system of the folder that a benchmark writes to."""
     return {
         "date": today(),
         "filesystem": filesystem(folder),
@@ -52,12 +52,12 @@ def today() -> str:
 
 
 def place(benchmark: str, result: dict[str, Any], path: Path | None) -> Path:
-    """The file that a result goes to, by its date if no path is given."""
+    """The file for a result. If no path is given, its name contains the date."""
     return path or RESULTS / f"{benchmark}-{result['date']}.json"
 
 
 def write(benchmark: str, result: dict[str, Any], path: Path | None) -> None:
-    """Write a result, with its surroundings in it, and say where it is."""
+    """Write a result, which includes its surroundings, and print the path."""
     machine, where = result["machine"], result["filesystem"]
     known = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     console.print(f"{machine['cpu']}, {machine['cores']} cores, {where}; {known}")
@@ -68,7 +68,7 @@ def write(benchmark: str, result: dict[str, Any], path: Path | None) -> None:
 
 
 def compact(value: Any, indent: str = "") -> str:
-    """JSON in which what fits on a line is on one."""
+    """JSON with each value on one line if it fits."""
     line = json.dumps(value, ensure_ascii=False)
     if len(indent + line) <= 160 or not isinstance(value, dict | list):
         return line
@@ -104,7 +104,7 @@ def _machine() -> dict[str, Any]:
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # torch and safetensors are there for peers.py only
+    except PackageNotFoundError:  # torch and safetensors are installed only for peers.py
         return None
 
 
@@ -116,9 +116,9 @@ def _lines(path: str) -> list[str]:
 
 
 def summed_up(run: dict[str, Any]) -> dict[str, Any]:
-    """A run without its samples: [least, median, greatest] of each figure, and of its ratio to ours within a round.
+    """A run without its samples: [minimum, median, maximum] of each figure, and of its ratio to jaxckpt's in a round.
 
-    Our own samples are those of all groups.
+    The samples of jaxckpt come from all groups.
     """
     samples: dict[str, dict[str, dict[str, list[float]]]] = {}
     groups = run["groups"]
@@ -126,7 +126,7 @@ def summed_up(run: dict[str, Any]) -> dict[str, Any]:
         for operation, seconds in group.get("seconds", {}).items():
             for name, times in seconds.items():
                 found = samples.setdefault(operation, {}).setdefault(name, {})
-                # A slow contender takes part in the first rounds only, perhaps in none but the uncounted one.
+                # A slow contender takes part only in the first rounds, or only in the round that is not counted.
                 first = group["first_round"][operation]
                 own_times = first[OURS] if times == first.get(name) else seconds[OURS]
                 ratios = [other / ours for other, ours in zip(times, own_times, strict=False)]
@@ -158,12 +158,12 @@ def summed_up(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(samples: list[float]) -> list[float]:
-    """[least, median, greatest], to four digits."""
+    """[minimum, median, maximum], to four digits."""
     return [float(f"{figure:.4g}") for figure in (min(samples), statistics.median(samples), max(samples))]
 
 
 def show(run: dict[str, Any]) -> None:
-    """Milliseconds, and how many times ours: medians over rounds."""
+    """Print medians over rounds: milliseconds, and the ratio to jaxckpt's time."""
     if run["failed"]:
         console.print(f"[red]({run['workload']}) {run['filesystem']}: {run['failed']}")
     if not run["spreads"]:
@@ -196,9 +196,9 @@ def show(run: dict[str, Any]) -> None:
         table.add_row(label, *(_short(counts[one]) if one in counts else "" for one in took_part))
     console.print(table)
     for layout, by_process in run["over_read"].items():
-        console.print(f"{OURS} reads onto {layout}: {', '.join(map(_short, by_process))} × what each process wants")
+        console.print(f"{OURS}, bytes read ÷ needed by each process, {layout}: {', '.join(map(_short, by_process))}")
 
 
 def _short(number: float) -> str:
-    """Three digits, or all digits before the point."""
+    """Three digits, or all digits before the decimal point."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

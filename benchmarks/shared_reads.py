@@ -2,9 +2,9 @@
 
     python benchmarks/shared_reads.py [--mib 128] [--rate 50] [--turns 3]
 
-All processes together read at most `--rate` million bytes per second: each waits for its turn in a shared file. Prints
-for each way of reading: bytes read from storage per byte of the checkpoint, seconds of the slowest process, CPU seconds
-of all processes, and the most additional memory of a process, not counting the arrays.
+All processes together read at most `--rate` million bytes per second; they take turns through a shared file. For each
+value of `read`, prints the bytes read from storage per byte of the checkpoint, the seconds of the slowest process, the
+CPU seconds of all processes, and the highest additional memory of a process, without the arrays.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ PROCESSES = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=128, help="size of the leaf")
-    parser.add_argument("--rate", type=float, default=50, help="million bytes a second; 0 is no limit")
-    parser.add_argument("--turns", type=int, default=3, help="restores of each kind, in turn")
+    parser.add_argument("--rate", type=float, default=50, help="million bytes per second; 0: no limit")
+    parser.add_argument("--turns", type=int, default=3, help="number of restores of each kind, in turn")
     parser.add_argument("--host-mib", type=int, default=256, help="Options.host_bytes")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.process is not None:
-        restore(asked)
+    arguments = parser.parse_args()
+    if arguments.process is not None:
+        restore(arguments)
         return
     with tempfile.TemporaryDirectory(prefix="jaxckpt-shared-") as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         probe.close()
         Path(folder, "turn").write_bytes(struct.pack("d", 0.0))
-        rows = np.arange(asked.mib << 8, dtype=np.float32)[:, None]
+        rows = np.arange(arguments.mib << 8, dtype=np.float32)[:, None]
         jaxckpt.save(f"{folder}/checkpoint", {"w": np.broadcast_to(rows, (len(rows), 1024)).copy()})
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
         command = [sys.executable, *sys.argv, "--job", folder, address, "--process"]
@@ -64,50 +64,48 @@ def main() -> None:
     if any(process.returncode for process in job):
         sys.exit("a process failed")
     noted = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
-    print(
-        "| Reading | Bytes read ÷ bytes of the checkpoint | Seconds | CPU seconds | Peak memory, arrays not counted |"
-    )
+    print("| Reading | Bytes read ÷ bytes of the checkpoint | Seconds | CPU seconds | Peak memory without the arrays |")
     print("| --- | --- | --- | --- | --- |")
     seconds: dict[str, float] = {}
     for read in ("each", "shared"):
         turns = list(zip(*([one for one in lines if one["read"] == read] for lines in noted), strict=True))
-        ratio = max(sum(one["bytes"] for one in turn) for turn in turns) / (asked.mib << 20)
+        ratio = max(sum(one["bytes"] for one in turn) for turn in turns) / (arguments.mib << 20)
         slowest = [max(one["seconds"] for one in turn) for turn in turns]
         seconds[read] = statistics.median(slowest)
-        peak = max(one["peak"] for turn in turns for one in turn) - (asked.mib << 20)
+        peak = max(one["peak"] for turn in turns for one in turn) - (arguments.mib << 20)
         cpu = statistics.median(sum(one["cpu"] for one in turn) for turn in turns)
         print(f"| {read} | {ratio:.2f} | {seconds[read]:.2f} | {cpu:.2f} | {peak / 2**20:.0f} MiB |")
-    print(f"\neach ÷ shared: {seconds['each'] / seconds['shared']:.2f} of the time")
+    print(f"\ntime of each ÷ time of shared: {seconds['each'] / seconds['shared']:.2f}")
 
 
-def restore(asked: argparse.Namespace) -> None:
+def restore(arguments: argparse.Namespace) -> None:
     """One process of the job."""
-    folder, address = asked.job
+    folder, address = arguments.job
     counted = [0]
     preadv = os.preadv
     turn = os.open(f"{folder}/turn", os.O_RDWR)
 
-    def capped(*arguments: Any) -> int:
-        count = preadv(*arguments)
+    def capped(*given: Any) -> int:
+        count = preadv(*given)
         counted[0] += count
-        if asked.rate:
+        if arguments.rate:
             fcntl.flock(turn, fcntl.LOCK_EX)
             begins = max(time.monotonic(), *struct.unpack("d", os.pread(turn, 8, 0)))
-            ends = begins + count / (asked.rate * 1e6)
+            ends = begins + count / (arguments.rate * 1e6)
             os.pwrite(turn, struct.pack("d", ends), 0)
             fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(max(0.0, ends - time.monotonic()))
         return count
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, num_processes=PROCESSES, process_id=asked.process)
+    jax.distributed.initialize(address, num_processes=PROCESSES, process_id=arguments.process)
     mesh = jax.make_mesh((PROCESSES,), ("data",))
     everywhere = NamedSharding(mesh, P())
     target = {"w": everywhere}
     os.preadv = capped
-    for number in range(asked.turns):
+    for number in range(arguments.turns):
         for read in ("each", "shared") if number % 2 else ("shared", "each"):
-            options = jaxckpt.Options(read=read, host_bytes=asked.host_mib << 20)
+            options = jaxckpt.Options(read=read, host_bytes=arguments.host_mib << 20)
             counted[0] = 0
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
@@ -118,7 +116,8 @@ def restore(asked: argparse.Namespace) -> None:
             jax.block_until_ready(again)
             seconds, cpu = time.monotonic() - begun, time.process_time() - cpu_begun
             peak = _memory("VmHWM") - before
-            assert np.array_equal(again["w"].addressable_data(0)[-1], np.full(1024, (asked.mib << 8) - 1, np.float32))
+            last_row = np.full(1024, (arguments.mib << 8) - 1, np.float32)
+            assert np.array_equal(again["w"].addressable_data(0)[-1], last_row)
             del again
             print(
                 json.dumps({"read": read, "bytes": counted[0], "seconds": seconds, "cpu": cpu, "peak": peak}),

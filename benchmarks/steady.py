@@ -1,7 +1,7 @@
-"""The start of a benchmark: it restarts itself with simulated devices, and with freed memory kept in the process.
+"""Restarts a benchmark with simulated devices, and with freed memory kept in the process.
 
-On small virtual machines, memory that a process frees returns to the host, and touching it again is slow. With
-MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_, glibc keeps memory that was touched once, so that the benchmark
+On small virtual machines, memory that a process frees returns to the host, and the next access to it is slow. With
+MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_, glibc keeps memory that was used once, so that the benchmark
 measures the libraries and not the hypervisor. A benchmark of memory itself does not use these settings.
 """
 

@@ -1,10 +1,11 @@
-"""The tables of docs/performance.md, from what peers.py has written.
+"""The tables of docs/performance.md, from the results of peers.py.
 
     python benchmarks/tables.py            print them
     python benchmarks/tables.py --write    write them into the page
 
-One table for each workload, place and number of processes: jaxckpt's milliseconds, and each other's time relative to
-it. Then the CPU time of the larger workloads, and what several processes read.
+One table for each workload, file system and number of processes shows jaxckpt's time in milliseconds, and the time of
+each other contender relative to it. Two more tables show the CPU time of the larger workloads, and the bytes that
+several processes read.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def newest(pattern: str) -> Any:
 
 
 def runs() -> list[Run]:
-    """All runs of the newest sitting."""
+    """All runs in the newest result file of peers.py."""
     return newest("peers-*.json")["runs"]
 
 
 def pages() -> str:
-    """The part of the page that is written."""
+    """The part of the page that this script writes."""
     found = sorted(runs(), key=lambda run: (run["filesystem"] != "tmpfs", run["processes"], run["workload"]))
     tables = [table(run) for run in found]
     return "\n\n".join(filter(None, [*tables, cpu_table(found), over_read_table(found)]))
@@ -67,7 +68,7 @@ def table(run: Run) -> str:
 
 
 def cpu_table(found: Sequence[Run]) -> str:
-    """CPU seconds for a GiB of saves and restores, in one process on tmpfs."""
+    """CPU seconds per GiB of saves and restores, in one process on tmpfs."""
     some = [run for run in found if run["workload"] in LARGE and (run["processes"], run["filesystem"]) == (1, "tmpfs")]
 
     def rows() -> Iterator[list[str]]:
@@ -86,7 +87,7 @@ def cpu_table(found: Sequence[Run]) -> str:
 
 
 def over_read_table(found: Sequence[Run]) -> str:
-    """What each of several processes reads, in relation to what it needs."""
+    """Bytes that each of several processes reads, divided by the bytes that it needs."""
     return markdown(
         ["bytes read ÷ bytes needed, by four processes", "least of the four", "most"],
         (
@@ -99,7 +100,7 @@ def over_read_table(found: Sequence[Run]) -> str:
 
 
 def markdown(heading: Sequence[str], rows: Iterator[list[str]]) -> str:
-    """A table; "" without rows."""
+    """A table, or "" if it has no rows."""
     lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
     return "" if len(lines) == 2 else "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

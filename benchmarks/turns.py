@@ -1,12 +1,13 @@
-"""One workload in one place, by all contenders in turn: started by peers.py, once for each process.
+"""Runs one workload in one folder with all contenders in turn. peers.py starts this script once for each process.
 
-A round is: for each operation, all contenders; every other round runs in the opposite order. The first round warms up
-and compiles, and everything that is restored in it is compared with what was saved, bit for bit. It is counted only if
-there is no other. A contender whose round takes longer than SLOW_SECONDS takes no part in the next ones.
-Freed memory stays in the process (steady.py), for all alike. Before each measurement, untimed, dirty pages are
-flushed; before each save, TOUCHED times the tree's size of memory is touched and given back: on a virtual machine the
-first touch of memory that the host has taken back is slow, and files on tmpfs are memory. Files are read from the page
-cache.
+In a round, all contenders run each operation; the order is reversed in every other round. The first round warms up and
+compiles, and compares everything that it restores with the saved values, bit for bit. It counts only if it is the only
+round. A contender whose round takes longer than SLOW_SECONDS does not take part in the following rounds.
+
+Freed memory stays in the process (steady.py), for all contenders. Before each measurement, outside the measured time,
+dirty pages are flushed. Before each save, TOUCHED times the tree's size of memory is allocated, written and freed: on a
+virtual machine, the first access to memory that the host has reclaimed is slow, and files on tmpfs are memory. Files
+are read from the page cache.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from workloads import Tree
 
 import jaxckpt
 
-SAVE_ASYNC, STEP_BESIDE, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
+SAVE_ASYNC, STEP_AFTER, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
 SLOW_SECONDS = 180
-TOUCHED = 1.25  # the files of one save, and some more
-STEP_LEAVES = 5000  # above this a step, which follows save_async, takes minutes to compile
+TOUCHED = 1.25  # the files of one save, plus a margin
+STEP_LEAVES = 5000  # with more leaves, the step that follows save_async takes minutes to compile
 
 Samples = dict[str, dict[str, list[float]]]
 """Seconds of each round, by operation and contender."""
 
-# Its own inverse, bit for bit: after two steps the tree is what it was.
+# The step is its own inverse, bit for bit, so two steps restore the tree.
 step = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf, tree), donate_argnums=0)
 
 
@@ -73,7 +74,7 @@ class Turns:
         self.round = 0
 
     def run(self, result: Path) -> None:
-        # Of a mesh with too few devices some processes would have none.
+        # On a mesh with too few devices, some processes would have no device.
         layouts = [
             layout
             for layout, wanted in self.wanted.items()
@@ -88,7 +89,7 @@ class Turns:
             operations.append(self.parameters)
         if case["no_async"] or len(self.workload.leaves) > STEP_LEAVES:
             operations.remove(self.save_async)
-        gc.freeze()  # so that the collections before measurements need not look at all modules again
+        gc.freeze()  # so that collections before measurements do not scan all modules again
         order = self.contenders
         for self.round in range(case["rounds"] + 1):
             order, taken = order[::-1], dict.fromkeys(order, 0.0)
@@ -104,13 +105,13 @@ class Turns:
                     for operation, found in first.items():
                         alone = {name: taken for name, taken in found.items() if name not in again}
                         samples.setdefault(operation, {}).update(alone)
-            if jax.process_index() == 0:  # all rounds so far: if memory runs out, they are not lost
+            if jax.process_index() == 0:  # after each round, so that running out of memory loses no completed rounds
                 result.write_text(json.dumps(self.found()))
             for contender in took_part:
                 self.remove(contender)
 
     def agreed(self, seconds: float) -> float:
-        """What process 0 has found: all must continue with the same."""
+        """The value of process 0, so that all processes make the same decision."""
         return float(multihost_utils.broadcast_one_to_all(np.array(seconds)))
 
     def found(self) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class Turns:
         }
 
     def over_read(self) -> dict[str, list[float]]:
-        """For each layout that jaxckpt restores to, bytes read for each byte wanted, by each of the processes."""
+        """For each layout that jaxckpt restores to, the bytes read per byte wanted of each process."""
         found: dict[str, list[float]] = {}
         for contender in self.contenders:
             if isinstance(contender, contenders.Jaxckpt) and contender.path.exists():
@@ -148,10 +149,10 @@ class Turns:
         self.renew()
         self.prepare(contender, saving=True)
         wait = self.clock(SAVE_ASYNC, contender, lambda: contender.save_async(self.tree))
-        self.tree = self.clock(STEP_BESIDE, contender, lambda: step(self.tree))
+        self.tree = self.clock(STEP_AFTER, contender, lambda: step(self.tree))
         wait()
         self.tree = self.clock(STEP_ALONE, contender, lambda: step(self.tree))
-        if self.round == 0:  # what was stored is what the arrays held when the call was made
+        if self.round == 0:  # the save must contain the values from before the steps
             self.require_saved(
                 contender, contender.restore(self.wanted[self.workload.layouts[0]]), self.workload.layouts[0]
             )
@@ -216,10 +217,10 @@ class Turns:
         self.prepare(contender)
         self.clock(OPEN, contender, contender.open)
 
-    # What they are made of ----------------------------------------------------------------------------------
+    # Steps of an operation ----------------------------------------------------------------------------------
 
     def clock(self, operation: str, contender: Contender, call: Callable[[], Any]) -> Any:
-        """What the call returns, once all arrays in it are there and every process has come as far."""
+        """Time a call until its result is ready in all processes. Returns the result."""
         meet()
         begun, begun_cpu = time.perf_counter(), time.process_time()
         result = jax.block_until_ready(call())
@@ -235,12 +236,12 @@ class Turns:
         gc.collect()
         if saving:
             with mmap.mmap(-1, max(int(TOUCHED * self.workload.nbytes / jax.process_count()), 1)) as touched:
-                touched.madvise(mmap.MADV_HUGEPAGE)  # as NumPy asks for
+                touched.madvise(mmap.MADV_HUGEPAGE)  # like NumPy
                 np.frombuffer(touched, np.uint8)[:: mmap.PAGESIZE] = 1
         os.sync()
 
     def renew(self) -> None:
-        """The same arrays as new objects: JAX keeps the NumPy copy that it once made of one, and a step's have none."""
+        """Recreate the arrays as new objects, without the NumPy copies that JAX caches in an array."""
 
         def renewed(leaf: jax.Array) -> jax.Array:
             pieces = [shard.data for shard in leaf.addressable_shards]
@@ -279,11 +280,11 @@ def same(found: Any, wanted: Any) -> bool:
 
 def require(holds: bool, contender: Contender, what: str) -> None:
     if not holds:
-        raise SystemExit(f"{contender.name} restored another {what} than was saved")
+        raise SystemExit(f"{contender.name} restored wrong values: {what}")
 
 
 def bytes_read() -> int:
-    """By this process, through read calls: what is read by memory map is not counted."""
+    """Bytes that this process read with read calls. Reads through memory maps are not counted."""
     (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
     return int(line.split()[1])
 
@@ -294,9 +295,9 @@ def meet() -> None:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # Orbax tells of each save
-    for told_by_torch in ("torch.distributed is disabled", "The given NumPy array is not writable"):
-        warnings.filterwarnings("ignore", told_by_torch)
+    logging.disable(logging.WARNING)  # Orbax logs each save
+    for torch_warning in ("torch.distributed is disabled", "The given NumPy array is not writable"):
+        warnings.filterwarnings("ignore", torch_warning)
     if case["processes"] > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(case["address"], case["processes"], case["rank"], initialization_timeout=60)

@@ -1,4 +1,4 @@
-"""The trees that are saved and restored: their leaves, layouts on the mesh, and values."""
+"""The trees that the benchmarks save and restore: their leaves, layouts on the mesh, and values."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Workload:
     title: str
     leaves: Mapping[str, Leaf]
     one: str
-    """The path of the leaf that is read by itself."""
+    """The path of the leaf that is read alone."""
 
     layouts: tuple[str, ...] = ("2×4", "4×1", ONE)
     """The layouts that it is restored to. It is saved in the first."""
 
     parameters: str = ""
-    """The subtree that is read without the others, such as the parameters without the moments."""
+    """The subtree that is read alone, such as the parameters without the moments."""
 
     scanned: tuple[str, ...] = ()
     """The paths of leaves from which single layers are read, along the first dimension."""

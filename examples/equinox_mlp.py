@@ -1,4 +1,4 @@
-"""Equinox and Optax: a module with functions among its leaves, saved on one mesh and gone on with on another."""
+"""Equinox and Optax: a module with functions among its leaves, saved on one mesh and resumed on another."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 
-jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine that has no eight accelerators
+jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine with fewer than eight accelerators
 devices = jax.devices() if jax.device_count() >= 8 else jax.devices("cpu")
 mesh = Mesh(np.reshape(devices[:8], (2, 4)), ("data", "model"))
 other = Mesh(np.reshape(devices[:6], (3, 2)), ("data", "model"))
@@ -31,7 +31,7 @@ def create() -> Training:
 
 
 def place(training: Training, mesh: Mesh) -> Training:
-    def sharding_of(leaf: jax.Array) -> NamedSharding:  # the hidden layer's width is split, all else is whole
+    def sharding_of(leaf: jax.Array) -> NamedSharding:  # splits the hidden layer's width, replicates the rest
         return NamedSharding(mesh, P(*("model" if size == 48 else None for size in leaf.shape)))
 
     return eqx.filter_shard(training, jax.tree.map(sharding_of, eqx.filter(training, eqx.is_array)))
@@ -47,10 +47,10 @@ def train_step(training: Training, mesh: Mesh) -> tuple[Training, jax.Array]:
     return place(Training(eqx.apply_updates(training.model, updates), opt_state, next_key), mesh), loss
 
 
-def train(training: Training, mesh: Mesh, steps: int, what: str) -> Training:
+def train(training: Training, mesh: Mesh, steps: int, label: str) -> Training:
     for _ in range(steps):
         training, loss = train_step(training, mesh)
-    print(f"loss {loss:.6f} {what}")
+    print(f"loss {loss:.6f} {label}")
     return training
 
 
@@ -58,13 +58,13 @@ with tempfile.TemporaryDirectory() as folder:
     training = train(place(create(), mesh), mesh, 20, "at step 20 on 2×4, saved")
     jaxckpt.save(f"{folder}/step-20", eqx.filter(training, eqx.is_array))
 
-    abstract = eqx.filter_eval_shape(create)  # the module with shapes for arrays; its functions stay
-    restored = jaxckpt.restore(f"{folder}/step-20", abstract, mesh=other)  # the saved specs, by axis name
+    abstract = eqx.filter_eval_shape(create)  # the module with shapes instead of arrays, and its functions
+    restored = jaxckpt.restore(f"{folder}/step-20", abstract, mesh=other)  # keeps each leaf's PartitionSpec
     resumed = train(restored, other, 20, "at step 40 on 3×2, restored at step 20")
 
 # The same steps without a checkpoint: all arrays move to the other mesh in memory.
 arrays, functions = eqx.partition(training, eqx.is_array)
 moved = jax.device_put(arrays, jax.tree.map(lambda leaf: leaf.sharding, eqx.filter(restored, eqx.is_array)))
-straight = train(eqx.combine(moved, functions), other, 20, "at step 40 on 3×2, trained straight on")
-assert eqx.tree_equal(straight, resumed)
+expected = train(eqx.combine(moved, functions), other, 20, "at step 40 on 3×2, without a checkpoint")
+assert eqx.tree_equal(expected, resumed)
 print(f"all {len(jax.tree.leaves(arrays))} arrays are equal")

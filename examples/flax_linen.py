@@ -1,4 +1,4 @@
-"""Flax Linen: a TrainState, with partitioned parameters, saved on one mesh and gone on with on another."""
+"""Flax Linen: a TrainState with partitioned parameters, saved on one mesh and resumed on another."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import jaxckpt
 
-jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine that has no eight accelerators
+jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine with fewer than eight accelerators
 devices = jax.devices() if jax.device_count() >= 8 else jax.devices("cpu")
 mesh = Mesh(np.reshape(devices[:8], (2, 4)), ("data", "model"))
 other = Mesh(np.reshape(devices[:6], (3, 2)), ("data", "model"))
@@ -50,23 +50,23 @@ def train_step(state: TrainState) -> tuple[TrainState, jax.Array]:
     return state.apply_gradients(grads=grads), loss
 
 
-def train(state: TrainState, steps: int, what: str) -> TrainState:
+def train(state: TrainState, steps: int, label: str) -> TrainState:
     step = jax.jit(train_step, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), None))
     for _ in range(steps):
         state, loss = step(state)
-    print(f"step {state.step}, loss {loss:.6f}: {what}")
+    print(f"step {state.step}, loss {loss:.6f}: {label}")
     return state
 
 
 with tempfile.TemporaryDirectory() as folder:
     state = train(jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), mesh))(), 20, "on 2×4, saved")
-    jaxckpt.save(f"{folder}/step-20", state)  # apply_fn and tx are static: no leaves, and not saved
+    jaxckpt.save(f"{folder}/step-20", state)  # apply_fn and tx are static, so they are not saved
     # A TrainState of shapes and shardings on the other mesh, without data:
     abstract = jax.eval_shape(jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), other)))
     resumed = train(jaxckpt.restore(f"{folder}/step-20", abstract), 20, "on 3×2, restored at step 20")
 
 # The same steps without a checkpoint: the state at step 20 moves to the other mesh in memory.
-moved = jax.tree.map(lambda leaf, wanted: jax.device_put(leaf, wanted.sharding), state, abstract)
-straight = train(moved, 20, "on 3×2, trained straight on")
-assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), straight, resumed))
-print(f"all {len(jax.tree.leaves(straight))} arrays are equal")
+moved = jax.tree.map(lambda leaf, target: jax.device_put(leaf, target.sharding), state, abstract)
+expected = train(moved, 20, "on 3×2, without a checkpoint")
+assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), expected, resumed))
+print(f"all {len(jax.tree.leaves(expected))} arrays are equal")

@@ -1,4 +1,4 @@
-"""Flax NNX and Optax: model, nnx.Optimizer and dropout's keys, saved on one mesh and gone on with on another."""
+"""Flax NNX and Optax: the model, its nnx.Optimizer and dropout keys, saved on one mesh and resumed on another."""
 
 import tempfile
 
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import jaxckpt
 
-jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine that has no eight accelerators
+jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine with fewer than eight accelerators
 devices = jax.devices() if jax.device_count() >= 8 else jax.devices("cpu")
 mesh = Mesh(np.reshape(devices[:8], (2, 4)), ("data", "model"))
 other = Mesh(np.reshape(devices[:6], (3, 2)), ("data", "model"))
@@ -41,10 +41,10 @@ def train_step(model: Network, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Ar
     return loss
 
 
-def train(training: dict, steps: range, what: str) -> nnx.State:
+def train(training: dict, steps: range, label: str) -> nnx.State:
     for step in steps:
         loss = train_step(**training, x=jax.random.normal(jax.random.key(step), (24, 12)))
-    print(f"step {training['optimizer'].step[...]}, loss {loss:.6f}: {what}")
+    print(f"step {training['optimizer'].step[...]}, loss {loss:.6f}: {label}")
     return nnx.state(training)
 
 
@@ -59,7 +59,7 @@ with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
 
         # The same steps without a checkpoint: the state at step 20 moves to the other mesh in memory.
         moved = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, abstract))
-        straight = train(nnx.merge(graph, moved), range(20, 40), "on 3×2, trained straight on")
+        expected = train(nnx.merge(graph, moved), range(20, 40), "on 3×2, without a checkpoint")
 
-assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), straight, resumed))
-print(f"all {len(jax.tree.leaves(straight))} arrays are equal")
+assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), expected, resumed))
+print(f"all {len(jax.tree.leaves(expected))} arrays are equal")

@@ -1,4 +1,4 @@
-"""jax.distributed: two processes save a state together, each its own shards, and one process alone goes on with it."""
+"""jax.distributed: two processes save together, each its own shards, and then one process resumes alone."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def train_step(state: dict) -> dict:
 
 
 def train(folder: str, steps: int) -> dict:
-    """The loop of every process of a job, however many they are: start, or go on, on all devices of all of them."""
+    """Start or resume training on all devices of the job. Every process runs this, for any number of processes."""
     mesh = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "model"))
     specs = {"w": P("data", "model"), "key": P(), "step": P()}
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -36,12 +36,12 @@ def train(folder: str, steps: int) -> dict:
             state = jitted_step(state)
             checkpoints.save(step, state)
     if jax.process_index() == 0:
-        print(f"{jax.process_count()} processes, steps {(last or 0) + 1} to {steps}", file=sys.stderr)
+        print(f"steps {(last or 0) + 1} to {steps}, processes: {jax.process_count()}", file=sys.stderr)
     return state
 
 
 def run_two_processes(folder: str, steps: int) -> None:
-    address = f"localhost:{random.randrange(20_000, 32_000)}"  # below the ports that the kernel hands out
+    address = f"localhost:{random.randrange(20_000, 32_000)}"  # below the kernel's ephemeral ports
     four_devices = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     commands = [[sys.executable, __file__, folder, str(steps), address, str(process)] for process in range(2)]
     jobs = [subprocess.Popen(command, env=four_devices, stdout=subprocess.DEVNULL) for command in commands]
@@ -52,15 +52,15 @@ def run_two_processes(folder: str, steps: int) -> None:
             job.kill()
 
 
-if len(sys.argv) > 1:  # one of the two
+if len(sys.argv) > 1:  # one of the two child processes
     jax.distributed.initialize(sys.argv[3], 2, int(sys.argv[4]), initialization_timeout=TIMEOUT_SECONDS)
     train(sys.argv[1], int(sys.argv[2]))
 else:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     with tempfile.TemporaryDirectory() as folder:
-        run_two_processes(f"{folder}/moved", 3)
-        moved = train(f"{folder}/moved", 6)
-        straight = train(f"{folder}/straight", 6)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), straight, moved))
-    print("both runs of six steps end in the same bits")
+        run_two_processes(f"{folder}/resumed", 3)
+        resumed = train(f"{folder}/resumed", 6)
+        expected = train(f"{folder}/expected", 6)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), expected, resumed))
+    print("all arrays equal those of a run of six steps in one process")

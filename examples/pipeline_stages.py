@@ -1,14 +1,14 @@
-"""Pipeline stages: four layers on four devices, stored on a mesh of two, taken back to the four.
+"""Pipeline stages: four layers on four devices, stored on a mesh of two devices, restored onto the four.
 
-A network of four Linear layers, 16 -> 8 -> 4 -> 2 -> 1, keeps each layer, with its Adam state, on a device of
-its own; no mesh spans them. One function decides, leaf by leaf, how the checkpoint is laid out over a storage
-mesh of two devices, whatever the layout that computes. Then everything is built anew, restored to the four
-stages, and the next step must give the same bits as the step taken without a save.
+A network of four Linear layers, 16 -> 8 -> 4 -> 2 -> 1, keeps each layer and its Adam state on a separate
+device; no mesh contains all four. One function chooses the layout of each leaf in the checkpoint, over a
+storage mesh of two devices, independently of the layout for computing. Then the state is restored onto the
+four stages. The next step must give the same bits as without a checkpoint.
 
     python examples/pipeline_stages.py
 
-It simulates four CPU devices, needs jaxckpt, optax and rich, and takes seconds. The exit status is 1 where a
-bit differs.
+It simulates four CPU devices, needs jaxckpt, optax and rich, and takes seconds. If any bit differs, the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def init(key: jax.Array) -> State:
 
 
 def compute_layout(places: list[SingleDeviceSharding]) -> State:
-    """What the training wants: each stage whole in its own place, the step counter with the first."""
+    """The layout for training: each stage on its own device, the step counter with the first stage."""
     shapes = jax.eval_shape(init, jax.random.key(0))
 
     def at(place: SingleDeviceSharding, tree: Any) -> Any:
@@ -66,13 +66,13 @@ def compute_layout(places: list[SingleDeviceSharding]) -> State:
 
 
 def storage_layout(path: str, leaf: Any) -> P:
-    """What the checkpoint gets: halves, along the dimension of each leaf that two devices can halve."""
+    """The layout in the checkpoint: each leaf in two halves, along a dimension that two divides."""
     if leaf.ndim == 0:
-        return P()  # the step, and Adam's own count in every stage
+        return P()  # the step, and Adam's count in every stage
     if path.startswith("stages/3/") and path.endswith("/weight"):
-        return P(None, "half")  # [1, 2]: only dimension 1 divides by two
+        return P(None, "half")  # [1, 2]: only dimension 1 can be halved
     if path.startswith("stages/3/") and path.endswith("/bias"):
-        return P()  # [1]: both devices hold it, and still it is written once
+        return P()  # [1]: replicated on both devices, but written only once
     return P("half")
 
 
@@ -80,22 +80,22 @@ def linear(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x @ params["weight"].T + params["bias"]
 
 
-def mean_squared_error(predictions: jax.Array, wanted: jax.Array) -> jax.Array:
-    return jnp.mean((predictions - wanted) ** 2)
+def mean_squared_error(predictions: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.mean((predictions - targets) ** 2)
 
 
 def train_step(state: State, places: list[SingleDeviceSharding]) -> tuple[State, float]:
-    """One step through the pipeline: activations travel down the devices, gradients travel back up."""
-    # The batch depends on the step alone, so a restored run sees the data that the first would have seen.
+    """One step through the pipeline: activations move forward through the devices, gradients move back."""
+    # The batch depends only on the step, so a restored run gets the same data as an uninterrupted one.
     random = np.random.default_rng(int(state["step"]))
     inputs = random.standard_normal((BATCH, WIDTHS[0]), np.float32)
-    wanted = jax.device_put(np.sin(inputs.sum(axis=1, keepdims=True)), places[-1])
+    targets = jax.device_put(np.sin(inputs.sum(axis=1, keepdims=True)), places[-1])
 
     x, pullbacks = jnp.asarray(inputs), []
     for stage, place in zip(state["stages"], places, strict=True):
         x, pullback = jax.vjp(linear, stage["params"], jax.device_put(x, place))
         pullbacks.append(pullback)
-    loss, gradient = jax.value_and_grad(mean_squared_error)(x, wanted)
+    loss, gradient = jax.value_and_grad(mean_squared_error)(x, targets)
 
     stages: list[State] = []
     for stage, place, pullback in reversed(list(zip(state["stages"], places, pullbacks, strict=True))):
@@ -106,7 +106,7 @@ def train_step(state: State, places: list[SingleDeviceSharding]) -> tuple[State,
 
 
 def layout_table(state: State, checkpoint: jaxckpt.Checkpoint) -> Table:
-    """Both layouts of every leaf but Adam's moments, which lie as their parameter does."""
+    """Both layouts of every leaf except Adam's moments, which have the layout of their parameter."""
     table = Table("leaf", "shape", "computed on", "stored as", box=box.SIMPLE_HEAD)
     for path, leaf in jax.tree.leaves_with_path(state):
         name = keystr(path, simple=True, separator="/")
@@ -117,7 +117,7 @@ def layout_table(state: State, checkpoint: jaxckpt.Checkpoint) -> Table:
 
 
 def main() -> int:
-    # Read when JAX first looks for devices, which is later than its import.
+    # JAX reads both when it first looks for devices, not when it is imported.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     jax.config.update("jax_platforms", "cpu")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
@@ -133,20 +133,21 @@ def main() -> int:
         path = Path(directory) / "checkpoint"
         info = jaxckpt.save(path, state, mesh=storage, specs=storage_layout)
         console.print(layout_table(state, jaxckpt.open(path)))
-        console.print(f"step 1, loss {loss:.7f}: saved, {info.total_bytes} bytes in {info.objects} objects")
+        console.print(f"step 1, loss {loss:.7f}: saved {info.total_bytes} bytes in {info.objects} objects")
         state, loss = train_step(state, places)
-        console.print(f"step 2, loss {loss:.7f}: went on without the checkpoint")
+        console.print(f"step 2, loss {loss:.7f}: continued without the checkpoint")
 
-        # Of the above, only the path is used from here: new arrays, described before they exist.
+        # The target describes the new arrays. Nothing else but the path is used.
         restored = jaxckpt.restore(path, compute_layout(places))
         restored, restored_loss = train_step(restored, places)
-        console.print(f"step 2, loss {restored_loss:.7f}: restored to the four stages, went on from there")
+        console.print(f"step 2, loss {restored_loss:.7f}: restored onto the four stages, then continued")
 
     def equal_bits(a: jax.Array, b: jax.Array) -> bool:
         return a.sharding == b.sharding and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
     equal = loss == restored_loss and jax.tree.all(jax.tree.map(equal_bits, state, restored))
-    console.print("[green]loss and state are equal, bit for bit[/]" if equal else "[bold red]they differ[/]")
+    result = "[green]passed[/]" if equal else "[bold red]FAILED[/]"
+    console.print(f"{result}  step 2 gives the same loss and state with and without the checkpoint, bit for bit")
     return 0 if equal else 1
 
 

@@ -1,4 +1,4 @@
-"""Plain JAX: a dict of arrays under jax.jit with shardings, saved on one mesh and gone on with on another."""
+"""Plain JAX: a dict of arrays under jax.jit with shardings, saved on one mesh and resumed on another."""
 
 import tempfile
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 
-jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine that has no eight accelerators
+jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine with fewer than eight accelerators
 devices = jax.devices() if jax.device_count() >= 8 else jax.devices("cpu")
 mesh = Mesh(np.reshape(devices[:8], (2, 4)), ("data", "model"))
 other = Mesh(np.reshape(devices[:6], (3, 2)), ("data", "model"))
@@ -43,12 +43,12 @@ def train_step(state: dict) -> tuple[dict, jax.Array]:
     return {"params": params, "momentum": momentum, "key": next_key, "step": state["step"] + 1}, loss
 
 
-def train(state: dict, mesh: Mesh, steps: int, what: str) -> dict:
+def train(state: dict, mesh: Mesh, steps: int, label: str) -> dict:
     shardings = shardings_on(mesh)
     step = jax.jit(train_step, in_shardings=(shardings,), out_shardings=(shardings, None), donate_argnums=0)
     for _ in range(steps):
         state, loss = step(state)
-    print(f"step {state['step']}, loss {loss:.6f}: {what}")
+    print(f"step {state['step']}, loss {loss:.6f}: {label}")
     return state
 
 
@@ -56,10 +56,10 @@ with tempfile.TemporaryDirectory() as folder:
     state = train(jax.jit(init, out_shardings=shardings_on(mesh))(), mesh, 20, "on 2×4, saved")
     jaxckpt.save(f"{folder}/step-20", state)
 
-    resumed = jaxckpt.restore(f"{folder}/step-20", mesh=other)  # the saved specs, by axis name, on six devices
+    resumed = jaxckpt.restore(f"{folder}/step-20", mesh=other)  # keeps each leaf's PartitionSpec, on six devices
     resumed = train(resumed, other, 20, "on 3×2, restored at step 20")
 
 # The same steps without a checkpoint: the state at step 20 moves to the other mesh in memory.
-straight = train(jax.device_put(state, shardings_on(other)), other, 20, "on 3×2, trained straight on")
-assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), straight, resumed))
-print(f"all {len(jax.tree.leaves(straight))} arrays are equal")
+expected = train(jax.device_put(state, shardings_on(other)), other, 20, "on 3×2, without a checkpoint")
+assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), expected, resumed))
+print(f"all {len(jax.tree.leaves(expected))} arrays are equal")

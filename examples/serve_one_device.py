@@ -1,4 +1,4 @@
-"""Serving: trained in float32 on 2×4 devices, restored as bfloat16 onto one, and read without any device."""
+"""Serving: train in float32 on 2×4 devices, restore as bfloat16 onto one device, and read without devices."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 
-jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine that has no eight accelerators
+jax.config.update("jax_num_cpu_devices", 8)  # simulated devices, for a machine with fewer than eight accelerators
 devices = jax.devices() if jax.device_count() >= 8 else jax.devices("cpu")
 mesh = Mesh(np.reshape(devices[:8], (2, 4)), ("data", "model"))
 optimizer = optax.adam(1e-2)
@@ -40,14 +40,14 @@ def train_step(state: dict, x: jax.Array) -> dict:
 WITHOUT_DEVICES = """
 import sys, jaxckpt
 weights = jaxckpt.load_numpy(sys.argv[1], select="params")["params"]
-row = jaxckpt.open(sys.argv[1])["params/up"][7]  # reads the chunks that this row touches
+row = jaxckpt.open(sys.argv[1])["params/up"][7]  # reads only the chunks that contain this row
 assert (row == weights["up"][7]).all()
-print(f"read without devices: {sum(leaf.nbytes for leaf in weights.values())} bytes, then {row.nbytes}")
+print(f"read without devices: {sum(leaf.nbytes for leaf in weights.values())} bytes, then one row of {row.nbytes}")
 """
 
 with tempfile.TemporaryDirectory() as folder:
-    split, whole = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P())
-    shardings = jax.tree.map(lambda leaf: split if leaf.ndim == 2 else whole, jax.eval_shape(init))
+    sharded, replicated = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P())
+    shardings = jax.tree.map(lambda leaf: sharded if leaf.ndim == 2 else replicated, jax.eval_shape(init))
     state = jax.jit(init, out_shardings=shardings)()
     for step in range(20):
         state = train_step(state, jax.random.normal(jax.random.key(step), (24, 96)))
@@ -56,11 +56,11 @@ with tempfile.TemporaryDirectory() as folder:
 
     one = SingleDeviceSharding(devices[0])
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=one), state["params"])
-    rounded = jaxckpt.Options(cast="unsafe")  # for bfloat16 has not all values of float32
+    rounded = jaxckpt.Options(cast="unsafe")  # allow the lossy cast from float32
     served = jaxckpt.restore(f"{folder}/trained", {"params": target}, select="params", options=rounded)["params"]
     print(f"served from one device: {sum(leaf.nbytes for leaf in served.values())} bytes of bfloat16")
 
-    environment = os.environ | {"JAX_PLATFORMS": "none"}  # where JAX would find no device, and fail
+    environment = os.environ | {"JAX_PLATFORMS": "none"}  # any use of a JAX device would fail
     command = [sys.executable, "-c", WITHOUT_DEVICES, f"{folder}/trained"]
     subprocess.run(command, env=environment, timeout=60, check=True)
 
