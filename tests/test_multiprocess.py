@@ -79,6 +79,18 @@ def test_one_that_is_interrupted_while_data_is_exchanged_does_not_hold_up_the_ot
     assert jaxckpt.verify(tmp_path / "last").ok
 
 
+def test_one_that_is_interrupted_while_local_copies_are_exchanged_does_not_hold_up_the_others(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = PROGRAMS / "interrupted_local_tier.py"
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=100)
+    for name in ("interrupted save", "interrupted restore"):
+        assert f"{name} raised PeerFailedError process 1 failed with KeyboardInterrupt" in done[0].stdout, str(done[0])
+        assert f"{name} raised KeyboardInterrupt" in done[1].stdout, str(done[1])
+    for name in ("save", "restore"):
+        assert all(f"\n{name} done" in one.stdout for one in done), "\n".join(map(str, done))
+
+
 def test_a_missed_call_never_mixes_two_steps(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = PROGRAMS / "missed_call.py"
     done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=120, check=False)
