@@ -304,7 +304,7 @@ RUBBISH = [b"", b"{", b"\xff", b'"\xed\xa0\x80"', b"[" * 100_000, b'{"version":'
 
 
 @pytest.mark.parametrize("content", RUBBISH, ids=range(len(RUBBISH)))
-def test_what_is_no_manifest_is_refused(saved: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_manifest_is_refused(saved: Path, tmp_path: Path, content: bytes) -> None:
     for text in (content, hostile.sealed(content)):
         (tmp_path / "manifest.json").write_bytes(text)
         with pytest.raises(jaxckpt.ManifestError):
@@ -312,7 +312,7 @@ def test_what_is_no_manifest_is_refused(saved: Path, tmp_path: Path, content: by
 
 
 @pytest.mark.child
-def test_depth_is_told_before_a_parser_recurses(saved: Path, tmp_path: Path) -> None:
+def test_depth_is_checked_before_a_parser_recurses(saved: Path, tmp_path: Path) -> None:
     """Training programs may raise Python's recursion limit; a recursive parser would then overflow the stack."""
     path = copied(saved, tmp_path, "deep")
     edited(path, lambda m: m.update(metadata=nest(2_000_000)))
@@ -348,7 +348,7 @@ def test_a_manifest_in_another_order_is_read(saved: Path, tmp_path: Path) -> Non
     jax.tree.map(np.testing.assert_array_equal, jaxckpt.load_numpy(path), wanted)
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+def test_metadata_that_no_reader_accepts_is_not_written(tmp_path: Path) -> None:
     deep: Any = 0
     for _ in range(2000):
         deep = [deep]
@@ -384,8 +384,8 @@ def test_a_hostile_process_state_is_refused(fault: Fault, saved: Path, tmp_path:
         path, content = copied(saved, tmp_path, name), STATES[name]
         (file,) = path.glob("data-*/process-0.json")
         file.write_bytes(content)
-        told = [len(content), hashlib.sha256(content).hexdigest()]
-        edited(path, lambda manifest, told=told: manifest.update(process_states=[told]))
+        entry = [len(content), hashlib.sha256(content).hexdigest()]
+        edited(path, lambda manifest, entry=entry: manifest.update(process_states=[entry]))
         require_refusal(fault, name, path, lambda path=path: jaxckpt.open(path).process_states)
 
 
@@ -436,7 +436,7 @@ def test_a_key_of_another_implementation_is_an_error(saved: Path, tmp_path: Path
         jaxckpt.restore(path)
 
 
-def test_thousands_of_missing_objects_are_told_at_once(tmp_path: Path) -> None:
+def test_thousands_of_missing_objects_are_reported_quickly(tmp_path: Path) -> None:
     """The time to name the affected leaves must not grow as objects × leaves."""
     tree = {str(number): np.zeros(256, np.float32) for number in range(500)}
     jaxckpt.save(tmp_path, tree, options=jaxckpt.Options(chunk_bytes=256, object_bytes=256, sync=False))
@@ -546,7 +546,7 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
                 stdout=output, stderr=output, timeout=seconds + 200, check=False, cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": str(program.parents[2])},
             )  # fmt: skip
-        told = json.loads((folder / "outcomes.json").read_text())
+        found = json.loads((folder / "outcomes.json").read_text())
         crashes = {file.stem: file.with_suffix(".txt").read_text() for file in folder.glob("crash-*.txt")}
         kept = Path(__file__).with_name("crashes")
         for name in crashes:  # keep the inputs, so that they can be analyzed and turned into tests
@@ -555,9 +555,9 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, log.read_text(errors="replace")[-3000:]
-    outcomes = collections.Counter[str](told["outcomes"])
+    outcomes = collections.Counter[str](found["outcomes"])
     assert not crashes, "\n".join(f"{kept / name}:\n{text[-1500:]}" for name, text in list(crashes.items())[:3])
     for outcome, count in outcomes.items():
         fault.outcomes[outcome] += count
     assert sum(outcomes.values()) > 10  # a low bound, because the machine may be busy
-    print(f"{sum(outcomes.values())} inputs, {told['peak_bytes'] >> 20} MiB, guided: {told['guided']}")
+    print(f"{sum(outcomes.values())} inputs, {found['peak_bytes'] >> 20} MiB, guided: {found['guided']}")

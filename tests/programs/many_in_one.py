@@ -37,9 +37,9 @@ def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: flo
 
 
 def all_come(meeting: Meeting, index: int) -> str:
-    heard = meeting.gather(f"text {index}")
-    assert heard == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
-    return meeting.broadcast("heard")
+    received = meeting.gather(f"text {index}")
+    assert received == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
+    return meeting.broadcast("received")
 
 
 def one_fails(meeting: Meeting, index: int) -> str:
@@ -52,7 +52,7 @@ def two_do_not_come(meeting: Meeting, index: int) -> str:
     return "absent" if index in (1, 129) else all_come(meeting, index)
 
 
-assert held("all", all_come, 60) == ["heard"] * COUNT
+assert held("all", all_come, 60) == ["received"] * COUNT
 
 failed = held("fails", one_fails, 60)
 assert failed.pop(70) == "OSError: no space left"

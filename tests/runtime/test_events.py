@@ -16,15 +16,15 @@ import jaxckpt
 
 @pytest.fixture
 def events() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    heard: list[tuple[str, dict[str, Any]]] = []
+    received: list[tuple[str, dict[str, Any]]] = []
 
     def listen(event: str, seconds: float, **counts: Any) -> None:
         if event.startswith("/jaxckpt/"):
             assert seconds > 0
-            heard.append((event, counts))
+            received.append((event, counts))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield heard
+    yield received
     jax.monitoring.unregister_event_duration_listener(listen)
 
 

@@ -24,7 +24,7 @@ def test_the_service_may_stop_in_another_process_than_process_0(run_processes: R
     args = {"path": str(tmp_path / "ckpt"), "folder": str(tmp_path), "timeout": 3.0}
     program = PROGRAMS / "renumbered_stopped.py"
     done = run_processes(program, processes=4, devices_per_process=1, args=args, timeout=120)
-    reports: list[dict[str, Any]] = [json.loads(one.stdout.splitlines()[-1].removeprefix("told ")) for one in done]
+    reports: list[dict[str, Any]] = [json.loads(one.stdout.splitlines()[-1].removeprefix("report ")) for one in done]
     assert [one["index"] for one in reports if one["stops"]] == [1]
     for one in reports:
         assert one["stops"] or (one["said"].startswith("Peer") and one["seconds"] < 40), reports

@@ -27,8 +27,8 @@ def test_processes_form_one_job(run_processes: RunProcesses) -> None:
         """
         from jax.experimental import multihost_utils
         import numpy as np
-        heard = multihost_utils.process_allgather(np.array([process_id + args]))
-        print(heard.ravel().tolist(), jax.device_count())
+        gathered = multihost_utils.process_allgather(np.array([process_id + args]))
+        print(gathered.ravel().tolist(), jax.device_count())
         print(hash("as different as in any other job"), np.random.random())
         """,
         processes=2,

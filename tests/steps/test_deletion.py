@@ -116,9 +116,9 @@ def refusing(*_: Any, **__: Any) -> None:
     raise jaxckpt.StorageError(13, "not yours")
 
 
-@pytest.mark.parametrize("heard", ["save", "wait", "close"])
+@pytest.mark.parametrize("raised_by", ["save", "wait", "close"])
 def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_by: str
 ) -> None:
     checkpoints = jaxckpt.Checkpointer(tmp_path, every=2, keep_last=1, options=FAST)
     checkpoints.save(0, state(0))
@@ -130,11 +130,11 @@ def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
     assert checkpoints.steps() == [0, 2]
     assert checkpoints.restore()["step"] == 2, "a restore is none of its business"
     assert not checkpoints.save(3, state(3)), "nor is a step that is not due"
-    call = {"save": lambda: checkpoints.save(4, state(4)), "wait": checkpoints.wait, "close": checkpoints.close}[heard]
+    call = {"save": lambda: checkpoints.save(4, state(4)), "wait": checkpoints.wait, "close": checkpoints.close}[raised_by]
     with pytest.raises(jaxckpt.StorageError, match="not yours") as expected:
         call()
     assert "this ended the deletion of steps in" in expected.value.__notes__[0]
-    if heard in ("save", "wait"):
+    if raised_by in ("save", "wait"):
         assert checkpoints.save(4, state(4))
         checkpoints.close()
         assert checkpoints.steps() == [4]

@@ -94,7 +94,7 @@ def test_the_step_at_which_it_is_notified_is_saved(run_python: RunPython, tmp_pa
     folder = tmp_path / "s"
     said = run_python(PROGRAMS / "preempted_alone.py", args=[str(folder), how], check=False, devices=1)
     saved = f"the job was preempted: step 7 is saved in {folder}\n"
-    assert said == {"exit": f"7 {saved}", "continue": "7 True goes on\n", "chained": f"7 told {saved}"}[how]
+    assert said == {"exit": f"7 {saved}", "continue": "7 True continues\n", "chained": f"7 notified {saved}"}[how]
     with jaxckpt.Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == [7]
         np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
