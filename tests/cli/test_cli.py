@@ -70,7 +70,7 @@ def test_convert(here: Path, tmp_path: Path) -> None:
         f"weights{path[6:]}" for path in jaxckpt.open("run1/00000300") if path.startswith("params")
     }
     assert made["weights/wte"].spec == PartitionSpec(None, "model")
-    assert made["weights/layers/0/kernel"].spec == PartitionSpec(None, "model")  # the saved spec, without the missing axis "data"
+    assert made["weights/layers/0/kernel"].spec == PartitionSpec(None, "model")  # saved spec, without axis "data"
     assert np.array_equal(made["weights/wte"][...], np.arange(1024).reshape(64, 16))
     assert "--overwrite replaces it" in run("convert", "run1/00000300", out, code=2).stderr
     assert run_json("convert", "small", out, "--overwrite") == {"source": "small", "destination": out}

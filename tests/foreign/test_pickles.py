@@ -1,4 +1,4 @@
-"""The interpreter of pickles: data comes back, nothing is run, and no file makes it hang or take memory."""
+"""The interpreter of pickles restores data, runs no code, and no file makes it hang or exhaust memory."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ DATA = st.recursive(
 def test_data_comes_back(tmp_path_factory, data: Any, protocol: int, start: int) -> None:
     found = read(tmp_path_factory.getbasetemp(), pickle.dumps(data, protocol), start)
     assert found == data
-    assert repr(found) == repr(data)  # types too
+    assert repr(found) == repr(data)  # compares types too
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64", "bfloat16", "float8_e4m3fn"])
-def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dtype: str) -> None:
+def test_numpy_arrays_are_located_in_the_file(tmp_path: Path, protocol: int, dtype: str) -> None:
     small = np.arange(6).reshape(2, 3).astype(dtype)
     large = np.arange(MIN_LOCATED_BYTES).reshape(2, -1).astype(dtype)
     tree = {"small": small, "large": large, "fortran": np.asfortranarray(large), "empty": small[:0], "one": small[0, 0]}
@@ -76,7 +76,7 @@ def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dt
     for name, array in tree.items():
         assert array_of(found[name]).tobytes() == array.tobytes(), name
     assert found["one"].kind == "numpy_scalar"
-    assert isinstance(found["large"].data, FileData) == (protocol > 2)  # before, bytes were written as text
+    assert isinstance(found["large"].data, FileData) == (protocol > 2)  # earlier protocols write bytes as text
 
 
 def test_large_bytes_are_not_read(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_large_bytes_are_not_read(tmp_path: Path) -> None:
 
 
 class Runs:
-    """Pickled as a call of anything."""
+    """An object whose pickle calls a given function."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -106,8 +106,8 @@ def test_nothing_is_called(tmp_path: Path, protocol: int) -> None:
         "builtins.getattr": Runs(getattr, Runs(getattr, "", "join"), "__class__"),
         "builtins.exec": Runs(exec, "raise SystemExit"),
     }
-    found = read(tmp_path, pickle.dumps({**calls, "beside": 7}, protocol))
-    assert found["beside"] == 7
+    found = read(tmp_path, pickle.dumps({**calls, "data": 7}, protocol))
+    assert found["data"] == 7
     assert not mark.exists()
     for name in calls:
         with pytest.raises(DataError, match=name):
@@ -173,7 +173,7 @@ def test_hostile_pickles_are_reported(
         read(tmp_path, data)
 
 
-def test_keys_whose_hashes_take_time_are_not_hashed(tmp_path: Path) -> None:
+def test_keys_that_are_slow_to_hash_are_not_hashed(tmp_path: Path) -> None:
     """The hash of 200 nested pairs takes 2^200 steps; 200,000 integers of one hash take 2 * 10^10 comparisons."""
     assert "type tuple" in read(tmp_path, b"}" + TUPLES + b"Ns.").data.reason
     modulus = (1 << 61) - 1
@@ -202,7 +202,7 @@ def test_every_prefix_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_altered_bytes_raise_nothing_else(tmp_path: Path, seed: int) -> None:
+def test_altered_bytes_raise_only_our_errors(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     message = 0
     for _ in range(100):
@@ -237,7 +237,7 @@ def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_key_that_a_dict_has_twice_is_an_error(tmp_path: Path, protocol: int) -> None:
+def test_a_repeated_key_of_a_dict_is_an_error(tmp_path: Path, protocol: int) -> None:
     for items in ({"a0": 1, "a1": 2, "b": 3}, {"a0": 1}):
         written = pickle.dumps([items, {"a1": 2}], protocol).replace(b"a1", b"a0")
         (tmp_path / "x").write_bytes(written)

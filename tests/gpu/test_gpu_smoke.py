@@ -1,4 +1,4 @@
-"""`make gpu` works: on CPU devices with small arrays, so that it does not fail for a slip when a GPU is at hand."""
+"""`make gpu` works on CPU devices with small arrays, so that simple mistakes are found without a GPU."""
 
 from __future__ import annotations
 

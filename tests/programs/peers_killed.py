@@ -17,9 +17,9 @@ from peer import (
     note,
     operate,
     process_id,
+    report,
     signal_self,
     sleep_until,
-    report,
 )
 
 operate("save", 1, 60)

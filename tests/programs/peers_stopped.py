@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peer import PHASES, args, at, attempt, count, meet, note, operate, process_id, sleep_until, report, there
+from peer import PHASES, args, at, attempt, count, meet, note, operate, process_id, report, sleep_until, there
 
 operate("save", 0, 60)
 for number, (phase, victims) in enumerate(args["rounds"], 1):
