@@ -506,7 +506,7 @@ def test_saves_and_restores_in_two_processes(run_processes: RunProcesses, tmp_pa
     assert jaxckpt.load_numpy(tmp_path / "run/3/default")["w"][7, 7] == 66
 
 
-def test_a_run_and_a_step_of_ours_are_opened(tmp_path: Path) -> None:
+def test_our_runs_and_steps_are_opened(tmp_path: Path) -> None:
     with manager(tmp_path / "run") as found:
         for step in (3, 4):
             state = {"w": jnp.full(4, float(step)), "key": jax.random.key(step), "n": np.arange(3), "step": step}
@@ -527,7 +527,7 @@ def test_a_run_and_a_step_of_ours_are_opened(tmp_path: Path) -> None:
             assert text in done.output
 
 
-def test_a_step_of_several_items_of_ours_is_opened(tmp_path: Path) -> None:
+def test_our_steps_of_several_items_are_opened(tmp_path: Path) -> None:
     split = NamedSharding(mesh(2, 4), P("data"))
     state = {
         "w": jax.device_put(jnp.arange(8.0), split),
@@ -573,7 +573,7 @@ def step_without(path: Path, *lost: str) -> Path:
     return path
 
 
-def test_a_newest_step_of_ours_that_lost_its_step_file_is_not_skipped(tmp_path: Path) -> None:
+def test_our_newest_step_without_its_step_file_is_not_skipped(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run", "_CHECKPOINT_METADATA")
     with pytest.raises(DataError, match=r"2/_CHECKPOINT_METADATA is missing"):
         jaxckpt.load_numpy(run)

@@ -334,9 +334,9 @@ def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
 def test_color_and_a_bar_only_on_terminals(here: Path) -> None:
     """On a pseudo-terminal of 70 columns."""
     assert "verify" in on_terminal(["verify", "run1/00000300"])
-    for extra, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+    for extra, colored in (({}, True), ({"NO_COLOR": "1"}, False)):
         shown = on_terminal(["show", "run1/00000300"], **extra)
-        assert ("\x1b[1m" in shown) == coloured
+        assert ("\x1b[1m" in shown) == colored
         assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).split("\r\n"))) <= 70
 
 
@@ -372,7 +372,7 @@ def commands_of(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.child
-def test_the_page_shows_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_on_the_page_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/command-line.md").read_text()
     (setup,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     env = {**processes.environment(8), "COLUMNS": "100", "PYTHON": sys.executable}

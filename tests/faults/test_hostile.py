@@ -359,7 +359,7 @@ def test_metadata_that_no_reader_accepts_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_newer_format_says_so(saved: Path, tmp_path: Path) -> None:
+def test_a_newer_format_is_reported(saved: Path, tmp_path: Path) -> None:
     path = copied(saved, tmp_path, "newer")
     edited(path, lambda manifest: manifest.update(version=2, novelty=[1]))
     with pytest.raises(jaxckpt.ManifestError, match="Update jaxckpt"):

@@ -487,7 +487,7 @@ def test_an_interrupt_while_the_destination_is_locked_leaves_no_open_file(
 
 
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
-def test_a_folder_of_something_else_is_never_deleted(tmp_path: Path, to: str) -> None:
+def test_a_folder_with_other_files_is_never_deleted(tmp_path: Path, to: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     format = "orbax" if to == "to" else None
     (tmp_path / to / "precious").mkdir(parents=True)

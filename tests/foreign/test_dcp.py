@@ -176,7 +176,7 @@ def test_wrong_metadata_is_reported_when_read(damaged: Path, name: str, message:
     assert rest["optimizer"]["param_groups"][0]["lr"] == 0.01
 
 
-def test_hostile_parts_that_are_not_needed_are_not_run(damaged: Path) -> None:
+def test_code_in_unneeded_parts_is_not_run(damaged: Path) -> None:
     assert jaxckpt.load_numpy(damaged / "hostile", select="step")["step"] == 2
     assert not (damaged / "run").exists()
 
@@ -186,7 +186,7 @@ def copied(written: Written, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written(2) / "training", tmp_path / "copy"))
 
 
-def test_files_that_are_cut_or_gone_are_reported(copied: Path) -> None:
+def test_truncated_or_missing_files_are_reported(copied: Path) -> None:
     data = (copied / "__1_0.distcp").read_bytes()
     (copied / "__1_0.distcp").write_bytes(data[:-1])
     with pytest.raises(DataError, match=r"__1_0.distcp is \d+ bytes long"):

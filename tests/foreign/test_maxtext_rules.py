@@ -60,7 +60,7 @@ def test_the_inverse_gives_the_same_tensors(case: dict[str, Any], tmp_path: Path
         np.testing.assert_allclose(back[name], expected, rtol=3e-7, atol=2e-7, err_msg=name)
 
 
-def test_on_a_mesh_it_is_the_same(tmp_path: Path) -> None:
+def test_on_a_mesh_the_leaves_are_equal(tmp_path: Path) -> None:
     case = CASES[NAMES.index("llama-scanned")]
     (tmp_path / "config.json").write_text(json.dumps(case["config"]))
     jaxckpt.save(tmp_path / "theirs", named_tensors.tensors("llama", case["config"]))

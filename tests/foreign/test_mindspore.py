@@ -196,7 +196,7 @@ def test_any_device_matrix_and_tensor_map(tmp_path_factory: pytest.TempPathFacto
     [([4], [-1, -1], 1, 4), ([4], [-1, -1], 1, 2), ([2, 4], [0, -1], 4, 2), ([2, 4], [0, -1], 4, -1),
      ([4, 2], [-1, 0], 2, 2), ([2, 2, 2], [1, 0], 4, 2)],
 )  # fmt: skip
-def test_rows_that_the_optimizer_split_once_more(
+def test_rows_that_the_optimizer_split_again(
     tmp_path: Path, dev_matrix: list[int], tensor_map: list[int], step: int, size: int
 ) -> None:
     array = np.arange(32 * 4, dtype=np.float32).reshape(32, 4)

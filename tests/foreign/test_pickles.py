@@ -226,7 +226,7 @@ def test_keys_that_jax_cannot_sort_keep_their_order(tmp_path: Path) -> None:
     assert "not UTF-8" in read(tmp_path, pickle.dumps({1: 2, "\ud800": 1})).data.reason
 
 
-def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unsupported_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
     value = {"set": {1}, "same": {0: 2, "0": 3}, "name": os.path.join, "object": Path("/"), "surrogate": {"\ud800": 1}}
     found = read(tmp_path, pickle.dumps(value))
     assert found.keys() == value.keys()

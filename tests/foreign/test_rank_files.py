@@ -53,7 +53,7 @@ def read(array: ForeignArray | str | bytes, box: Any = None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_specs_say_which_rank_holds_what(tmp_path: Path, writer: str) -> None:
+def test_ranks_are_combined_by_specs(tmp_path: Path, writer: str) -> None:
     tiles = [
         {"w": W[4 * a : 4 * a + 4, 3 * b : 3 * b + 3], "b": W[0, 3 * b : 3 * b + 3]} for a in (0, 1) for b in (0, 1)
     ]
@@ -71,7 +71,7 @@ def test_specs_say_which_rank_holds_what(tmp_path: Path, writer: str) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_offsets_say_where_a_shard_starts(tmp_path: Path, writer: str) -> None:
+def test_ranks_are_combined_by_offsets(tmp_path: Path, writer: str) -> None:
     """Shards of any size, even those that no mesh and spec can describe."""
     starts = [(0, 0), (0, 4), (3, 4), (1, 0)]
     shards = [W[:1, :4], W[:3, 4:], W[3:, 4:], W[1:, :4]]

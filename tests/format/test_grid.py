@@ -130,7 +130,7 @@ def test_the_text_of_a_spec_is_its_code(data: st.DataObject) -> None:
     assert _grid.spec_of(eval(shown, {"P": PartitionSpec})) == spec
 
 
-def test_a_spec_of_something_else_is_refused() -> None:
+def test_an_invalid_spec_is_refused() -> None:
     with pytest.raises(SpecError, match="mesh axis names"):
         _grid.spec_of([3])
 

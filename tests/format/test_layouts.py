@@ -84,7 +84,7 @@ def test_a_recorded_sharding_is_restored_exactly(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "pinned_host"])
-def test_devices_of_another_process_are_not_asked_for_their_memory(kind: str | None) -> None:
+def test_memory_kinds_of_other_processes_devices_are_not_queried(kind: str | None) -> None:
     """On TPUs, they cannot answer."""
 
     class Device:

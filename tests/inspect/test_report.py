@@ -225,8 +225,8 @@ def test_the_dark_scheme_is_dark(browser: Any, page_file: Path) -> None:
     found: dict[str, float] = {}
     for scheme in ("light", "dark"):
         with Opened(browser, page_file, scheme=scheme) as opened:
-            colour = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
-            found[scheme] = sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+            color = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            found[scheme] = sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(",")))
     assert found["dark"] < 150 < 600 < found["light"]
 
 

@@ -134,7 +134,7 @@ def same(a: Any, b: Array) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_rules_give_what_numpy_computes_and_their_inverse_gives_the_source_back(data: st.DataObject) -> None:
+def test_any_rules_match_numpy_and_their_inverse_restores_the_source(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 3))
     found = [data.draw(cases(f"c{number}")) for number in range(count)]
     source = {path: leaf for case in found for path, leaf in case.source.items()}

@@ -479,7 +479,7 @@ def test_a_tree_is_not_kept_alive_after_its_save(tmp_path: Path) -> None:
     assert [model() for model in gone] == [None, None]
 
 
-def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpointer_plans_once_for_similar_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     made = _prepare.plan_save
 

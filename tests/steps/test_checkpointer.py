@@ -469,7 +469,7 @@ def test_restore_waits_for_the_running_save(tmp_path: Path) -> None:
             assert restored["step"][0] == step
 
 
-def test_an_equinox_module_is_restored_whole(tmp_path: Path) -> None:
+def test_an_equinox_module_is_restored_completely(tmp_path: Path) -> None:
     eqx = pytest.importorskip("equinox")
 
     def init() -> Any:

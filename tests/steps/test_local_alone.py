@@ -148,7 +148,7 @@ def turned_into_a_link(file: Path) -> None:
 
 
 @pytest.mark.parametrize("turned", [turned_into_a_folder, turned_into_a_link])
-def test_a_step_with_an_odd_manifest_is_not_used_and_is_deleted(tmp_path: Path, turned: Callable[[Path], None]) -> None:
+def test_a_step_whose_manifest_is_not_a_file_is_deleted(tmp_path: Path, turned: Callable[[Path], None]) -> None:
     own = saved(tmp_path, 5, 10, 15)
     turned(own / "00000015/manifest.json")
     (tmp_path / "run/00000010").rename(tmp_path / "elsewhere")
@@ -172,7 +172,7 @@ def test_a_folder_of_another_process_that_cannot_be_read_is_ignored(
     assert "process-7 is ignored: " in caplog.text
 
 
-def test_a_folder_with_a_copied_part_of_another_hides_nothing(tmp_path: Path) -> None:
+def test_a_copied_part_of_another_folder_does_not_hide_a_step(tmp_path: Path) -> None:
     own = saved(tmp_path, 5)
     (own.with_name("process-7") / "00000005").mkdir(parents=True)
     for name in ("run.json", "00000005/manifest.json"):

@@ -320,7 +320,7 @@ def test_after_all_are_closed_the_signal_has_its_previous_effect(tmp_path: Path,
     assert (done.stdout, done.returncode) == (f"closed {order != 'another on top'}\n", -signal.SIGTERM), str(done)
 
 
-def test_an_interrupt_as_it_begins_to_listen_leaves_the_signal_as_it_was(
+def test_an_interrupt_during_registration_leaves_the_signal_handler_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install, before = signal.signal, signal.getsignal(signal.SIGTERM)

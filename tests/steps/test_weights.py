@@ -240,7 +240,7 @@ def test_a_reused_directory_has_other_weights_with_equal_numbers(tmp_path: Path)
         assert (step, float(tree["w"][0])) == (4, 104.0)
 
 
-def test_a_publication_that_is_interrupted_as_it_is_published_ends_its_chain(
+def test_a_publication_that_is_interrupted_during_publishing_ends_its_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
