@@ -127,4 +127,4 @@ def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:
 
 def test_a_meeting_of_several_blocks_over_jaxs_own_service(run_processes: RunProcesses) -> None:
     (done,) = run_processes(PROGRAMS / "many_in_one.py", processes=1, devices_per_process=1)
-    assert done.stdout == "held\n"
+    assert done.stdout == "done\n"

@@ -83,7 +83,7 @@ def versions_in(folder: Path) -> list[int]:
     names = {found.name for found in folder.glob("*")} - {"_run", "_trash"}
     assert sorted(names) == [f"{step:08d}" for step in published], "nothing else is left"
     for moved in (folder / "_trash").glob("*"):
-        assert version_at(moved) == int(moved.name.partition("-")[0]), "it was moved whole"
+        assert version_at(moved) == int(moved.name.partition("-")[0]), "it was moved completely"
     assert all(len(data_folders(folder / f"{step:08d}")) == 1 for step in published)
     return published
 

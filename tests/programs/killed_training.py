@@ -54,7 +54,7 @@ def train(until, writer):
             os.write(writer, b".")
 
 
-def look(tidy):
+def check_steps(tidy):
     there = sorted(name for name in os.listdir(folder) if os.path.exists(f"{folder}/{name}/manifest.json"))
     for name in there:  # each published step is complete, regardless of the moment of the kill
         check(jaxckpt.load_numpy(f"{folder}/{name}"), int(name))
@@ -90,8 +90,8 @@ def fork(work, *args):
     return child, reader
 
 
-def looked(tidy):
-    child, reader = fork(look, tidy)
+def newest_step(tidy):
+    child, reader = fork(check_steps, tidy)
     assert os.waitpid(child, 0)[1] == 0
     found = int(os.read(reader, 100))
     os.close(reader)
@@ -108,13 +108,13 @@ for kill in range(kills):
     os.kill(child, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     os.close(reader)
-    found = looked(tidy=False)
+    found = newest_step(tidy=False)
     assert found >= newest, (found, newest)  # published steps stay
     newest = found
     if kill % 5 == 4:
-        assert looked(tidy=True) == newest
+        assert newest_step(tidy=True) == newest
 child, reader = fork(train, steps)
 while os.read(reader, 4096):
     pass
 assert os.waitpid(child, 0)[1] == 0
-print("killed", kills, "times; the newest step is", looked(tidy=True))
+print("killed", kills, "times; the newest step is", newest_step(tidy=True))
