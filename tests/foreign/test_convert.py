@@ -518,7 +518,7 @@ def test_a_checkpoint_is_converted_in_its_place(tmp_path: Path, before: str, for
         known = {"orbax": "orbax", "hf": "safetensors"}
         jaxckpt.convert(tmp_path / "from", tmp_path / before, format=known.get(before))
     if (before, format) == ("m.safetensors", "npz"):
-        pytest.skip("a file of that suffix is taken for what it says")
+        pytest.skip("the suffix determines the format of that file")
     jaxckpt.convert(tmp_path / before, tmp_path / before, format=format, overwrite=True)
     assert same(jaxckpt.load_numpy(tmp_path / before)["w"], bits(np.float32, (30, 4)))
     assert sorted(os.listdir(tmp_path)) == sorted({"from", before})
