@@ -34,7 +34,7 @@ def meetings() -> Any:
 
 
 @pytest.mark.parametrize("processes", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_real_job_asks_what_the_model_counts(
+def test_a_real_job_makes_the_requests_that_the_model_counts(
     processes: int, cluster: Any, meetings: Any, s3: Bucket, run_processes: RunProcesses
 ) -> None:
     program = PROGRAMS / "cluster_job.py"
@@ -43,7 +43,7 @@ def test_a_real_job_asks_what_the_model_counts(
     job = cluster.small_job(processes)
     model = cluster.simulate(job)
 
-    # The store: every request, but for those that prove that the server honors conditions.
+    # The store: every request, except those that check that the server honors conditions.
     asked = {kind: count for kind, count in s3.proxy.counted().items() if not kind.endswith("other")}
     expected = dict(model["requests"].save)
     for kind, count in model["requests"].restore.items():
@@ -53,7 +53,7 @@ def test_a_real_job_asks_what_the_model_counts(
     assert manifest.sent_bytes == pytest.approx(model["manifest_bytes"], rel=0.03)
     assert [one["bytes"] for one in each] == list(cluster.plan_for(job, 0).process_bytes)
 
-    # The coordination service: what is posted and deleted exactly; who waits, may have to ask again.
+    # The coordination service: exact counts of posts and deletions. A process that waits may have to ask again.
     for call, names in meetings.CALLS.items():
         met = [model["meetings"][name] for name in names]
         for process, one in enumerate(each):
@@ -67,28 +67,28 @@ def test_a_real_job_asks_what_the_model_counts(
             }
             assert counted.get("get", 0) >= (0 if process == 0 else wanted["get"])
             assert counted.get("list", 0) >= wanted["list"] == (len(met) if process == 0 else 0)
-        # On average: shares are even in bytes, and the model has them even in objects.
+        # Compare averages, because the job balances bytes and the model balances objects.
         given = np.mean([one[call]["given"] for one in each], axis=0)
         assert given == pytest.approx([meeting.given_bytes for meeting in met], rel=0.2), "bytes of each text"
 
 
 @pytest.mark.parametrize("count", [64, 65, 16_384])
 def test_the_first_process_reads_texts_in_blocks(meetings: Any, count: int) -> None:
-    """Not one after the other; and what it gets is in the order of the processes."""
+    """It does not read them one by one, and gets them in the order of the processes."""
     meeting = meetings.meet(count, lambda index: f"text {index}", "")
-    assert meeting.by_first["get"] + meeting.by_first["list"] <= count // 64 + 2  # its own text may come late
+    assert meeting.by_first["get"] + meeting.by_first["list"] <= count // 64 + 2  # its own text may arrive late
     assert meeting.by_other.total() == 2
 
 
 @pytest.mark.parametrize("count", [2, 64, 1_000, 4_096, 16_384])
-def test_waiting_leaves_little_in_the_coordination_service(meetings: Any, count: int) -> None:
-    """It keeps each request whose key was not posted in time, in process 0: once 460 MB for each second of waiting."""
+def test_waiting_takes_little_memory_of_the_coordination_service(meetings: Any, count: int) -> None:
+    """The service keeps each request whose key is not posted in time, which once took 460 MB per second of waiting."""
     requests_per_second, kept_bytes = meetings.wait(count, 600.0)
     assert requests_per_second <= max(2 * count, 4_000)
     assert kept_bytes <= 150e6
 
 
-def test_all_that_are_silent_in_a_large_meeting_are_named(meetings: Any) -> None:
+def test_all_silent_processes_of_a_large_meeting_are_named(meetings: Any) -> None:
     service, silent = meetings.Service(), (1, 64, 199)
     for index in range(1, 200):
         if index not in silent:
@@ -102,7 +102,7 @@ def test_all_that_are_silent_in_a_large_meeting_are_named(meetings: Any) -> None
     ):
         meeting.gather("here")
     with (
-        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"),  # so do all others
+        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"),  # all others raise the same error
         meetings.group_of(100, 200, service, first=True).meeting("simulated") as meeting,
     ):
         meeting.broadcast("")
@@ -127,4 +127,4 @@ def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:
 
 def test_a_meeting_of_several_blocks_over_jaxs_own_service(run_processes: RunProcesses) -> None:
     (done,) = run_processes(PROGRAMS / "many_in_one.py", processes=1, devices_per_process=1)
-    assert done.stdout == "held\n"
+    assert done.stdout == "done\n"

@@ -1,4 +1,4 @@
-"""Counted, not timed: bytes read over bytes needed, files, and calls between a public name and the bytes."""
+"""Counts: bytes read relative to bytes needed, files, and calls between a public function and the bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGE = 256 << 20
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory where there is one: bytes are counted here, and need not reach a disk."""
+    """A folder in memory if possible, because these tests only count bytes."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="jaxckpt-counts-", dir=parent) as folder:
         if shutil.disk_usage(folder).free < 4 * LARGE:
@@ -71,7 +71,7 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 class Counted(Protocol):
     def __call__(self, read: Callable[[], Any]) -> tuple[Any, int]:
-        """What a read returns, and the bytes that were read of objects for it."""
+        """The result of a read, and the number of bytes read from objects."""
         ...
 
 
@@ -85,18 +85,18 @@ def counted(bytes_read: Callable[[], int]) -> Counted:
     return count
 
 
-# How much is read -----------------------------------------------------------------------------------------
+# Bytes read -----------------------------------------------------------------------------------------------
 
 Case = tuple[tuple[int, int], tuple[int, ...], P, tuple[int, ...], P, float, float]
 CASES: dict[str, Case] = {
-    # shape, mesh and spec it is saved with, mesh and spec it is wanted with, and the most that may be read over what
-    # is needed: by one process that has all the devices, and by processes of one device each taken together
+    # shape, mesh and spec of the save, mesh and spec of the restore, and the highest ratio of bytes read to bytes
+    # needed: for one process with all devices, and for processes with one device each, taken together
     "the same layout": ((8192, 8192), (2, 4), P("x", "y"), (2, 4), P("x", "y"), 1.0002, 1.0002),
     "rows to columns": ((8192, 8192), (8,), P("x"), (8,), P(None, "x"), 1.0005, 1.0005),
     "columns to rows": ((8192, 8192), (8,), P(None, "x"), (8,), P("x"), 1.0005, 1.0005),
     "2x4 to 3x2": ((8184, 8208), (2, 4), P("x", "y"), (3, 2), P("x", "y"), 1.0005, 1.10),
     "2x4 to 2x3": ((8208, 8184), (2, 4), P("x", "y"), (2, 3), P("x", "y"), 1.0005, 1.10),
-    # Pieces of 1168 rows in chunks of 511: two read each chunk at a border. Chunks of 256 KiB would give 1.0002.
+    # Pieces of 1168 rows, chunks of 511: each chunk at a border is read twice. Chunks of 256 KiB would give 1.0002.
     "8 to 7": ((8176, 8192), (8,), P("x"), (7,), P("x"), 1.0005, 1.40),
     "8 to replicated": ((8192, 8192), (8,), P("x"), (8,), P(), 1.0002, 1.0002),
 }
@@ -125,12 +125,12 @@ def test_a_restore_reads_what_it_needs(
     print(f"{name}: {read / leaf.nbytes:.6f} × in one process, {apart.over_read:.6f} × in {len(apart.processes)}")
     assert plan.needed_bytes == leaf.nbytes
     assert leaf.nbytes <= read <= limit * leaf.nbytes
-    assert read <= plan.read_bytes, "the plan does not promise less than is read"
+    assert read <= plan.read_bytes, "the plan does not predict less than is read"
     assert len(apart.processes) == math.prod(wanted_on)
     assert 1 <= apart.over_read <= apart_limit
 
 
-def test_one_leaf_of_many_reads_that_leaf(memory: Path, counted: Counted) -> None:
+def test_restoring_one_leaf_of_many_reads_only_that_leaf(memory: Path, counted: Counted) -> None:
     random = np.random.default_rng(0)
     values = {f"layer{i}": random.standard_normal((512, 512), np.float32) for i in range(24)}
     tree = {name: jax.device_put(value, NamedSharding(mesh_of(8), P("x"))) for name, value in values.items()}
@@ -142,7 +142,7 @@ def test_one_leaf_of_many_reads_that_leaf(memory: Path, counted: Counted) -> Non
 
 
 def test_a_plan_for_every_other_leaf_of_an_object_is_exact(memory: Path, counted: Counted) -> None:
-    """The leaves lie in few objects. Each has a long index, which is read once, not once per leaf."""
+    """The leaves are in a few objects with long indexes. Each index is read once, not once per leaf."""
     tree = {f"layer{number}": np.full(1024, number, np.float32) for number in range(1000)}
     jaxckpt.save(memory / "ckpt", tree)
     wanted: dict[str, Any] = {"mesh": mesh_of(8), "specs": P(), "select": lambda path: int(path[5:]) % 2 == 1}
@@ -152,7 +152,7 @@ def test_a_plan_for_every_other_leaf_of_an_object_is_exact(memory: Path, counted
     assert plan.read_bytes == read <= 1.01 * plan.needed_bytes
 
 
-def test_a_part_of_a_large_leaf_reads_that_part(memory: Path, counted: Counted) -> None:
+def test_indexing_a_large_leaf_reads_only_that_part(memory: Path, counted: Counted) -> None:
     leaf = large((8192, 8192), mesh_of(2, 4), P("x", "y"))
     jaxckpt.save(memory / "ckpt", {"w": leaf}, options=jaxckpt.Options(sync=False))
     lazy = jaxckpt.open(memory / "ckpt")["w"]
@@ -176,14 +176,14 @@ def test_replicas_in_one_process_are_read_once(memory: Path, counted: Counted) -
         assert value.nbytes <= read <= 1.001 * value.nbytes
 
 
-# How many files and calls ---------------------------------------------------------------------------------
+# Files and calls ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 16384, 4096), (256, 512, 512)])
-def test_pieces_are_written_and_read_megabytes_at_a_time(
+def test_pieces_are_written_and_read_in_calls_of_megabytes(
     memory: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    """Each system call gives other threads their turn, and to get one's own back may take milliseconds."""
+    """Each system call releases the GIL, and acquiring it again may take milliseconds."""
     calls = collections.Counter[str]()
 
     def counted(name: str, call: Callable[..., int], *args: Any) -> int:
@@ -222,7 +222,7 @@ def test_two_thousand_small_leaves_make_few_files(memory: Path, counted: Counted
         assert_same_bits(got, expected)
 
 
-def test_five_hops_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_five_calls_from_a_public_function_to_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chains: list[list[str]] = []
     tree = {
         "large": jax.device_put(jnp.ones((4096, 1024)), NamedSharding(mesh_of(8), P("x"))),
@@ -231,7 +231,7 @@ def test_five_hops_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypat
     }
 
     def witness(owner: type[Any], name: str) -> None:
-        """Note who calls what hands an object's bytes to the threads that move them."""
+        """Record the callers of the function that passes an object's bytes to the threads that move them."""
         move = getattr(owner, name)
 
         def noted(*args: Any) -> Any:
@@ -242,7 +242,7 @@ def test_five_hops_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypat
                 ours = [frame for frame, _ in waiting if frame.f_globals["__name__"].startswith("jaxckpt")]
                 names = [frame.f_code.co_qualname for frame in reversed(ours)]
                 names = names[: names.index("StorageThread.run")]
-            # What another thread carries out counts from there.
+            # For work in another thread, counting starts there.
             chains.append([*names[names.index("_carry_out") if "_carry_out" in names else 0 :], move.__qualname__])
             return move(*args)
 
@@ -260,14 +260,14 @@ def test_five_hops_at_most_from_a_public_name_to_bytes(tmp_path: Path, monkeypat
     print(*sorted(found), sep="\n")
     assert {chain[0] for chain in chains} == {"_carry_out", "restore", "load_numpy", "LazyLeaf.__getitem__"}
     assert {chain[-1] for chain in chains} == {"FileWriter.write", "FileReader.read"}
-    assert max(map(len, chains)) <= 6, "the last of them hands the bytes over"
+    assert max(map(len, chains)) <= 6, "the last function passes on the bytes"
 
 
-# What a leaf costs ----------------------------------------------------------------------------------------
+# Cost per leaf --------------------------------------------------------------------------------------------
 
 
 def python_calls(act: Callable[[], Any]) -> int:
-    """Calls of Python functions, comprehensions and generators while something runs; C's do not count."""
+    """The number of calls of Python functions, comprehensions and generators, without C functions."""
     calls = 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -288,7 +288,7 @@ def goals(manifest: Manifest, **request: Any) -> Callable[[], Any]:
 
 
 LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], int]] = {
-    # what is done, and the most Python calls that it may take for a leaf
+    # the operation, and its highest number of Python calls per leaf
     "opening": (lambda path, manifest, tree: lambda: jaxckpt.open(path), 0),
     "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
     "flattening": (lambda path, manifest, tree: lambda: _tree.flatten(tree), 0),
@@ -296,13 +296,13 @@ LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], 
     "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),
     "goals as saved": (lambda path, manifest, tree: goals(manifest), 1),
     "goals on a mesh": (lambda path, manifest, tree: goals(manifest, mesh=mesh_of(2, 4)), 1),
-    "goals of a target": (lambda path, manifest, tree: goals(manifest, target=tree), 2),  # one of them is JAX's
+    "goals of a target": (lambda path, manifest, tree: goals(manifest, target=tree), 2),  # one of them is in JAX
 }
 
 
 @pytest.mark.parametrize("what", LEAF_COSTS)
-def test_a_leaf_takes_hardly_a_call(tmp_path: Path, what: str) -> None:
-    """20,000 leaves are opened in 20 ms of CPU because what they have in common is looked at once."""
+def test_python_calls_per_leaf_are_bounded(tmp_path: Path, what: str) -> None:
+    """Opening 20,000 leaves takes 20 ms of CPU time, because shared properties are processed only once."""
     prepare, most = LEAF_COSTS[what]
     counts: list[int] = []
     sharding = NamedSharding(mesh_of(2, 4), P("x", "y"))
@@ -314,13 +314,13 @@ def test_a_leaf_takes_hardly_a_call(tmp_path: Path, what: str) -> None:
         manifest, _ = load_manifest(store_at(path, jaxckpt.Options()))
         target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
         act = prepare(path, manifest, target)
-        act()  # what is remembered for ever is no leaf's cost
+        act()  # fill permanent caches, which are not a cost per leaf
         counts.append(python_calls(act))
     assert counts[1] - counts[0] <= 1000 * most + 50, counts
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_does_not_run_while_arrays_are_made(tmp_path: Path, enabled: bool) -> None:
+def test_the_garbage_collector_does_not_run_while_arrays_are_created(tmp_path: Path, enabled: bool) -> None:
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {str(n): jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(mesh, P("x"))) for n in range(1500)}
     jaxckpt.save(tmp_path / "ckpt", tree)

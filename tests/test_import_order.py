@@ -1,4 +1,4 @@
-"""The house, held: a folder imports only from folders below it, and each door has one keeper."""
+"""Import rules: a folder imports only from lower folders, and few modules import tensorstore, Orbax and jax._src."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "tensor_files", "fetching", "folder", "bucket")]
 """The modules that may import tensorstore."""
 
-FLOORS = [
+LAYERS = [
     "__main__",
     "_cli",
     "orbax",
@@ -27,7 +27,7 @@ FLOORS = [
     "_format",
     "_runtime",
 ]
-"""The folders of the library, from the top down. A folder imports only from folders below it."""
+"""The folders of the library, from top to bottom. A folder imports only from folders below it."""
 
 SOURCES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path.read_text()
@@ -37,7 +37,7 @@ SOURCES = {
 
 
 class Imports(ast.NodeVisitor):
-    """All that a module imports, in whatever form, as dotted names; but for what only type checkers see."""
+    """All imports of a module as dotted names, except those that only type checkers see."""
 
     def __init__(self, source: str) -> None:
         self.on_load: set[str] = set()
@@ -65,21 +65,21 @@ class Imports(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
 
-def offences(module: str, source: str) -> list[str]:
-    """What a module imports that it must not, and why not."""
+def violations(module: str, source: str) -> list[str]:
+    """The forbidden imports of a module, each with the reason."""
     imports = Imports(source)
     found: list[str] = []
     here = module.partition(".")[0]
     for name in sorted(imports.on_load | imports.in_functions):
         package, inner = [*name.split("."), ""][:2]
-        if package == "jaxckpt" and inner not in FLOORS:
-            found.append(f"{name}: import from the private module that has it")
-        elif package == "jaxckpt" and FLOORS.index(inner) < FLOORS.index(here):
+        if package == "jaxckpt" and inner not in LAYERS:
+            found.append(f"{name}: import it from the private module that defines it")
+        elif package == "jaxckpt" and LAYERS.index(inner) < LAYERS.index(here):
             found.append(f"{name}: {inner} is above {here}")
         elif package == "tensorstore" and module not in TENSORSTORE:
-            found.append(f"{name}: only the stores do")
+            found.append(f"{name}: only the storage modules may import it")
         elif (package, inner) == ("jax", "_src") and module != "_runtime.job":
-            found.append(f"{name}: only _runtime.job does, for the coordination service")
+            found.append(f"{name}: only _runtime.job may import it, for the coordination service")
         elif package in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             found.append(f"{name}: reading a checkpoint must run no code from it")
         elif package == "orbax" and name in imports.on_load and module != "orbax":
@@ -94,19 +94,19 @@ def test_reading_a_manifest_loads_no_tensorstore() -> None:
     assert "tensorstore" not in loaded
 
 
-def test_the_top_is_small() -> None:
+def test_the_package_has_few_entries() -> None:
     entries = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py") and path.name != "__pycache__"}
-    assert entries == {*FLOORS, "__init__"}
+    assert entries == {*LAYERS, "__init__"}
     assert len(entries) <= 12
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_module_imports_from_below(module: str) -> None:
-    assert not offences(module, SOURCES[module])
+def test_a_module_imports_only_from_below(module: str) -> None:
+    assert not violations(module, SOURCES[module])
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_modules_first_line_says_its_job(module: str) -> None:
+def test_a_module_has_a_docstring(module: str) -> None:
     tree = ast.parse(SOURCES[module])
     first = (ast.get_docstring(tree) or "").partition("\n")[0]
     assert len(first) > 15, module
@@ -114,12 +114,12 @@ def test_a_modules_first_line_says_its_job(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
-def test_only_the_package_itself_exports(module: str) -> None:
+def test_only_the_package_itself_has_all(module: str) -> None:
     names = [node.id for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Name)]
     assert "__all__" not in names
 
 
-def test_modules_of_a_folder_import_each_other_in_one_direction() -> None:
+def test_imports_between_modules_have_no_cycles() -> None:
     below = {
         module: {
             name.removeprefix("jaxckpt.")
@@ -131,7 +131,7 @@ def test_modules_of_a_folder_import_each_other_in_one_direction() -> None:
     }
     while free := {module for module, names in below.items() if not names & below.keys()}:
         below = {module: names for module, names in below.items() if module not in free}
-    assert not below, f"imports in a circle: {sorted(below)}"
+    assert not below, f"circular imports: {sorted(below)}"
 
 
 @pytest.mark.parametrize(
@@ -161,5 +161,5 @@ def test_modules_of_a_folder_import_each_other_in_one_direction() -> None:
         ("_foreign.dcp", "async def f():\n    import orbax.checkpoint as ocp", True),
     ],
 )
-def test_the_rules_themselves(module: str, source: str, allowed: bool) -> None:
-    assert (not offences(module, source)) == allowed
+def test_the_import_rules(module: str, source: str, allowed: bool) -> None:
+    assert (not violations(module, source)) == allowed

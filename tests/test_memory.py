@@ -1,4 +1,4 @@
-"""Host memory of a restore in addition to the returned arrays, and how the limit is kept."""
+"""Host memory of a restore in addition to the returned arrays, and its limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxckpt._restore import source as _source
 
 HOST_BYTES = 32 << 20
 SLACK = 24 << 20
-"""Memory that the interpreter, the threads and the allocator take in the meantime."""
+"""Memory that the interpreter, the threads and the allocator may take during a restore."""
 
 PROGRAMS = 48 << 20
 """Memory that JAX takes to compile the programs that join parts, one for each device and shape."""
@@ -75,7 +75,7 @@ def test_a_restore_stays_within_its_limit_in_addition_to_the_arrays(
 
 
 @pytest.mark.parametrize("case", ["as saved", "3x2", "one device", "cast"])
-def test_so_does_the_way_of_accelerators(case: str, saved: Path, run_python: processes.RunPython) -> None:
+def test_on_accelerators_it_stays_within_its_limit(case: str, saved: Path, run_python: processes.RunPython) -> None:
     assert taken(run_python, saved, case, accelerators=True) <= HOST_BYTES + SLACK + PROGRAMS
 
 
@@ -92,7 +92,7 @@ def taken(run_python: processes.RunPython, saved: Path, case: str, *, accelerato
 @pytest.mark.slow
 @pytest.mark.parametrize("passing", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (8,), (1,)], ids=str)
-def test_however_little_memory_there_is_no_chunk_is_read_twice(
+def test_with_little_memory_no_chunk_is_read_twice(
     sizes: tuple[int, ...], passing: bool, smaller: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
@@ -113,25 +113,25 @@ def test_the_plan_predicts_the_memory_of_a_restore(saved: Path) -> None:
     assert checkpoint.plan(mesh={"x": 3, "y": 2}).peak_host_bytes == HOST_BYTES
     assert checkpoint.plan(options=jaxckpt.Options(host_bytes=1 << 40)).peak_host_bytes == 240 << 20
     assert checkpoint.plan(select="a", options=jaxckpt.Options()).peak_host_bytes == 24 << 20
-    # On devices with memory of their own what is read and the buffers it is read into, both.
+    # For devices with their own memory, both the bytes read and the buffers count.
     accelerators = jaxckpt.Options(host_bytes=1 << 40)
     assert checkpoint.plan(mesh={"x": 2, "y": 4}, options=accelerators).peak_host_bytes == 480 << 20
     one_chunk = checkpoint.plan(options=jaxckpt.Options(host_bytes=1)).peak_host_bytes
     assert 1 < one_chunk <= jaxckpt.Options().chunk_bytes
 
 
-# Accelerators' way, on CPU devices ------------------------------------------------------------------------
+# Code paths of accelerators, on CPU devices ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cast", [None, "bfloat16", "float64"])
-def test_boxes_larger_than_a_read_are_put_together_on_the_device(
+def test_boxes_larger_than_a_read_are_assembled_on_the_device(
     cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_destinations, "can_keep_buffers", lambda goal: not goal.on_devices)
     updates: list[int] = []
     update = _placing._update
     monkeypatch.setattr(_placing, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
-    bits = np.random.default_rng(0).integers(0, 1 << 32, (96, 64), np.uint32)  # NaNs of every kind among them
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (96, 64), np.uint32)  # includes NaNs of every kind
     small = bits.view(np.uint16).view(jnp.bfloat16)
     sharding = NamedSharding(mesh_of(4), P("x"))
     tree = {
@@ -151,7 +151,7 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
         }
         restored = jaxckpt.restore(tmp_path / "c", target, options=jaxckpt.Options(host_bytes=2048, cast="unsafe"))
         assert len(updates) > 100
-        assert max(updates) <= (1024 if cast == "float64" else 512), "a chunk, as it is wanted"
+        assert max(updates) <= (1024 if cast == "float64" else 512), "a chunk in the wanted dtype"
         got = np.asarray(restored["split"])
         assert restored["split"].sharding == wanted
         with np.errstate(all="ignore"):
@@ -165,7 +165,7 @@ def test_boxes_larger_than_a_read_are_put_together_on_the_device(
     assert np.array_equal(restored["host"], bits)
 
 
-def test_large_leaves_are_put_together_whatever_the_callers_mesh_and_checks(
+def test_large_leaves_are_assembled_under_any_mesh_and_checks_of_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_destinations, "can_keep_buffers", lambda goal: not goal.on_devices)
@@ -178,7 +178,7 @@ def test_large_leaves_are_put_together_whatever_the_callers_mesh_and_checks(
     assert all(np.asarray(restored[name]).tobytes() == np.asarray(tree[name]).tobytes() for name in tree)
 
 
-def test_a_restore_is_not_a_transfer_that_a_guard_should_refuse(tmp_path: Path) -> None:
+def test_transfer_guards_do_not_affect_a_restore(tmp_path: Path) -> None:
     sharding = NamedSharding(mesh_of(4), P("x"))
     sizes = {"in pieces": (512, 512), "whole": (8, 8)}
     tree: dict[str, Any] = {name: jax.device_put(np.ones(shape), sharding) for name, shape in sizes.items()}
@@ -192,7 +192,7 @@ def test_a_restore_is_not_a_transfer_that_a_guard_should_refuse(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128", ">f4"])
-def test_a_cast_is_made_in_the_array_that_is_returned(dtype: str, tmp_path: Path) -> None:
+def test_casts_of_host_arrays(dtype: str, tmp_path: Path) -> None:
     saved = np.arange(12.0).reshape(3, 4)
     jaxckpt.save(tmp_path / "c", {"a": saved})
     target = {"a": np.empty((3, 4), dtype)}
@@ -201,19 +201,19 @@ def test_a_cast_is_made_in_the_array_that_is_returned(dtype: str, tmp_path: Path
     np.testing.assert_array_equal(restored["a"], saved.astype(dtype))
 
 
-# Deleted meanwhile ----------------------------------------------------------------------------------------
+# Deleted during a read ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["before its files are looked at", "after"])
+@pytest.mark.parametrize("moment", ["before its files are checked", "after"])
 @pytest.mark.parametrize("fate", ["deleted", "replaced by another"])
-def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
+def test_a_checkpoint_deleted_during_a_read_is_not_reported_as_corrupt(
     fate: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.arange(100)})
     check = _source.NativeCheckpoint.require_metadata
 
-    def meanwhile() -> None:
+    def change() -> None:
         if fate == "deleted":
             shutil.rmtree(path)
         else:
@@ -221,10 +221,10 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_called_corrupt(
 
     def checked(*args: Any) -> None:
         if moment.startswith("before"):
-            meanwhile()
+            change()
         check(*args)
         if moment == "after":
-            meanwhile()
+            change()
 
     monkeypatch.setattr(_source.NativeCheckpoint, "require_metadata", checked)
     with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
@@ -239,5 +239,5 @@ def test_missing_data_of_an_existing_checkpoint_is_corruption(tmp_path: Path) ->
         jaxckpt.load_numpy(tmp_path / "c")
 
 
-def test_a_read_is_a_quarter_of_what_may_be_held() -> None:
+def test_a_read_is_a_quarter_of_host_bytes() -> None:
     assert [_plan.max_read_bytes(n) for n in (1, 8, 256 << 20)] == [1, 2, 64 << 20]

@@ -1,4 +1,4 @@
-"""Many real processes under jax.distributed: who writes what, who reads what, and what happens when one fails."""
+"""Real processes under jax.distributed: what each one writes and reads, and what happens if one fails."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def test_four_save_two_restore_one_reads(run_processes: RunProcesses, run_python
     run_python(PROGRAMS / "read_in_one.py", args=[path], devices=1)
 
 
-def test_numbers_become_arrays_without_a_comparison_of_the_processes(
-    run_processes: RunProcesses, tmp_path: Path
-) -> None:
+def test_numbers_become_arrays_without_comparing_the_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
     run_processes(PROGRAMS / "numbers_in_two.py", processes=2, devices_per_process=2, args=str(tmp_path / "c"))
 
 
@@ -54,18 +52,14 @@ def test_sixty_four_devices_to_fifty_six_and_to_one(run_python: RunPython, tmp_p
     run_python(program, args=["restore", path, "1", "1"], devices=1)
 
 
-def test_one_that_fails_while_leaves_are_exchanged_does_not_hold_up_the_others(
-    run_processes: RunProcesses, tmp_path: Path
-) -> None:
+def test_a_failure_during_an_exchange_does_not_block_the_others(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = PROGRAMS / "failing_exchange.py"
     done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=60, check=False)
     assert "raised StorageError" in done[0].stdout, str(done[0])
     assert "raised PeerFailedError process 0 failed with StorageError" in done[1].stdout, str(done[1])
 
 
-def test_one_that_is_interrupted_while_data_is_exchanged_does_not_hold_up_the_others(
-    run_processes: RunProcesses, tmp_path: Path
-) -> None:
+def test_an_interrupt_during_an_exchange_does_not_block_the_others(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = PROGRAMS / "interrupted_exchange.py"
     done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=100)
     for name in ("exchange", "claim"):
@@ -79,7 +73,7 @@ def test_one_that_is_interrupted_while_data_is_exchanged_does_not_hold_up_the_ot
     assert jaxckpt.verify(tmp_path / "last").ok
 
 
-def test_one_that_is_interrupted_while_local_copies_are_exchanged_does_not_hold_up_the_others(
+def test_an_interrupt_during_an_exchange_of_local_copies_does_not_block_the_others(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     program = PROGRAMS / "interrupted_local_tier.py"
@@ -103,7 +97,7 @@ def test_a_missed_call_never_mixes_two_steps(run_processes: RunProcesses, tmp_pa
 
 @pytest.mark.child
 def test_calls_before_the_processes_are_connected_and_a_second_job(tmp_path: Path) -> None:
-    """JAX is connected a second time, by one process that has saved before and another that has just begun."""
+    """JAX connects a second time: one process has already saved, and the other one has just started."""
     address = f"127.0.0.1:{free_port()}"
     program = str(PROGRAMS / "connects_late.py")
     run_together([[program, str(tmp_path), address, role] for role in ("old", "new")], timeout=60)
@@ -124,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(run_processes: RunProcesses, folder: Path) -> Cases:
-    """One job runs them all."""
+    """A single job runs all cases."""
     program = PROGRAMS / "two_processes.py"
     done = run_processes(program, processes=2, devices_per_process=2, args=str(folder), timeout=240)
     noted: Cases = {}
@@ -140,18 +134,18 @@ def kinds(lines: list[str]) -> list[str]:
     return [line.split(":")[0] for line in lines]
 
 
-def test_a_storage_mesh_of_the_first_process_has_it_write_all(cases: Cases) -> None:
+def test_with_a_storage_mesh_of_the_first_process_it_writes_everything(cases: Cases) -> None:
     for (info,) in cases["storage_mesh_of_the_first_process"]:
         assert info["each"] == [info["total"], 0]
 
 
-def test_a_leaf_on_one_processs_devices_alone(cases: Cases) -> None:
+def test_a_leaf_only_on_the_devices_of_one_process(cases: Cases) -> None:
     rows, alone = 512 * 512 * 4, 256 * 256 * 4
     assert cases["a_leaf_of_one_process"] == [[[rows // 2, rows // 2 + alone]]] * 2
 
 
 def test_a_replicated_count_on_the_devices_of_one_process(cases: Cases, folder: Path) -> None:
-    """Such as the step count of a pipeline stage."""
+    """For example, the step count of a pipeline stage."""
     for lines in cases["a_replicated_count_of_one_process"]:
         assert lines[0] == "fine"
         assert lines[1].startswith("PeersDisagreeError: the processes hold different values")
@@ -187,7 +181,7 @@ def test_a_bad_argument_in_one_process_leaves_the_calls_in_step(cases: Cases) ->
     assert list(map(kinds, cases["a_bad_argument_in_one"])) == [["PeerFailedError", "fine"], ["InputError", "fine"]]
 
 
-def test_what_one_process_raises_by_itself_leaves_the_calls_in_step(cases: Cases) -> None:
+def test_an_error_of_only_one_process_leaves_the_calls_in_step(cases: Cases) -> None:
     first, second = cases["bad_arguments_of_a_checkpointer"]
     assert kinds(second[:-1]) == [
         "InputError", "fine", "InputError", "fine", "NotACheckpointError", "fine", "InputError",
@@ -196,21 +190,21 @@ def test_what_one_process_raises_by_itself_leaves_the_calls_in_step(cases: Cases
     assert first[-1] == second[-1] == [[1, 2], {"loss": 0.5}]
 
 
-def test_ctrl_c_while_another_process_has_not_come(cases: Cases) -> None:
+def test_ctrl_c_while_waiting_for_another_process(cases: Cases) -> None:
     first, second = cases["ctrl_c_while_the_other_is_missing"]
     assert first == ["interrupted", "fine"]
     assert "KeyboardInterrupt" in second[0]
     assert second[1] == "fine"
 
 
-def test_a_process_that_stages_for_long_is_not_silent(cases: Cases) -> None:
+def test_slow_staging_does_not_count_as_silence(cases: Cases) -> None:
     assert cases["one_stages_for_longer_than_the_timeout"] == [["fine"]] * 2
 
 
 @pytest.mark.parametrize(
     ("case", "leaf"), [("a_missed_call_and_a_number", "step"), ("a_missed_call_and_a_string", "name")]
 )
-def test_python_values_show_that_a_call_was_missed(cases: Cases, folder: Path, case: str, leaf: str) -> None:
+def test_python_values_reveal_a_missed_call(cases: Cases, folder: Path, case: str, leaf: str) -> None:
     for lines in cases[case]:
         assert lines[0] == "fine"
         for line in lines[1:]:
@@ -232,7 +226,7 @@ def test_different_calls_are_named(cases: Cases) -> None:
         assert re.search(r"process 0: Checkpointer.save '.*/00000003'.*; process 1: .*/00000004'", lines[2])
 
 
-def test_what_differs_is_what_is_blamed(cases: Cases) -> None:
+def test_the_error_names_the_difference(cases: Cases) -> None:
     for lines in cases["arguments_that_differ"]:
         assert lines[1::2] == ["fine"] * 4
         for line, blamed in zip(
@@ -248,23 +242,23 @@ def test_what_differs_is_what_is_blamed(cases: Cases) -> None:
             assert line.startswith(f"PeersDisagreeError: process 1 differs from process 0 in {blamed}"), lines
 
 
-def test_what_else_may_not_differ(cases: Cases) -> None:
+def test_other_differences_are_errors(cases: Cases) -> None:
     for lines in cases["trees_that_differ"]:
         assert kinds(lines) == ["PeersDisagreeError"] * 4 + ["fine"], lines
         assert "'x' (checksum" in lines[3]
 
 
-def test_an_exchange_once_the_main_thread_has_ended(cases: Cases, folder: Path) -> None:
+def test_an_exchange_after_the_main_thread_has_ended(cases: Cases, folder: Path) -> None:
     assert cases["after the main thread"] == [["fine"]] * 2
     assert jaxckpt.load_numpy(folder / "an_exchange_after_the_main_thread" / "c")["w"].shape == (8, 8)
 
 
-def test_each_process_links_what_it_has_unchanged(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_each_process_links_its_unchanged_objects(run_processes: RunProcesses, tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     done = run_processes(PROGRAMS / "reuse_in_two.py", processes=2, devices_per_process=2, args=path)
     first, second, third, fourth = json.loads(done[0].stdout.splitlines()[-1])
-    assert second < 0.05 * first, "nothing but what changed"
+    assert second < 0.05 * first, "only what changed"
     assert second < third < first, "one process had new arrays"
-    assert second < fourth < first, "one process found its object gone"
-    assert jaxckpt.verify(tmp_path / "run").problems[0].object.startswith("00000002/"), "where the object was deleted"
+    assert second < fourth < first, "one process's object was deleted"
+    assert jaxckpt.verify(tmp_path / "run").problems[0].object.startswith("00000002/"), "the damaged step"
     assert {problem.object.partition("/")[0] for problem in jaxckpt.verify(tmp_path / "run").problems} == {"00000002"}

@@ -1,4 +1,4 @@
-"""jaxckpt's arrays under Orbax's CheckpointManager: the manager itself, saving in the background."""
+"""Orbax's CheckpointManager with jaxckpt as the storage of arrays, saving in the background."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_training_state_under_a_manager(tmp_path: Path, style: str) -> None:
     assert jaxckpt.verify(tmp_path / "run/3/default").ok
 
 
-def test_items_metrics_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_items_metrics_and_the_best_steps_are_kept(tmp_path: Path) -> None:
     with manager(tmp_path / "run", max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min") as found:
         for step, loss in enumerate([3.0, 1.0, 2.0, 5.0]):
             items = ocp.args.Composite(
@@ -119,7 +119,7 @@ def test_items_metrics_and_the_best_are_kept(tmp_path: Path) -> None:
         assert found.item_metadata(1)["params"].tree["w"].shape == (8, 4)
 
 
-def test_by_item_handlers_as_maxtext_has_them(tmp_path: Path) -> None:
+def test_item_handlers_as_in_maxtext(tmp_path: Path) -> None:
     def made() -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(create=True, save_interval_steps=2, enable_async_checkpointing=True)
         handlers = {"items": jaxckpt.orbax.Handler(jaxckpt.Options(chunk_bytes=1 << 20))}
@@ -137,7 +137,7 @@ def test_by_item_handlers_as_maxtext_has_them(tmp_path: Path) -> None:
     assert jaxckpt.open(tmp_path / "run/2/items").metadata == {"by": "me"}
 
 
-def test_steps_that_orbax_wrote_are_restored_and_new_ones_added(tmp_path: Path) -> None:
+def test_steps_of_orbax_are_restored_and_new_ones_are_added(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "run") as theirs:
         theirs.save(1, args=ocp.args.StandardSave(train_state(1)))
     with manager(tmp_path / "run") as found:
@@ -159,7 +159,7 @@ def test_arrays_may_be_donated_while_it_is_written(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Folder, "publish", held)
     state = {"w": jnp.arange(32.0).reshape(8, 4), "host": np.arange(3)}
     with manager(tmp_path / "run") as found:
-        found.save(0, args=ocp.args.StandardSave(state))  # returns, though nothing can be published
+        found.save(0, args=ocp.args.StandardSave(state))  # returns although nothing can be published
         assert found.is_saving_in_progress()
         assert not (tmp_path / "run/0").exists()
         state["w"] = jax.jit(lambda x: x + 1, donate_argnums=0)(state["w"])
@@ -185,7 +185,7 @@ def test_a_save_that_fails_is_reported_and_leaves_no_step(tmp_path: Path, monkey
     found.close()
 
 
-def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
+def test_a_mismatch_is_an_error(tmp_path: Path) -> None:
     with manager(tmp_path / "run") as found:
         found.save(0, args=ocp.args.StandardSave({"w": jnp.ones(4), "b": jnp.ones(2)}))
         wrong = {"w": jax.ShapeDtypeStruct((5,), jnp.float32), "b": jax.ShapeDtypeStruct((2,), jnp.float32)}
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_an_error(tmp_path: Path) -> None:
         assert_same(found.restore(0, args=some), {"w": jnp.ones(4)})
 
 
-def test_restore_args_tell_sharding_type_and_dtype(tmp_path: Path) -> None:
+def test_restore_args_set_sharding_type_and_dtype(tmp_path: Path) -> None:
     over = mesh(4, 2)
     with manager(tmp_path / "run") as found:
         found.save(0, args=ocp.args.PyTreeSave({"w": jnp.ones((8, 4)), "v": jnp.ones(4), "n": 3}))
@@ -329,7 +329,7 @@ KEY_RESTORES: dict[str, Call] = {
 
 
 def by_both(folder: Path, save: Any, call: Call) -> list[Any]:
-    """What a call gives under a manager with Orbax's handlers, and under one with ours."""
+    """The results of a call under a manager with Orbax's handlers, and under one with ours."""
     results: list[Any] = []
     for name, registry in (("theirs", None), ("ours", jaxckpt.orbax.handler_registry())):
         with ocp.CheckpointManager(folder / name, handler_registry=registry) as found:
@@ -340,7 +340,7 @@ def by_both(folder: Path, save: Any, call: Call) -> list[Any]:
 
 
 def kind_of(leaf: Any) -> Any:
-    """All that two leaves must have in common."""
+    """The properties that two leaves must share."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "key", leaf.shape, leaf.dtype, leaf.sharding, jax.random.key_data(leaf).tolist()
     if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -387,7 +387,7 @@ REFUSED: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_what_orbax_refuses(tmp_path: Path, name: str) -> None:
-    """Orbax's own handlers are not asked here: when they refuse they leave an event loop, which fails a later test."""
+    """Orbax's own handlers do not run here: on errors they leave an event loop open, which fails a later test."""
     with manager(tmp_path / "run") as found:
         found.save(0, args=ocp.args.PyTreeSave(STATE))
         found.wait_until_finished()
@@ -417,7 +417,7 @@ def test_save_args_cast(tmp_path: Path, dtype: Any) -> None:
         manager(tmp_path / "short").save(0, args=ocp.args.PyTreeSave(state, save_args={"w": asked}))
 
 
-def test_item_metadata_is_orbaxs(tmp_path: Path) -> None:
+def test_item_metadata_equals_orbaxs(tmp_path: Path) -> None:
     state = {**STATE, "s": "text", "t": (1, optax.EmptyState(), {}), "none": None, "keys": KEYS}
     save = ocp.args.PyTreeSave(state, custom_metadata={"by": "me"})
     theirs, ours = by_both(tmp_path, save, lambda m: m.item_metadata(0))
@@ -433,7 +433,7 @@ def test_item_metadata_is_orbaxs(tmp_path: Path) -> None:
     registry = jaxckpt.orbax.handler_registry(item_handlers={"default": ocp.StandardCheckpointHandler()})
     with ocp.CheckpointManager(tmp_path / "ours", handler_registry=registry) as found:
         restored = found.restore(0, args=standard(found.item_metadata(0).tree))
-        assert restored["big"].tolist() == STATE["big"].tolist()  # 64 bits, though JAX here has 32
+        assert restored["big"].tolist() == STATE["big"].tolist()  # 64 bits, although JAX is limited to 32 here
         assert restored["w"].sharding == OVER
 
 
@@ -441,7 +441,7 @@ CHECKPOINTERS: list[Any] = [ocp.Checkpointer, ocp.AsyncCheckpointer]
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTERS)
-def test_a_checkpointer_of_its_own(tmp_path: Path, kind: Any) -> None:
+def test_orbaxs_checkpointers_without_a_manager(tmp_path: Path, kind: Any) -> None:
     state = {"w": jnp.ones(4), "i": 3}
     restore_args = {"w": ocp.RestoreArgs(restore_type=np.ndarray), "i": ocp.RestoreArgs()}
     with kind(jaxckpt.orbax.Handler()) as checkpointer:
@@ -473,7 +473,7 @@ def test_a_checkpointer_of_its_own(tmp_path: Path, kind: Any) -> None:
 
 
 def test_item_handlers_of_a_program(tmp_path: Path) -> None:
-    """As MaxText's manager builds them."""
+    """Like those of MaxText's manager."""
     handlers = {
         "items": ocp.PyTreeCheckpointHandler(restore_concurrent_gb=8, use_ocdbt=True, use_zarr3=True),
         "config": ocp.JsonCheckpointHandler(),
@@ -497,7 +497,7 @@ def test_item_handlers_of_a_program(tmp_path: Path) -> None:
     assert (tmp_path / "run/0/items/manifest.json").is_file()
 
 
-def test_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_saves_and_restores_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
     done = run_processes(
         PROGRAMS / "orbax_interface.py", processes=2, devices_per_process=2, args=str(tmp_path / "run")
     )
@@ -506,7 +506,7 @@ def test_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(tmp_path / "run/3/default")["w"][7, 7] == 66
 
 
-def test_a_run_and_a_step_of_ours_are_opened(tmp_path: Path) -> None:
+def test_our_runs_and_steps_are_opened(tmp_path: Path) -> None:
     with manager(tmp_path / "run") as found:
         for step in (3, 4):
             state = {"w": jnp.full(4, float(step)), "key": jax.random.key(step), "n": np.arange(3), "step": step}
@@ -527,7 +527,7 @@ def test_a_run_and_a_step_of_ours_are_opened(tmp_path: Path) -> None:
             assert text in done.output
 
 
-def test_a_step_of_several_items_of_ours_is_opened(tmp_path: Path) -> None:
+def test_our_steps_of_several_items_are_opened(tmp_path: Path) -> None:
     split = NamedSharding(mesh(2, 4), P("data"))
     state = {
         "w": jax.device_put(jnp.arange(8.0), split),
@@ -573,7 +573,7 @@ def step_without(path: Path, *lost: str) -> Path:
     return path
 
 
-def test_a_newest_step_of_ours_that_lost_its_step_file_is_not_skipped(tmp_path: Path) -> None:
+def test_our_newest_step_without_its_step_file_is_not_skipped(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run", "_CHECKPOINT_METADATA")
     with pytest.raises(DataError, match=r"2/_CHECKPOINT_METADATA is missing"):
         jaxckpt.load_numpy(run)
@@ -583,7 +583,7 @@ def test_a_newest_step_of_ours_that_lost_its_step_file_is_not_skipped(tmp_path: 
     assert jaxckpt.load_numpy(run / "2/default")["w"].tolist() == [2] * 3
 
 
-def test_a_folder_of_runs_of_ours_is_no_orbax_step(tmp_path: Path) -> None:
+def test_a_folder_of_our_runs_is_not_an_orbax_step(tmp_path: Path) -> None:
     for step in (1, 2):
         jaxckpt.save(tmp_path / "runs" / "1" / str(step), {"w": np.full(3, step)})
     for path in (tmp_path / "runs", tmp_path / "runs/1"):
@@ -591,7 +591,7 @@ def test_a_folder_of_runs_of_ours_is_no_orbax_step(tmp_path: Path) -> None:
             jaxckpt.load_numpy(path)
 
 
-def test_an_item_that_lost_its_manifest_is_damaged_not_under_way(tmp_path: Path) -> None:
+def test_an_item_that_lost_its_manifest_is_damaged(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run", "default/manifest.json")
     for path in (run, run / "2", run / "2/default"):
         with pytest.raises(DataError, match=r"2/default/manifest.json is missing"):
@@ -600,7 +600,7 @@ def test_an_item_that_lost_its_manifest_is_damaged_not_under_way(tmp_path: Path)
         found.restore(2, args=ocp.args.StandardRestore())
 
 
-def test_rm_leaves_what_a_manager_owns(tmp_path: Path) -> None:
+def test_rm_refuses_the_folder_of_a_manager(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run")
     for path in (run, run / "2"):
         done = CliRunner().invoke(main, ["rm", str(path), "--yes"], catch_exceptions=False)
@@ -637,11 +637,11 @@ def test_weak_types_are_kept_unless_orbaxs_arguments_are_used(tmp_path: Path) ->
         for args in (None, jaxckpt.orbax.Restore(), jaxckpt.orbax.Restore(state)):
             restored = found.restore(1, args=args)
             assert {name: leaf.weak_type for name, leaf in restored.items()} == {"weak": True, "strong": False}
-        assert not found.restore(1, args=ocp.args.StandardRestore())["weak"].weak_type  # as Orbax's own
+        assert not found.restore(1, args=ocp.args.StandardRestore())["weak"].weak_type  # like Orbax's own
 
 
 def test_the_handler_of_the_only_item(tmp_path: Path) -> None:
-    """As a manager takes it: `item_handlers=` with a handler in place of a mapping."""
+    """`item_handlers=` may be a handler instead of a mapping."""
     registry = jaxckpt.orbax.handler_registry(item_handlers=ocp.StandardCheckpointHandler())
     with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": np.arange(3)}))

@@ -18,7 +18,7 @@ from orbax.checkpoint.experimental.v1._src.handlers.registration import global_r
 import jaxckpt
 import jaxckpt.orbax
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax warns of this and that
+pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax raises various warnings
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ def test_the_metadata_and_types_are_abstract_trees(tmp_path: Path, tree: Any) ->
         assert loaded["n"].dtype == np.int64
         assert same([loaded["w"], loaded["n"], loaded["step"]], [tree["w"], tree["n"], tree["step"]])
         assert loaded["w"].sharding == tree["w"].sharding
-    assert loaded["layers"][1]["b"] is None, "it is not asked for"
+    assert loaded["layers"][1]["b"] is None, "it is not requested"
     nothing = jax.tree.map(lambda leaf: None, tree)
     assert ocp.load(tmp_path / "one", nothing) == nothing
 
 
-def test_what_orbax_wrote_before_is_loaded(tmp_path: Path, tree: Any, request: pytest.FixtureRequest) -> None:
+def test_earlier_checkpoints_of_orbax_are_loaded(tmp_path: Path, tree: Any, request: pytest.FixtureRequest) -> None:
     ocp.save(tmp_path / "before", tree)
     assert not (tmp_path / "before" / "state" / "manifest.json").exists()
     request.getfixturevalue("registered")

@@ -91,7 +91,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def assert_pieces(array: jax.Array, expected: np.ndarray[Any, Any]) -> None:
-    """Every device has the piece that its sharding says, replicas too, which a look at the whole would not show."""
+    """Check the piece on every device, including replicas, which a comparison of the whole array would not cover."""
     for shard in array.addressable_shards:
         assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
 
@@ -107,7 +107,7 @@ def engines(draw: st.DrawFn) -> tuple[jaxckpt.Options, jaxckpt.Options]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, tuple[jaxckpt.Options, jaxckpt.Options], dict[str, int]]:
-    """A tree, another mesh, the tree as a target on other shardings, options, and what counts as large."""
+    """(tree, another mesh, the tree as a target with other shardings, options, thresholds of large leaves)."""
     on = draw(strategies.mesh_sets())
     tree = draw(strategies.trees(on))
     other = draw(meshes())
@@ -121,7 +121,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Mesh, Any, tuple[jaxckpt.Options, jaxck
 
 
 def on_other_mesh(leaf: jax.Array, other: Mesh) -> NamedSharding:
-    """The saved spec on another mesh: axes that it lacks, and dimensions that it cannot split, are not split."""
+    """The saved spec on another mesh, without missing axes and without axes that do not divide a dimension."""
     spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else P()
     entries: list[Any] = []
     for length, entry in zip(leaf.shape, spec, strict=False):
@@ -131,7 +131,7 @@ def on_other_mesh(leaf: jax.Array, other: Mesh) -> NamedSharding:
 
 
 def shares_no_axis(tree: Any, other: Mesh) -> bool:
-    """Whether leaves are split, but over no axis that the other mesh has."""
+    """Whether leaves are split only over axes that the other mesh lacks."""
     on_devices = [leaf.sharding for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     specs = [sharding.spec for sharding in on_devices if isinstance(sharding, NamedSharding)]
     named = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
@@ -182,7 +182,7 @@ def test_every_tree_comes_back_bit_for_bit(
 
 @given(st.data())
 def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
-    """One leaf of many chunks and objects, every pair of layouts, each device's piece for itself."""
+    """One leaf with many chunks and objects, every pair of layouts; the piece of each device is checked."""
     before, after = data.draw(meshes()), data.draw(meshes())
     shape = data.draw(st.sampled_from([(48, 24), (24, 48, 2), (120,), (24, 7, 24), (40, 30)]))
     dtype = DTYPES[data.draw(st.sampled_from(["int32", "bfloat16", "int4", "bool", "complex64", "float8_e5m2"]))]
@@ -200,7 +200,7 @@ def test_any_mesh_to_any_mesh(data: st.DataObject) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_stored_in_another_layout_it_is_the_same(data: st.DataObject) -> None:
+def test_a_stored_layout_does_not_change_values(data: st.DataObject) -> None:
     on, other = [data.draw(meshes())], data.draw(meshes())
     shapes = data.draw(st.lists(st.sampled_from([(24, 8), (8,), (30, 7), ()]), min_size=1, max_size=4))
     arrays = [bits(np.dtype("float32"), shape, number) for number, shape in enumerate(shapes)]
@@ -220,7 +220,7 @@ def test_stored_in_another_layout_it_is_the_same(data: st.DataObject) -> None:
 
 @settings(max_examples=15)
 @given(st.data())
-def test_64_bits_come_back_where_jax_has_them(data: st.DataObject) -> None:
+def test_64_bits_come_back_if_x64_is_enabled(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
     with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
         arrays = {name: bits(DTYPES[name], (24, 5), 3) for name in strategies.WIDE_DTYPES}
@@ -261,7 +261,7 @@ def test_every_bit_pattern_of_every_dtype_comes_back(name: str, by: tuple[Any, A
 
 
 @pytest.mark.parametrize("order", ["C", "F", "reversed", "broadcast", "big-endian", "read-only"])
-def test_large_host_arrays_come_back_whatever_their_strides(order: str, tmp_path: Path) -> None:
+def test_large_host_arrays_come_back_with_any_strides(order: str, tmp_path: Path) -> None:
     array = np.random.default_rng(0).random((1024, 1500), np.float32)
     given = {
         "C": array,
@@ -281,8 +281,8 @@ def test_large_host_arrays_come_back_whatever_their_strides(order: str, tmp_path
     assert restored["x"].flags.writeable
 
 
-def test_restored_host_arrays_are_the_callers_own(tmp_path: Path) -> None:
-    """Leaves of one stack are cut from one buffer; writing to one changes no other."""
+def test_restored_host_arrays_are_independent(tmp_path: Path) -> None:
+    """Leaves of one stack share one buffer, but writing to one leaf changes no other."""
     jaxckpt.save(tmp_path / "c", [np.full(100, i) for i in range(5)], options=QUICK)
     restored = jaxckpt.restore(tmp_path / "c")
     restored[2][:] = -1
@@ -292,7 +292,7 @@ def test_restored_host_arrays_are_the_callers_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P("data", "model")], ids=str)
 def test_restored_weights_can_be_donated_to_a_step(spec: P, tmp_path: Path) -> None:
-    """JAX takes buffers over without a copy, one for all the replicas: a donated one must not be written in place."""
+    """JAX adopts buffers without a copy, one for all replicas. A donated buffer must not be overwritten in place."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     value = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
     tree = {"w": jax.device_put(value, NamedSharding(mesh, spec)), "small": jnp.ones(3)}
@@ -343,8 +343,8 @@ def test_memory_kinds_come_back(mesh: Mesh, tmp_path: Path) -> None:
     assert jaxckpt.restore(tmp_path / "c").sharding.memory_kind == "pinned_host"
 
 
-def test_a_deleted_array_still_says_what_is_wanted(mesh: Mesh, tmp_path: Path) -> None:
-    """After a step that donated it, the old state is as good a target as any."""
+def test_a_deleted_array_can_be_a_target(mesh: Mesh, tmp_path: Path) -> None:
+    """The old state can still be a target after a step has donated it."""
     state = {"w": jax.device_put(np.ones((4, 8)), NamedSharding(mesh, P("data"))), "n": jnp.int32(3)}
     jaxckpt.save(tmp_path / "c", state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -354,7 +354,7 @@ def test_a_deleted_array_still_says_what_is_wanted(mesh: Mesh, tmp_path: Path) -
     assert restored["n"] == 3
 
 
-def test_a_struct_without_a_sharding_goes_where_it_was_or_onto_the_mesh(mesh: Mesh, tmp_path: Path) -> None:
+def test_a_struct_without_a_sharding_uses_the_saved_layout_or_the_mesh(mesh: Mesh, tmp_path: Path) -> None:
     saved = NamedSharding(mesh, P("data", "model"))
     jaxckpt.save(tmp_path / "c", {"w": jax.device_put(np.ones((4, 8)), saved)})
     target = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
@@ -364,10 +364,10 @@ def test_a_struct_without_a_sharding_goes_where_it_was_or_onto_the_mesh(mesh: Me
     split = jaxckpt.restore(tmp_path / "c", target, mesh=small, specs={"w": P("model")})["w"]
     assert split.sharding == NamedSharding(small, P("model"))
     free = {"w": jnp.zeros((4, 8))}
-    assert not jaxckpt.restore(tmp_path / "c", free)["w"].committed, "an uncommitted array asks for no device"
+    assert not jaxckpt.restore(tmp_path / "c", free)["w"].committed, "an uncommitted array requests no device"
     assert jaxckpt.restore(tmp_path / "c", free, mesh=small)["w"].sharding == NamedSharding(small, P(None, "model"))
     one = {"w": jax.ShapeDtypeStruct((4, 8), "float32", sharding=SingleDeviceSharding(jax.devices()[7]))}
-    assert jaxckpt.restore(tmp_path / "c", one, mesh=small)["w"].devices() == {jax.devices()[7]}, "the target's first"
+    assert jaxckpt.restore(tmp_path / "c", one, mesh=small)["w"].devices() == {jax.devices()[7]}, "target first"
 
 
 SAVED_SPECS: list[tuple[Any, dict[str, P]]] = [
@@ -383,7 +383,7 @@ SAVED_SPECS: list[tuple[Any, dict[str, P]]] = [
 
 
 @pytest.mark.parametrize(("specs", "expected"), SAVED_SPECS)
-def test_specs_are_one_or_a_prefix_or_a_function_or_the_leafs_own(
+def test_specs_may_be_one_spec_a_prefix_a_function_or_the_saved_ones(
     specs: Any, expected: dict[str, P], mesh: Mesh, tmp_path: Path
 ) -> None:
     tree = {
@@ -406,11 +406,11 @@ def test_specs_are_one_or_a_prefix_or_a_function_or_the_leafs_own(
 
 
 def abstract(leaf: Any) -> Any:
-    """What is wanted of a leaf, without saying where."""
+    """The abstract form of a leaf, without a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
 
 
-def test_what_does_not_divide_is_stored_and_restored_whole_if_asked(mesh: Mesh, tmp_path: Path) -> None:
+def test_indivisible_dimensions_are_replicated_if_requested(mesh: Mesh, tmp_path: Path) -> None:
     whole = jaxckpt.Options(indivisible="replicate")
     tree = {"odd": np.arange(21.0, dtype=np.float32).reshape(7, 3), "even": np.ones((8, 4), np.float32)}
     on_devices = jax.tree.map(jnp.asarray, tree)
@@ -433,7 +433,7 @@ def test_what_does_not_divide_is_stored_and_restored_whole_if_asked(mesh: Mesh, 
 # A part of a tree -----------------------------------------------------------------------------------------
 
 
-def test_selected_leaves_come_back_alone_or_into_the_target(tmp_path: Path) -> None:
+def test_selected_leaves_come_back_separately_or_in_the_target(tmp_path: Path) -> None:
     tree = {"params": [{"w": jnp.ones(2), "b": jnp.zeros(2)}, {"w": jnp.ones(3)}], "opt": (jnp.ones(2), 5), "step": 7}
     jaxckpt.save(tmp_path / "c", tree)
     assert_same(jaxckpt.restore(tmp_path / "c", select="step"), {"step": 7})
@@ -444,7 +444,7 @@ def test_selected_leaves_come_back_alone_or_into_the_target(tmp_path: Path) -> N
     assert list(jaxckpt.load_numpy(tmp_path / "c", select="opt")) == ["opt"]
     only_params = jaxckpt.restore(tmp_path / "c", jax.tree.map(abstract, tree), select=lambda path: "params" in path)
     assert_same(only_params["params"], tree["params"])
-    assert isinstance(only_params["opt"][0], jax.ShapeDtypeStruct), "what was not selected is the target's own"
+    assert isinstance(only_params["opt"][0], jax.ShapeDtypeStruct), "unselected leaves are the target's own"
     with pytest.raises(jaxckpt.TreeError, match="matches none of the 6 leaves"):
         jaxckpt.restore(tmp_path / "c", select="param")
 
@@ -483,7 +483,7 @@ def train_state() -> TrainState:
 @pytest.mark.parametrize(
     "make", [lambda state: jax.eval_shape(lambda: state), lambda state: state], ids=["abstract", "arrays"]
 )
-def test_a_flax_training_state_resumes_as_if_it_had_not_stopped(make: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_a_flax_training_state_resumes_as_if_uninterrupted(make: Callable[[Any], Any], tmp_path: Path) -> None:
     @jax.jit
     def step(state: TrainState) -> TrainState:
         loss = lambda params: jnp.mean((state.apply_fn({"params": params}, jnp.ones((2, 4))) - 1) ** 2)  # noqa: E731
@@ -517,7 +517,7 @@ def test_metadata_comes_back(metadata: Any, tmp_path: Path) -> None:
     assert type(back) is type(metadata)
 
 
-def test_a_sharding_for_the_whole_tree_leaves_host_values_as_they_are(mesh: Mesh, tmp_path: Path) -> None:
+def test_a_sharding_for_the_whole_tree_does_not_affect_host_values(mesh: Mesh, tmp_path: Path) -> None:
     everywhere: Sharding = NamedSharding(mesh, P())
     tree = {
         "w": jnp.ones((4, 4)),
@@ -546,14 +546,14 @@ def test_a_sharding_for_the_whole_tree_leaves_host_values_as_they_are(mesh: Mesh
 
 
 def weak(values: Any) -> jax.Array:
-    """An array of a weak type with these bits."""
+    """A weakly typed array with these bits."""
     found = jax.device_put(values)
     return type(found)(found.aval.update(weak_type=True), found.sharding, found._arrays, True, True)
 
 
 def test_weak_types_come_back_and_compute_as_before(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    nan = np.array([0x7F800001, 0xFFC12345], np.uint32).view(np.float32)  # payloads, and one that signals
+    nan = np.array([0x7F800001, 0xFFC12345], np.uint32).view(np.float32)  # NaN payloads, one of them signaling
     half = np.array([0x7F81, 0xFFC1], np.uint16).view(DTYPES["bfloat16"])
     tree = {
         "lr": jnp.asarray(0.5),
@@ -591,7 +591,7 @@ def test_weak_types_come_back_and_compute_as_before(tmp_path: Path) -> None:
     assert donated.sharding == tree["split"].sharding
 
 
-def test_a_weak_type_follows_the_target_where_it_says_one(tmp_path: Path) -> None:
+def test_a_weak_type_follows_the_target(tmp_path: Path) -> None:
     device = SingleDeviceSharding(jax.devices()[1])
     jaxckpt.save(tmp_path / "c", {"weak": jnp.asarray(0.5), "strong": jnp.float32(0.5), "number": 0.5})
 
@@ -603,7 +603,7 @@ def test_a_weak_type_follows_the_target_where_it_says_one(tmp_path: Path) -> Non
     assert restored(jax.ShapeDtypeStruct((), "float32", weak_type=True, sharding=device)) == [True] * 3
     assert restored(jnp.float32(0)) == [False] * 3
     assert restored(jnp.asarray(0.0)) == [True] * 3
-    assert restored(device) == [False, True]  # in order of their names
+    assert restored(device) == [False, True]  # ordered by name
 
 
 def test_only_weak_types_are_recorded(tmp_path: Path) -> None:
@@ -614,7 +614,7 @@ def test_only_weak_types_are_recorded(tmp_path: Path) -> None:
     assert jaxckpt.restore(tmp_path / "d")["weak"].weak_type
 
 
-def test_a_weak_type_of_what_can_have_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_weak_type_is_refused(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"number": 1, "host": np.ones(3), "key": jax.random.key(0)})
     manifest = _manifest.decode((tmp_path / "c" / "manifest.json").read_bytes(), "c")
     for number, leaf in enumerate(manifest.leaves):

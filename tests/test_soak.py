@@ -1,4 +1,4 @@
-"""A training loop killed 50 times, and resumed each time: nothing is lost, nothing is left over, the rules hold."""
+"""A training loop is killed and resumed 50 times: no step is lost, no data is left over, and retention rules hold."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CHECKERS = {
     "mypy": ["mypy", "--config-file={folder}/mypy.ini", "--cache-dir={folder}", *FILES],
     "basedpyright": ["basedpyright", "--pythonpath", sys.executable, "--project={folder}/pyrightconfig.json"],
 }
-# JAX is not this test's to judge: PartitionSpec, for one, has no hints. To read its modules takes mypy 20 s.
+# Errors in JAX do not count: PartitionSpec, for example, has no hints. Reading JAX's modules would take mypy 20 s.
 MYPY = """
 [mypy]
 strict = True
@@ -39,7 +39,7 @@ def test_a_users_project_passes_and_a_mistake_does_not(tmp_path: Path, checker: 
     (tmp_path / "pyrightconfig.json").write_text(
         f'{{"include": ["*.py"], "extraPaths": ["{ROOT}"], "typeCheckingMode": "standard"}}'
     )
-    # One run over both files: most of its time goes into what they import.
+    # Check both files in one run, because most of its time is spent on imports.
     command = [sys.executable, "-m", *(part.format(folder=tmp_path) for part in CHECKERS[checker])]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=240, check=False)
     assert done.returncode == 1, done.stdout + done.stderr

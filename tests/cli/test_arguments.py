@@ -34,7 +34,7 @@ def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
         ("step[0]", "takes no index"),
     ],
 )
-def test_cat_of_what_is_not_there(here: Path, leaf: str, message: str) -> None:
+def test_cat_of_a_missing_leaf_or_an_invalid_index(here: Path, leaf: str, message: str) -> None:
     assert message in run("cat", "run1/00000300", leaf, code=2).stderr
 
 
@@ -64,7 +64,7 @@ def test_plan_by_rules(here: Path) -> None:
     found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", "--specs", "params/wte=P('data')")
     wanted = {leaf["path"]: leaf["wanted"]["spec"] for leaf in found["leaves"]}
     assert wanted["params/wte"] == "P('data')"
-    assert wanted["params/layers/0/kernel"] == "P('data', 'model')"  # its own
+    assert wanted["params/layers/0/kernel"] == "P('data', 'model')"  # the saved spec
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_plan_by_rules(here: Path) -> None:
         ([], "Missing option '--mesh'"),
     ],
 )
-def test_plan_of_what_cannot_be(here: Path, args: list[str], message: str) -> None:
+def test_invalid_arguments_of_plan(here: Path, args: list[str], message: str) -> None:
     assert message in run("plan", "run1/00000300", *args, code=2).stderr
 
 
@@ -98,7 +98,7 @@ def test_plan_of_what_cannot_be(here: Path, args: list[str], message: str) -> No
         (["--format", "pickle"], "is not one of 'jaxckpt', 'npz'"),
     ],
 )
-def test_convert_of_what_cannot_be(here: Path, tmp_path: Path, args: list[str], message: str) -> None:
+def test_invalid_arguments_of_convert(here: Path, tmp_path: Path, args: list[str], message: str) -> None:
     assert message in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
     assert not list(tmp_path.iterdir())
 
@@ -125,6 +125,6 @@ def test_completion(here: Path) -> None:
     assert complete("jaxckpt", "cat", "nowhere", "pa") == complete("jaxckpt", "cat", "s3://none/x", "pa") == [""]
 
 
-def test_formats_to_choose_from_are_those_that_convert_writes() -> None:
+def test_format_choices_are_the_formats_that_convert_writes() -> None:
     with pytest.raises(jaxckpt.InputError, match=", ".join(FORMATS)):
         jaxckpt.convert("a", "b", format="pickle")

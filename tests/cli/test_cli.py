@@ -50,7 +50,7 @@ TABLES = {
 
 @pytest.mark.parametrize("width", [80, 140])
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_are_exactly_these(here: Path, name: str, width: int) -> None:
+def test_tables_match_the_stored_output(here: Path, name: str, width: int) -> None:
     shown = run(*TABLES[name], width=width, code=name == "diff").stdout
     expected = (ROOT / f"tests/cli/output/{name}-{width}.txt").read_text()
     assert shown.replace(days(), "DAYS d") == expected
@@ -70,7 +70,7 @@ def test_convert(here: Path, tmp_path: Path) -> None:
         f"weights{path[6:]}" for path in jaxckpt.open("run1/00000300") if path.startswith("params")
     }
     assert made["weights/wte"].spec == PartitionSpec(None, "model")
-    assert made["weights/layers/0/kernel"].spec == PartitionSpec(None, "model")  # its own; no axis "data" is there
+    assert made["weights/layers/0/kernel"].spec == PartitionSpec(None, "model")  # saved spec, without axis "data"
     assert np.array_equal(made["weights/wte"][...], np.arange(1024).reshape(64, 16))
     assert "--overwrite replaces it" in run("convert", "run1/00000300", out, code=2).stderr
     assert run_json("convert", "small", out, "--overwrite") == {"source": "small", "destination": out}
@@ -129,7 +129,7 @@ def test_rm_asks(tmp_path: Path) -> None:
     assert not os.path.exists(path)
 
 
-def test_rm_deletes_what_is_its_own_alone(tmp_path: Path) -> None:
+def test_rm_deletes_only_the_checkpoints_own_files(tmp_path: Path) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.zeros(3)})
     (path / "notes.txt").write_text("mine")
@@ -144,13 +144,13 @@ def test_rm_reports_data_that_it_could_not_delete(tmp_path: Path) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.zeros(3)})
     (data,) = path.glob("data-*")
-    with (data / "writer.json").open("w") as note:  # as of a writer that is alive, so that nothing may delete it
+    with (data / "writer.json").open("w") as note:  # like a live writer, so that the data cannot be deleted
         fcntl.flock(note, fcntl.LOCK_EX)
         assert f"{data.name} in it could not be deleted" in run("rm", str(path), "--yes", code=5).stderr
     assert os.listdir(path) == [data.name]
 
 
-def test_rm_refuses_what_is_not_ours(here: Path, tmp_path: Path) -> None:
+def test_rm_refuses_other_paths(here: Path, tmp_path: Path) -> None:
     reported = run("rm", "run1/exported.safetensors", "--yes", code=2).stderr
     assert reported == "jaxckpt: " + os.path.abspath("run1/exported.safetensors") + (
         " is a checkpoint of format safetensors; rm deletes only jaxckpt's own\n"
@@ -161,8 +161,8 @@ def test_rm_refuses_what_is_not_ours(here: Path, tmp_path: Path) -> None:
     assert len(run_json("ls", "run1")["checkpoints"]) == 6
 
 
-def test_a_step_is_taken_from_an_object_store(bucket: servers.Bucket) -> None:
-    """By the environment's own settings, and out of the list that a Checkpointer keeps there."""
+def test_steps_on_an_object_store(bucket: servers.Bucket) -> None:
+    """The URL's settings come from the environment. `rm` also removes the step from the Checkpointer's list."""
     url = f"{bucket.url}/run"
     with jaxckpt.Checkpointer(url, background=False) as steps:
         for step in (1, 2):
@@ -222,7 +222,7 @@ def extra_command(error: BaseException) -> Iterator[str]:
         del main.commands["broken"]
 
 
-def test_a_bug_is_reported_as_one() -> None:
+def test_an_unexpected_error_is_reported_as_a_bug() -> None:
     with extra_command(RuntimeError("oh")) as name:
         assert (
             run(name, code=70).stderr == "jaxckpt: unexpected RuntimeError: oh\nThis is a bug; --debug shows where.\n"
@@ -247,7 +247,7 @@ def test_exit_codes_are_documented() -> None:
     assert set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE)) == documented
 
 
-def test_an_interrupt_amid_work() -> None:
+def test_an_interrupt_during_work() -> None:
     with extra_command(KeyboardInterrupt()) as name:
         run(name, code=130)
 
@@ -271,7 +271,7 @@ def test_an_interrupt_at_the_prompt(here: Path) -> None:
 
 
 @pytest.mark.child
-def test_a_reader_that_goes_away(here: Path) -> None:
+def test_a_closed_pipe(here: Path) -> None:
     child = command("show", "run1/00000300", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.close()
@@ -285,7 +285,7 @@ def test_a_reader_that_goes_away(here: Path) -> None:
 
 @pytest.mark.child
 def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
-    """JAX_PLATFORMS names a platform that does not exist: whatever asks for a device fails."""
+    """JAX_PLATFORMS names a platform that does not exist, so any request for a device fails."""
     commands = [
         ["ls", "run1"],
         ["show", "run1/00000300"],
@@ -312,13 +312,13 @@ import jax
 try:
     jax.devices()
 except RuntimeError:
-    print("no backend is here")
+    print("no backend exists")
 """
     env = {**processes.environment(1), "JAX_PLATFORMS": "absent"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, text=True, capture_output=True, timeout=TIMEOUT, check=False
     )
-    assert done.stdout.endswith("no backend is here\n"), done.stdout + done.stderr
+    assert done.stdout.endswith("no backend exists\n"), done.stdout + done.stderr
 
 
 @pytest.mark.child
@@ -331,12 +331,12 @@ def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
 
 
 @pytest.mark.child
-def test_colour_and_a_bar_are_for_terminals(here: Path) -> None:
+def test_color_and_a_bar_only_on_terminals(here: Path) -> None:
     """On a pseudo-terminal of 70 columns."""
     assert "verify" in on_terminal(["verify", "run1/00000300"])
-    for extra, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+    for extra, colored in (({}, True), ({"NO_COLOR": "1"}, False)):
         shown = on_terminal(["show", "run1/00000300"], **extra)
-        assert ("\x1b[1m" in shown) == coloured
+        assert ("\x1b[1m" in shown) == colored
         assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).split("\r\n"))) <= 70
 
 
@@ -349,7 +349,7 @@ def on_terminal(args: list[str], **extra: str) -> str:
     guard = threading.Timer(TIMEOUT, child.kill)
     guard.start()
     shown = b""
-    with contextlib.suppress(OSError):  # EIO: it has ended
+    with contextlib.suppress(OSError):  # EIO: the process has ended
         while part := os.read(ours, 4096):
             shown += part
     os.close(ours)
@@ -362,7 +362,7 @@ def on_terminal(args: list[str], **extra: str) -> str:
 
 
 def commands_of(page: str) -> list[tuple[str, str]]:
-    """(command line, what the page shows of its output) of every `$` line in the page's console blocks."""
+    """(command line, its output on the page) of every `$` line in the page's console blocks."""
     found: list[tuple[str, str]] = []
     for block in re.findall(r"^```console\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -372,7 +372,7 @@ def commands_of(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.child
-def test_the_page_shows_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_on_the_page_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/command-line.md").read_text()
     (setup,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     env = {**processes.environment(8), "COLUMNS": "100", "PYTHON": sys.executable}
@@ -390,7 +390,7 @@ def test_the_page_shows_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run_line(line: str, env: dict[str, str]) -> tuple[int, str]:
-    """Run a command line, in a shell where that is needed: (exit code, stdout)."""
+    """Run a command line, in a shell if it needs one; returns (exit code, stdout)."""
     name, *args = shlex.split(line)
     if name == "jaxckpt" and "|" not in args:
         result = CliRunner(env={"COLUMNS": env["COLUMNS"]}).invoke(main, args, prog_name="jaxckpt")
@@ -416,7 +416,7 @@ def test_every_key_of_json_is_on_the_page(here: Path) -> None:
             return set().union(*map(keys, value))
         if not isinstance(value, dict):
             return set()
-        # Those of the user's own, and of meshes, devices and libraries, are none of ours.
+        # jaxckpt does not define the keys below these: they are the user's, or names of axes, devices and libraries.
         free = {"metrics", "mesh", "libraries", "device_bytes", "metadata"}
         return set(value) | set().union(*(keys(item) for name, item in value.items() if name not in free))
 

@@ -53,7 +53,7 @@ def test_pinned_steps_show_their_names(here: Path) -> None:
 
 
 def test_ls_changes_nothing(here: Path) -> None:
-    """A Checkpointer would sweep the folder of the save that never finished."""
+    """A Checkpointer would delete the folder of the unfinished save."""
 
     def files() -> list[tuple[str, int]]:
         return [(str(path), path.lstat().st_mtime_ns) for path in sorted(Path("run1").rglob("*"))]

@@ -57,5 +57,5 @@ def test_to_maxtext_and_back(tmp_path: Path) -> None:
         (("show", "s3://bucket/model", "--rules", "plain"), "a local folder, but s3://bucket/model is not one"),
     ],
 )
-def test_options_that_cannot_be_meant_are_an_error(arguments: tuple[str, ...], expected: str) -> None:
+def test_invalid_options_are_an_error(arguments: tuple[str, ...], expected: str) -> None:
     assert expected in run(*arguments, code=2).stderr

@@ -1,4 +1,4 @@
-"""What the start of a process imports: little for the command line, all for every other program."""
+"""Imports at the start of a process: few modules for the command line, everything for other programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def completion(*words: str) -> dict[str, str]:
     ],
     ids=["version", "help", "path", "option", "format", "leaf", "select"],
 )
-def test_what_reads_no_checkpoint_imports_no_jax(
+def test_commands_that_read_no_checkpoint_do_not_import_jax(
     here: Path, args: list[str], env: dict[str, str], printed: str
 ) -> None:
     done = start("-m", "jaxckpt", *args, PYTHONPROFILEIMPORTTIME="1", **env)
@@ -55,7 +55,7 @@ def test_what_reads_no_checkpoint_imports_no_jax(
 
 
 def test_checkpoints_of_other_libraries_are_read_and_completed() -> None:
-    """In a process of its own: the other tests of the command line have imported all formats."""
+    """In a separate process, because other tests of the command line have imported all formats."""
     llama = os.fspath(Path(__file__).parents[1] / "data" / "transformers" / "llama")
     done = start("-m", "jaxckpt", "cat", llama, "model.norm.weight[0:2]")
     assert (done.returncode, done.stdout) == (0, "[0.7632692, 1.0248005]\n"), done.stderr
@@ -63,8 +63,8 @@ def test_checkpoints_of_other_libraries_are_read_and_completed() -> None:
     assert "plain,model.norm.weight" in done.stdout, done.stderr
 
 
-def test_any_other_program_imports_all_at_once() -> None:
-    """So that its exit functions run before those of JAX and of jaxckpt, which end what they use."""
+def test_other_programs_import_everything_at_once() -> None:
+    """So that the program's exit functions run before those of JAX and jaxckpt, which shut down what they use."""
     program = """
 import atexit, sys
 import jaxckpt

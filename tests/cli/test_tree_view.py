@@ -43,7 +43,7 @@ def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None
 
 
 def test_numbers_in_names_sort_by_value_and_may_have_any_length(tmp_path: Path) -> None:
-    names = ("10", "2", "0003", "9" * 5000)  # by value and as text, another name is the first
+    names = ("10", "2", "0003", "9" * 5000)  # the order by value differs from the order as text
     jaxckpt.save(tmp_path / "long", dict.fromkeys(names, np.zeros(2)))
     assert f"2 … {names[-1]}" in run("show", str(tmp_path / "long")).stdout
     jaxckpt.save(tmp_path / "short", dict.fromkeys(names[:-1], np.zeros(2)))
@@ -51,7 +51,7 @@ def test_numbers_in_names_sort_by_value_and_may_have_any_length(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_alike_containers_are_one_row_from_three_on(tmp_path: Path, n: int) -> None:
+def test_three_or_more_equal_containers_are_one_row(tmp_path: Path, n: int) -> None:
     leaf = np.zeros(4)
     jaxckpt.save(tmp_path / "c", {"blocks": [{"w": leaf} for _ in range(n)], "w1": leaf, "w2": leaf, "w3": leaf})
     shown = run("show", str(tmp_path / "c")).stdout
@@ -72,7 +72,7 @@ def test_a_chain_of_single_children_is_one_row(tmp_path: Path) -> None:
         "layers/ 6 leaves 96 B",
         "0 … 2/ 3 × 2 leaves 96 B",
         "attn/proj/kernel float64[4] host 32 B",
-        "count/value/n int",  # not the value of one of them
+        "count/value/n int",  # several leaves, so no value is shown
         "opt/nu/ 2 leaves 32 B",
         "attn/proj/kernel float64[4] host 32 B",
         "count/value/n int 1",
@@ -85,7 +85,7 @@ def test_a_chain_of_single_children_is_one_row(tmp_path: Path) -> None:
     assert "0 … 2/attn/proj/kernel  3 × float64[4]" in single
 
 
-def test_unlike_containers_are_not(tmp_path: Path) -> None:
+def test_different_containers_are_separate_rows(tmp_path: Path) -> None:
     one = np.zeros(4)
     blocks = [{"a": one, "w": one}] * 2 + [{"a": one, "w": np.zeros(4, np.float32)}, {"a": one, "v": one}]
     jaxckpt.save(tmp_path / "c", blocks)
@@ -162,7 +162,7 @@ def test_json_of_cat(here: Path) -> None:
     assert cat("run1/00000300", "rng")["value"] == [0, 7]
 
 
-def test_cat_reads_no_more_than_people_read(tmp_path: Path) -> None:
+def test_cat_refuses_to_print_a_large_leaf(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"w": np.zeros((5, 1 << 20))})
     assert "w is 40.0 MiB, too much to print" in run("cat", str(tmp_path / "c"), "w", code=2).stderr
     assert "[0., 0., 0.," in run("cat", str(tmp_path / "c"), "w[1]").stdout

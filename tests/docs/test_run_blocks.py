@@ -1,4 +1,4 @@
-"""The runner of the docs' Python blocks: a block that it passed over, or whose failure it hid, would look tested."""
+"""The runner of the docs' Python blocks: it must not skip a block silently or hide a failure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_block_that_is_never_closed_is_an_error(tmp_path: Path) -> None:
     assert "a.md:2: this block is never closed" in done.stderr
 
 
-def test_each_of_several_files_finds_a_fresh_interpreter(tmp_path: Path) -> None:
+def test_each_of_several_files_gets_a_fresh_interpreter(tmp_path: Path) -> None:
     page = """```python
 import os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"

@@ -1,4 +1,4 @@
-"""The runner of notebooks: a cell whose error or other output it hid would look tested."""
+"""The runner of notebooks: it must not hide an error or a changed output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.child
 
-# Not imported here: every worker collects this module, and an import takes a second.
+# Not imported here, because every worker collects this module, and the import takes a second.
 for _name in ("nbformat", "nbclient", "ipykernel"):
     if importlib.util.find_spec(_name) is None:
         pytest.skip(f"{_name} is not installed", allow_module_level=True)
@@ -37,7 +37,7 @@ def run(path: Path, *arguments: str, cells: list[str] | None = None) -> subproce
     )
 
 
-def test_stored_outputs_are_what_happens_but_for_times_ids_and_folders(tmp_path: Path) -> None:
+def test_stored_outputs_are_current_except_for_times_ids_and_folders(tmp_path: Path) -> None:
     path = tmp_path / "a.ipynb"
     done = run(path, "--store", cells=[CELL])
     assert (done.returncode, done.stderr) == (0, "")

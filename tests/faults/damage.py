@@ -244,7 +244,7 @@ class Subject:
         elif ends == {"error"}:
             fault.saw("every read an error")
         else:
-            fault.saw("error; correct bits where the damage is not read")
+            fault.saw("error; correct bits if the damage is not read")
 
     def _read(self, silents: list[str], hit: Collection[str], *, swapped: bool = False) -> set[str]:
         """The outcomes of the reads: "error", "correct bits", "other data". Adds silent wrong data to `silents`."""

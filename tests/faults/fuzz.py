@@ -75,7 +75,7 @@ class Session:
         return outcome
 
     def write(self) -> None:
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "outcomes": self.outcomes,
             "peak_bytes": self.peak_bytes,
             "kept_bytes": hostile.peak_bytes() - self.base_bytes,
@@ -83,7 +83,7 @@ class Session:
             "guided": atheris is not None,
         }
         fresh = self.folder / "outcomes.tmp"
-        fresh.write_text(json.dumps(told))
+        fresh.write_text(json.dumps(report))
         fresh.rename(self.folder / "outcomes.json")
 
 

@@ -103,7 +103,7 @@ def zstd_zeros(n_bytes: int) -> bytes:
 
 
 def mend(path: Path, manifest: dict[str, Any]) -> None:
-    """Make the other files of a checkpoint agree with the stacks of a forged manifest, if that takes few bytes."""
+    """Make the other files of a checkpoint match the stacks of a forged manifest, if that takes few bytes."""
     manifest["save_id"] = _MENDED
     for record in manifest["stacks"]:
         with contextlib.suppress(Exception):
@@ -282,7 +282,7 @@ class Range:
             return "right data"
         except (jaxckpt.CorruptError, jaxckpt.NotACheckpointError) as error:
             if len(str(error)) > 100_000:
-                raise AssertionError("a message without end") from error
+                raise AssertionError("an endless message") from error
             return type(error).__name__
         finally:
             for file, content in touched:

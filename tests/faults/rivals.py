@@ -78,11 +78,11 @@ class Saver:
         self._lines.close()
         self._link.close()
 
-    def tell(self, **asked: Any) -> None:
+    def request(self, **asked: Any) -> None:
         """Request a save: path=, version=, overwrite=, sync=, start= (a time), stop_at= (a moment)."""
         self._link.sendall(json.dumps(asked).encode() + b"\n")
 
-    def hear(self, timeout: float = 120) -> str:
+    def next_message(self, timeout: float = 120) -> str:
         """The next message: "ready" once, then for each save "prepared" and its outcome."""
         self._link.settimeout(timeout)
         line = self._lines.readline()

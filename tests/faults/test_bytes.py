@@ -95,7 +95,7 @@ def test_orbax_with_a_flipped_bit(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(8, "any file or folder deleted", "error that names it; never zeros", quick=12, full=None)
-def test_what_is_deleted(fault: Fault, subject_of: SubjectOf) -> None:
+def test_a_deleted_file_or_folder(fault: Fault, subject_of: SubjectOf) -> None:
     subjects = [subject_of(compression) for compression in COMPRESSIONS]
     folders = [folder for folder in sorted(subjects[0].path.rglob("*")) if folder.is_dir()]
     cases = [
@@ -123,7 +123,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.fault(9, "any file truncated, emptied, appended to, or replaced by a folder or a link", "error", quick=21)
-def test_what_is_of_another_length_or_kind(fault: Fault, subject_of: SubjectOf) -> None:
+def test_a_file_of_another_length_or_kind(fault: Fault, subject_of: SubjectOf) -> None:
     subjects = [subject_of(compression) for compression in COMPRESSIONS]
     hows = (*CHANGES, "a folder", "a link to its content")
     cases = [(subject, how, file) for subject in subjects for how in hows for file in subject.files]
@@ -142,11 +142,11 @@ def test_what_is_of_another_length_or_kind(fault: Fault, subject_of: SubjectOf) 
 @pytest.mark.fault(
     10,
     "objects swapped: within a stack, between stacks, between two checkpoints",
-    "verify: error; restore: error where the whole object is read",
+    "verify: error; restore: error if the whole object is read",
     quick=24,
     full=None,
 )
-def test_what_is_swapped(fault: Fault, subject_of: SubjectOf) -> None:
+def test_swapped_objects(fault: Fault, subject_of: SubjectOf) -> None:
     cases: list[tuple[Subject, dict[str, bytes]]] = []
     for compression in COMPRESSIONS:
         older, newer = (subject_of(compression, version) for version in (0, 1))
@@ -234,7 +234,7 @@ def test_an_edited_manifest(fault: Fault, subject_of: SubjectOf) -> None:
     quick=24,
     full=2000,
 )
-def test_an_edited_manifest_that_is_sealed_anew(fault: Fault, subject_of: SubjectOf) -> None:
+def test_an_edited_manifest_with_a_valid_seal(fault: Fault, subject_of: SubjectOf) -> None:
     subject = subject_of()
     options = jaxckpt.Options(manifest_sha256=subject.info.manifest_sha256)
     content = (subject.path / "manifest.json").read_bytes()

@@ -99,13 +99,13 @@ def test_restored_while_it_is_deleted(fault: Fault, tmp_path: Path) -> None:
 
 
 @needs_strace
-def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
+def test_a_folder_deleted_just_before_a_save_uses_it(tmp_path: Path) -> None:
     """Another Checkpointer treats the empty folder of a new step as the remains of a killed run, and deletes it."""
     with_steps(tmp_path / "steps", (1,))
     with Saver(victims.keep_steps, str(tmp_path / "steps"), 2) as saver:
         with victims.traced(
             saver, tmp_path / "log", "mkdir", "delay_exit=200000:when=1"
-        ):  # microseconds, after the folder was made
+        ):  # microseconds after the folder was created
             saver.go()
             while not saver.ended:
                 jaxckpt.Checkpointer(tmp_path / "steps").close()
@@ -116,7 +116,7 @@ def test_a_folder_taken_away_as_the_saver_goes_in(tmp_path: Path) -> None:
 @pytest.mark.fault(
     21, "the clock and all file times are off by a day", "order and retention unchanged", quick=2, full=40
 )
-def test_by_another_clock(fault: Fault, tmp_path: Path) -> None:
+def test_a_wrong_clock(fault: Fault, tmp_path: Path) -> None:
     def run(folder: Path, days: list[int]) -> list[Any]:
         with Saver(victims.keep_steps_by_another_clock, str(folder), days) as saver:
             saver.go()

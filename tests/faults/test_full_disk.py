@@ -26,7 +26,7 @@ def in_a_mount(folder: Path, options: str, program: str, *args: str) -> str:
     mount = f'mount -t tmpfs -o {options} none "$0"'
     unshare = [shutil.which("unshare") or "false", "-m", "sh", "-c"]
     if subprocess.run([*unshare, mount, str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("a file system of its own cannot be mounted here (needs root, and unshare)")
+        pytest.skip("no file system can be mounted here (needs root, and unshare)")
     done = subprocess.run(
         [
             *unshare,
@@ -67,9 +67,9 @@ def test_a_disk_that_fills_up(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(6, "a read-only folder or file system", "StorageError before anything is copied", quick=4)
-def test_where_it_may_not_write(fault: Fault, tmp_path: Path) -> None:
+def test_a_read_only_folder(fault: Fault, tmp_path: Path) -> None:
     if os.getuid() != 0:
-        pytest.skip("needs root, to become a user who may not write")
+        pytest.skip("needs root, to switch to a user without write permission")
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
         folder.chmod(0o755)
     jaxckpt.save(tmp_path / "old" / "ckpt", version(1))

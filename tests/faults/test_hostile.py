@@ -175,16 +175,16 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     # Types and members
     "another format": lambda m: m.update(format="zarr"),
     "an unknown member": lambda m: m.update(extra=1),
-    "a member of the manifest twice": lambda m: m.update({twice("leaves"): []}),
-    "a member of a stack twice": lambda m: first(m).update({twice("rows"): 1}),
-    "a member of a leaf twice": lambda m: m["leaves"][0].update({twice("path"): m["leaves"][0]["path"]}),
-    "an object twice": lambda m: square(m)["objects"].update({twice("0/0/0"): [36, "00000000"]}),
-    "an axis twice in a mesh": lambda m: m["meshes"][0]["axes"].update({twice("a"): 2}),
-    "a key of a container twice": lambda m: m["tree"].update({twice("type"): "dict"}),
-    "a member of the metadata twice": lambda m: m["metadata"].update({twice("a"): 2}),
+    "a repeated member of the manifest": lambda m: m.update({twice("leaves"): []}),
+    "a repeated member of a stack": lambda m: first(m).update({twice("rows"): 1}),
+    "a repeated member of a leaf": lambda m: m["leaves"][0].update({twice("path"): m["leaves"][0]["path"]}),
+    "a repeated object": lambda m: square(m)["objects"].update({twice("0/0/0"): [36, "00000000"]}),
+    "a repeated axis of a mesh": lambda m: m["meshes"][0]["axes"].update({twice("a"): 2}),
+    "a repeated member of a container": lambda m: m["tree"].update({twice("type"): "dict"}),
+    "a repeated member of the metadata": lambda m: m["metadata"].update({twice("a"): 2}),
     "NaN": lambda m: m.update(metadata=raw("NaN")),
     "Infinity": lambda m: m.update(metadata=[raw("-Infinity")]),
-    "a float beyond range": lambda m: m.update(metadata=raw("1e999")),
+    "a float out of range": lambda m: m.update(metadata=raw("1e999")),
     "an integer of 5,000 digits": lambda m: m.update(metadata=raw("1" * 5000)),
     "rows of 5,000 digits": lambda m: first(m).update(rows=raw("1" * 5000)),
     "rows of 400 digits": lambda m: first(m).update(rows=raw("1" * 400)),
@@ -192,96 +192,96 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "true for an integer": lambda m: first(m).update(rows=True),
     "a lone surrogate": lambda m: m.update(created="\ud800"),
     "control characters": lambda m: m.update(created=raw('"\x01"')),
-    "a step before the first": lambda m: m.update(step={"number": -1}),
+    "a negative step": lambda m: m.update(step={"number": -1}),
     "a step beyond 64 bits": lambda m: m.update(step={"number": 1 << 70}),
     # Depth
-    "a tree too deep": lambda m: m.update(tree=deep(300)),
-    "a tree far too deep": lambda m: m.update(tree=deep(450)),
+    "a tree that is too deep": lambda m: m.update(tree=deep(300)),
+    "a tree that is far too deep": lambda m: m.update(tree=deep(450)),
     "metadata of 30,000 levels": lambda m: m.update(metadata=nest(30_000)),
     "metadata of a million levels": lambda m: m.update(metadata=nest(1_000_000)),
     "a version of a million levels": lambda m: m.update(version=nest(1_000_000)),
     # Sizes
     "a huge shape": lambda m: square(m).update(shape=[1 << 40, 1 << 40]),
     "a huge shape without elements": lambda m: forged(vector(m), shape=[0, 1 << 62], chunk=[1, 1, 1], object=[1, 1, 1]),
-    "a huge claim": huge_claim,
-    "a bomb of zstd": zstd_bomb,
+    "a huge claimed array": huge_claim,
+    "a zstd bomb": zstd_bomb,
     "an index of 2^36 chunks": tiny_chunks,
     "a chunk beyond the array": long_chunk,
     "a negative shape": lambda m: square(m).update(shape=[-1]),
-    "a shape of text": lambda m: square(m).update(shape=["8"]),
+    "a shape with text": lambda m: square(m).update(shape=["8"]),
     "33 dimensions": lambda m: square(m).update(shape=[1] * 33, chunk=[1] * 34, object=[1] * 34),
     "a million dimensions": lambda m: square(m).update(shape=[1 << 62] * 1_000_000),
     "no rows": lambda m: first(m).update(rows=0),
-    "2^60 rows of nothing": lambda m: forged(
+    "2^60 rows without elements": lambda m: forged(
         vector(m), rows=1 << 60, shape=[0], chunk=[1, 1], object=[1, 1], objects={}
     ),
     "2^62 rows": lambda m: first(m).update(rows=1 << 62),
     "another chunk": lambda m: square(m).update(chunk=[1, 1, 1]),
-    "a chunk of nothing": lambda m: square(m).update(chunk=[0, 0, 0]),
-    "an object of nothing": lambda m: square(m).update(object=[0, 0, 0]),
+    "a chunk without elements": lambda m: square(m).update(chunk=[0, 0, 0]),
+    "an object without elements": lambda m: square(m).update(object=[0, 0, 0]),
     "an object of 2^62": lambda m: square(m).update(object=[1, 1 << 62, 1 << 62]),
-    "objects missing": lambda m: first(m)["objects"].popitem(),
-    "an object too short": lambda m: square(m)["objects"].update({"0/0/0": [200, "00000000"]}),
+    "missing objects": lambda m: first(m)["objects"].popitem(),
+    "an object that is too short": lambda m: square(m)["objects"].update({"0/0/0": [200, "00000000"]}),
     "an empty object": lambda m: square(m)["objects"].update({"0/0/0": [0, ""]}),
     "an object of 2^60 bytes": lambda m: square(m)["objects"].update({"0/0/0": [1 << 60, ""]}),
     # Names
     "an unknown dtype": lambda m: first(m).update(dtype="object"),
     "another dtype": lambda m: first(m).update(dtype="int32"),
     "a codec": lambda m: first(m).update(compression="gzip"),
-    "a folder above": lambda m: first(m).update(name="../../etc"),
-    "the folder above": lambda m: first(m).update(name=".."),
+    "a folder outside": lambda m: first(m).update(name="../../etc"),
+    "the parent folder": lambda m: first(m).update(name=".."),
     "an absolute name": lambda m: first(m).update(name="/etc"),
     "a name with NUL": lambda m: first(m).update(name="a\0b"),
-    "a name twice": lambda m: m["stacks"][1].update(name=m["stacks"][0]["name"]),
-    "a save id above": lambda m: m.update(save_id="../x"),
+    "a repeated name": lambda m: m["stacks"][1].update(name=m["stacks"][0]["name"]),
+    "a save id with a parent folder": lambda m: m.update(save_id="../x"),
     "an empty save id": lambda m: m.update(save_id=""),
-    "an object above": lambda m: first(m)["objects"].update({"../0": [1, ""]}),
+    "an object outside its stack": lambda m: first(m)["objects"].update({"../0": [1, ""]}),
     "an object elsewhere": lambda m: square(m).update(
         objects={key.replace("0/0/0", "../../0"): value for key, value in square(m)["objects"].items()}
     ),
     # Leaves
-    "a row beyond": lambda m: m["leaves"][-1].update(row=99),
-    "a stack beyond": lambda m: m["leaves"][-1].update(stack=99),
+    "a row out of range": lambda m: m["leaves"][-1].update(row=99),
+    "a stack out of range": lambda m: m["leaves"][-1].update(stack=99),
     "a negative stack": lambda m: m["leaves"][-1].update(stack=-1),
     "a shared row": lambda m: m["leaves"][3].update(row=0),
     "no row": lambda m: m["leaves"][-1].pop("row"),
-    "a path twice": lambda m: m["leaves"][1].update(path=m["leaves"][0]["path"]),
+    "a repeated path": lambda m: m["leaves"][1].update(path=m["leaves"][0]["path"]),
     "a value and a layout": lambda m: next(leaf for leaf in m["leaves"] if "value" in leaf).update(layout=0),
     "another path": lambda m: m["leaves"][0].update(path="elsewhere"),
-    "a leaf too few": lambda m: m["leaves"].pop(),
+    "a missing leaf": lambda m: m["leaves"].pop(),
     "an unknown kind": lambda m: m["leaves"][0].update(kind="pickle"),
     "an integer of many digits": lambda m: m["leaves"][0].update(value="9" * 1_000_000),
-    "an integer in a locale": lambda m: m["leaves"][0].update(value="1_0"),
-    "a key of floats": lambda m: m["leaves"][-1].update(kind="key", impl="threefry2x32"),
-    "a key without its implementation": lambda m: m["leaves"][1].pop("impl"),
+    "an integer with an underscore": lambda m: m["leaves"][0].update(value="1_0"),
+    "a PRNG key of floats": lambda m: m["leaves"][-1].update(kind="key", impl="threefry2x32"),
+    "a PRNG key without its implementation": lambda m: m["leaves"][1].pop("impl"),
     # The tree
-    "a tree of nothing": lambda m: m.update(tree=None),
-    "a container too many": lambda m: m.update(tree={"type": "list", "children": [m["tree"]]}),
-    "a tree of true": lambda m: m["tree"]["children"].__setitem__(1, True),
-    "a tree of a negative leaf": lambda m: m["tree"]["children"].__setitem__(0, -1),
-    "a tree with a leaf twice": lambda m: m["tree"]["children"].__setitem__(0, 1),
-    "many paths of a megabyte": many_paths,
-    "keys of equal hashes": equal_hashes,
+    "no tree": lambda m: m.update(tree=None),
+    "an extra container": lambda m: m.update(tree={"type": "list", "children": [m["tree"]]}),
+    "true in the tree": lambda m: m["tree"]["children"].__setitem__(1, True),
+    "a negative leaf in the tree": lambda m: m["tree"]["children"].__setitem__(0, -1),
+    "a repeated leaf in the tree": lambda m: m["tree"]["children"].__setitem__(0, 1),
+    "many paths of one megabyte": many_paths,
+    "keys with equal hashes": equal_hashes,
     "a key beyond 64 bits": lambda m: m["tree"]["keys"].__setitem__(0, 1 << 64),
-    "fields that are one to Python": named("fi", "ﬁ"),
-    "a field that is None to Python": named("Ｎone", "x"),
+    "fields that Python normalizes to one": named("fi", "ﬁ"),
+    "a field that Python normalizes to None": named("Ｎone", "x"),
     "a field with code": named("x=print(1)", "y"),
     "a container that would be imported": lambda m: m.update(tree={"type": "os.system", "keys": [], "children": []}),
     # Layouts
-    "a mesh too small": lambda m: m["meshes"][0].update(devices=[0]),
+    "a mesh that is too small": lambda m: m["meshes"][0].update(devices=[0]),
     "a mesh of 2^60 devices": lambda m: m["meshes"][0].update(axes={"a": 1 << 30, "b": 1 << 30}),
     "a mesh of 100,000 axes": many_axes,
     "a mesh without devices": lambda m: m["meshes"][0].update(axes={"a": 0, "b": 1}, devices=[]),
-    "a device twice": lambda m: m["meshes"][0].update(devices=[0] * 8),
-    "an axis type unknown": lambda m: m["meshes"][0].update(types=["x", "y"]),
-    "a layout beyond": lambda m: m["leaves"][-2].update(layout=99),
-    "a layout on a mesh beyond": lambda m: m["layouts"][0].update(mesh=99),
-    "an axis twice": lambda m: m["layouts"][-1].update(spec=[["a"], ["a"]]),
+    "a repeated device": lambda m: m["meshes"][0].update(devices=[0] * 8),
+    "an unknown axis type": lambda m: m["meshes"][0].update(types=["x", "y"]),
+    "a layout out of range": lambda m: m["leaves"][-2].update(layout=99),
+    "a mesh out of range": lambda m: m["layouts"][0].update(mesh=99),
+    "a repeated axis in a spec": lambda m: m["layouts"][-1].update(spec=[["a"], ["a"]]),
     "a spec of a million entries": lambda m: m["layouts"][-1].update(spec=[[]] * 1_000_000),
     "a spec that does not divide": lambda m: first(m).update(shape=[3]),
     # Excessive lengths
     "70 MB": lambda m: m.update(metadata="x" * (70 << 20)),
-    "a long name of a member": lambda m: m.update({"x" * (1 << 20): 0}),
+    "a long member name": lambda m: m.update({"x" * (1 << 20): 0}),
     "20 long names": lambda m: m.update(stacks=[{**first(m), "name": "x" * (1 << 18)}] * 20),
 }  # fmt: skip
 
@@ -304,7 +304,7 @@ RUBBISH = [b"", b"{", b"\xff", b'"\xed\xa0\x80"', b"[" * 100_000, b'{"version":'
 
 
 @pytest.mark.parametrize("content", RUBBISH, ids=range(len(RUBBISH)))
-def test_what_is_no_manifest_is_refused(saved: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_manifest_is_refused(saved: Path, tmp_path: Path, content: bytes) -> None:
     for text in (content, hostile.sealed(content)):
         (tmp_path / "manifest.json").write_bytes(text)
         with pytest.raises(jaxckpt.ManifestError):
@@ -312,7 +312,7 @@ def test_what_is_no_manifest_is_refused(saved: Path, tmp_path: Path, content: by
 
 
 @pytest.mark.child
-def test_depth_is_told_before_a_parser_recurses(saved: Path, tmp_path: Path) -> None:
+def test_depth_is_checked_before_a_parser_recurses(saved: Path, tmp_path: Path) -> None:
     """Training programs may raise Python's recursion limit; a recursive parser would then overflow the stack."""
     path = copied(saved, tmp_path, "deep")
     edited(path, lambda m: m.update(metadata=nest(2_000_000)))
@@ -348,7 +348,7 @@ def test_a_manifest_in_another_order_is_read(saved: Path, tmp_path: Path) -> Non
     jax.tree.map(np.testing.assert_array_equal, jaxckpt.load_numpy(path), wanted)
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+def test_metadata_that_no_reader_accepts_is_not_written(tmp_path: Path) -> None:
     deep: Any = 0
     for _ in range(2000):
         deep = [deep]
@@ -359,7 +359,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_newer_format_says_so(saved: Path, tmp_path: Path) -> None:
+def test_a_newer_format_is_reported(saved: Path, tmp_path: Path) -> None:
     path = copied(saved, tmp_path, "newer")
     edited(path, lambda manifest: manifest.update(version=2, novelty=[1]))
     with pytest.raises(jaxckpt.ManifestError, match="Update jaxckpt"):
@@ -369,10 +369,10 @@ def test_a_newer_format_says_so(saved: Path, tmp_path: Path) -> None:
 STATES = {
     "no object": b"[1]",
     "no text": b"\xff",
-    "a value of no kind": b'{"rows":3}',
+    "an unsupported value": b'{"rows":3}',
     "two kinds": b'{"rows":{"json":3,"base64":""}}',
     "no base64": b'{"rows":{"base64":"%%"}}',
-    "a name twice": b'{"rows":{"json":3},"rows":{"json":4}}',
+    "a repeated name": b'{"rows":{"json":3},"rows":{"json":4}}',
     "depth": b'{"rows":{"json":' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
     "5,000 digits": b'{"rows":{"json":' + b"1" * 5000 + b"}}",
 }
@@ -384,8 +384,8 @@ def test_a_hostile_process_state_is_refused(fault: Fault, saved: Path, tmp_path:
         path, content = copied(saved, tmp_path, name), STATES[name]
         (file,) = path.glob("data-*/process-0.json")
         file.write_bytes(content)
-        told = [len(content), hashlib.sha256(content).hexdigest()]
-        edited(path, lambda manifest, told=told: manifest.update(process_states=[told]))
+        entry = [len(content), hashlib.sha256(content).hexdigest()]
+        edited(path, lambda manifest, entry=entry: manifest.update(process_states=[entry]))
         require_refusal(fault, name, path, lambda path=path: jaxckpt.open(path).process_states)
 
 
@@ -436,7 +436,7 @@ def test_a_key_of_another_implementation_is_an_error(saved: Path, tmp_path: Path
         jaxckpt.restore(path)
 
 
-def test_thousands_of_missing_objects_are_told_at_once(tmp_path: Path) -> None:
+def test_thousands_of_missing_objects_are_reported_quickly(tmp_path: Path) -> None:
     """The time to name the affected leaves must not grow as objects × leaves."""
     tree = {str(number): np.zeros(256, np.float32) for number in range(500)}
     jaxckpt.save(tmp_path, tree, options=jaxckpt.Options(chunk_bytes=256, object_bytes=256, sync=False))
@@ -546,7 +546,7 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
                 stdout=output, stderr=output, timeout=seconds + 200, check=False, cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": str(program.parents[2])},
             )  # fmt: skip
-        told = json.loads((folder / "outcomes.json").read_text())
+        found = json.loads((folder / "outcomes.json").read_text())
         crashes = {file.stem: file.with_suffix(".txt").read_text() for file in folder.glob("crash-*.txt")}
         kept = Path(__file__).with_name("crashes")
         for name in crashes:  # keep the inputs, so that they can be analyzed and turned into tests
@@ -555,9 +555,9 @@ def test_no_forged_input_does_harm(fault: Fault, tmp_path: Path) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, log.read_text(errors="replace")[-3000:]
-    outcomes = collections.Counter[str](told["outcomes"])
+    outcomes = collections.Counter[str](found["outcomes"])
     assert not crashes, "\n".join(f"{kept / name}:\n{text[-1500:]}" for name, text in list(crashes.items())[:3])
     for outcome, count in outcomes.items():
         fault.outcomes[outcome] += count
     assert sum(outcomes.values()) > 10  # a low bound, because the machine may be busy
-    print(f"{sum(outcomes.values())} inputs, {told['peak_bytes'] >> 20} MiB, guided: {told['guided']}")
+    print(f"{sum(outcomes.values())} inputs, {found['peak_bytes'] >> 20} MiB, guided: {found['guided']}")

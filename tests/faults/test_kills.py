@@ -46,7 +46,7 @@ def test_killed_at_random(fault: Fault, tmp_path: Path) -> None:
 @pytest.mark.fault(
     18, "SIGTERM in an asynchronous save", "committed or cleanly abandoned; the process exits", quick=3, full=90
 )
-def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> None:
+def test_sigterm_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> None:
     """Runs real programs to Python's own exit, because what they wait for at exit is part of the test."""
     hows = ("Checkpointer", "a handler that exits", "no handler")
     last = dict.fromkeys(hows, 0)
@@ -80,9 +80,9 @@ def test_told_to_stop_in_an_asynchronous_save(fault: Fault, tmp_path: Path) -> N
             found = version_at(path) or 0
             assert found in (acknowledged, acknowledged + 1)
             # If a handler raises inside a wait in `threading`, another error may replace the handler's exception.
-            told = child.returncode == 143 or "RuntimeError: release unlocked lock" in err
-            assert killed if how == "no handler" else told, (child.returncode, err)
-            assert killed or len(victims.data_folders(path)) == (found > 0), "it leaves nothing half written"
+            stopped = child.returncode == 143 or "RuntimeError: release unlocked lock" in err
+            assert killed if how == "no handler" else stopped, (child.returncode, err)
+            assert killed or len(victims.data_folders(path)) == (found > 0), "no partial data is left"
         fault.saw("abandoned" if found == last[how] else f"committed, {how}")
         last[how] = found
 
@@ -100,7 +100,7 @@ def test_orbax_killed_at_random(fault: Fault, tmp_path: Path) -> None:
         program = victims.orbax_replace if name == "ckpt" else victims.orbax_steps
         with Saver(program, str(path), used + 1) as saver:
             saver.go()
-            assert saver.hear() == "imported"
+            assert saver.next_message() == "imported"
             time.sleep(fault.random.uniform(0.0, 0.5))
             saver.kill()
             said = saver.end()

@@ -204,7 +204,7 @@ class Model(RuleBasedStateMachine):
         assert require_version(tree) == self.steps[step]
 
     @invariant()
-    def only_what_must_be_there_is_listed(self) -> None:
+    def exactly_the_expected_steps_are_listed(self) -> None:
         if self.checkpointer.pending is None or self.checkpointer.pending.done:
             self.checkpointer.wait()  # for the deletion of old steps
             assert self.checkpointer.steps() == sorted(self.steps)
@@ -215,7 +215,7 @@ class Model(RuleBasedStateMachine):
         for name, number in self.there.items():
             assert version_at(self.folder / name) == number
             jaxckpt.save(self.folder / name, version(0), overwrite=True)
-            assert len(victims.data_folders(self.folder / name)) == 1, "whatever was left is swept"
+            assert len(victims.data_folders(self.folder / name)) == 1, "all remains are swept"
         with self.opened() as checkpoints:
             assert checkpoints.steps() == sorted(self.steps)
             for step, number in self.steps.items():

@@ -188,7 +188,7 @@ def test_any_request_of_a_restore_goes_wrong(fault: Fault, bucket: Bucket) -> No
 
 @pytest.mark.fault(
     23,
-    "the answer to any request of a save is lost, the publishing one too, once to three times",
+    "the answer to any request of a save, even the publishing one, is lost one to three times",
     "reports success; exactly one checkpoint",
     quick=6,
     full=None,
@@ -259,14 +259,14 @@ def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Call
         try:
             limited(ways[way], url, replace)
         except jaxckpt.StorageError as error:
-            told = "condition" in str(error)
+            names_conditions = "condition" in str(error)
             bucket.proxy.clear()
             if replace and not same(restore(url), old):
                 fault.silent(f"{where}: refused, but the old checkpoint is gone")
             elif not replace and any(key.endswith("manifest.json") for key in below(bucket, url)):
                 fault.silent(f"{where}: refused, but published")
             else:
-                fault.saw("refused, with the reason" if told else "refused, with another reason")
+                fault.saw("refused, with the reason" if names_conditions else "refused, with another reason")
         else:
             fault.silent(f"{where}: saved")
 

@@ -27,15 +27,15 @@ PEERS = 4
 TIMEOUT = 2.0
 
 
-def told(done: Finished) -> list[dict[str, Any]]:
+def reports_of(done: Finished) -> list[dict[str, Any]]:
     """The reports of one process, in the order of the rounds."""
-    return [json.loads(text) for text in re.findall(r"^told (.*)$", done.stdout, re.M)]
+    return [json.loads(text) for text in re.findall(r"^report (.*)$", done.stdout, re.M)]
 
 
 def by_round(done: list[Finished], rounds: int) -> list[list[dict[str, Any]]]:
     """For each round, the reports of all processes. Every process must have finished all rounds."""
-    assert all(len(told(one)) == rounds for one in done), "\n".join(map(str, done))
-    return [list(every) for every in zip(*map(told, done), strict=True)]
+    assert all(len(reports_of(one)) == rounds for one in done), "\n".join(map(str, done))
+    return [list(every) for every in zip(*map(reports_of, done), strict=True)]
 
 
 def places(tmp_path: Path) -> dict[str, str]:
@@ -70,8 +70,8 @@ def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path
         if there not in ([1], [2]):
             fault.silent(f"{phase}, process {victim}: {there}")
         if victim == 0:
-            said = [entry["said"] for one in others for entry in told(one)]
-            assert all(one.returncode == -6 for one in others if not told(one)), "\n".join(map(str, others))
+            said = [entry["said"] for one in others for entry in reports_of(one)]
+            assert all(one.returncode == -6 for one in others if not reports_of(one)), "\n".join(map(str, others))
             if all(names(text, [0]) for text in said):
                 fault.saw("process 0: they raise, or JAX aborts them first" if said else "process 0: JAX aborts them")
             elif phase == "publishing" and there == [2]:
@@ -79,7 +79,7 @@ def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path
             else:
                 fault.silent(f"{phase}, process 0: {said}")
             continue
-        said = [told(one)[0] for one in others]
+        said = [reports_of(one)[0] for one in others]
         if phase == "publishing" and there == [2] and not any(entry["said"] for entry in said):
             fault.saw("it had done its part: published")
             continue
@@ -136,7 +136,7 @@ def test_one_is_stopped_with_the_default_timeout(fault: Fault, run_processes: Ru
         done = run_processes(
             PROGRAMS / "peers_killed.py", processes=PEERS, devices_per_process=1, args=args, timeout=150, check=False
         )
-        others = [told(one) for process, one in enumerate(done) if process != victim]
+        others = [reports_of(one) for process, one in enumerate(done) if process != victim]
         if all(said and names(said[0]["said"], [victim]) for said in others) and versions(folder / "ckpt") == [1]:
             fault.saw("the others raise, naming it")
         else:
@@ -168,7 +168,7 @@ def test_the_file_system_fills_up(fault: Fault, tmp_path: Path) -> None:
         UNSHARE is None
         or subprocess.run([UNSHARE, "-m", "sh", "-c", mount], capture_output=True, check=False).returncode
     ):
-        pytest.skip("a tmpfs of its own cannot be mounted here (needs root)")
+        pytest.skip("no tmpfs can be mounted here (needs root)")
     limit = 60 + 20 * len(rounds)
     ran = subprocess.run(
         [UNSHARE, "-m", "sh", "-c", f'{mount} && exec "$0" "$1"', sys.executable, PROGRAMS / "run_job.py"],
@@ -215,7 +215,7 @@ def count_refusal(fault: Fault, what: str, number: int, every: list[dict[str, An
     quick=3,
     full=None,
 )
-def test_one_lives_but_does_not_keep_step(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_one_makes_no_call_or_is_slow(fault: Fault, run_processes: RunProcesses, tmp_path: Path) -> None:
     what = ("slow to restore", "raises", "makes no call", "slow to save")
     rounds = list(
         fault.rounds([(one, victim) for victim in (2, 0) for one in what if one != "makes no call" or victim])

@@ -285,17 +285,17 @@ def check_frozen(folder: Path, acknowledged: int | None) -> str:
     steps = sorted(int(found.parent.name) for found in folder.glob("*/manifest.json"))
     assert [victims.frozen_step(folder / f"{step:08d}") for step in steps] == steps
     assert acknowledged is None or max(steps, default=0) >= acknowledged, f"{steps}, acknowledged {acknowledged}"
-    return f"{len(steps)} whole"
+    return f"{len(steps)} complete"
 
 
 @needs_strace
 @pytest.mark.fault(
     4,
-    "power lost at any call of saves that link what earlier steps have",
+    "power lost at any call of saves that link objects of earlier steps",
     "each published step is complete; each acknowledged step is published",
     quick=60,
 )
-def test_after_a_power_loss_amid_links(fault: Fault, tmp_path: Path) -> None:
+def test_after_a_power_loss_during_links(fault: Fault, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     disk, calls = trace(tmp_path / "linked", tmp_path / "empty", victims.keep_frozen, 1, 3)  # no step is deleted
     assert sum(call.name in ("link", "linkat") for call in calls) == 8 + 3  # and three manifests

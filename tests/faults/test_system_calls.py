@@ -96,7 +96,7 @@ def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
         found, where = version_at(path), f"{name} at {call} {nth}{ever} over version {old}: {said}"
         if said == 2:
             if found != 2:
-                fault.silent(f"{where}: told that it is saved, and it is not")
+                fault.silent(f"{where}: reported as saved, but it is not")
             elif not struck:
                 fault.saw("saved before the call occurred")
             else:

@@ -83,7 +83,7 @@ def versions_in(folder: Path) -> list[int]:
     names = {found.name for found in folder.glob("*")} - {"_run", "_trash"}
     assert sorted(names) == [f"{step:08d}" for step in published], "nothing else is left"
     for moved in (folder / "_trash").glob("*"):
-        assert version_at(moved) == int(moved.name.partition("-")[0]), "it was moved whole"
+        assert version_at(moved) == int(moved.name.partition("-")[0]), "it was moved completely"
     assert all(len(data_folders(folder / f"{step:08d}")) == 1 for step in published)
     return published
 
@@ -265,7 +265,7 @@ class Saver:
         self._process = _CONTEXT.Process(target=_run, args=(theirs, program, args), daemon=True)
         self._process.start()
         theirs.close()
-        assert self.hear() == "ready"
+        assert self.next_message() == "ready"
 
     @property
     def pid(self) -> int:
@@ -275,7 +275,7 @@ class Saver:
     def go(self) -> None:
         self._link.sendall(b"go\n")
 
-    def hear(self) -> Any:
+    def next_message(self) -> Any:
         """The next message; None if no more will come."""
         try:
             line = self._lines.readline()
@@ -288,7 +288,7 @@ class Saver:
 
     def end(self) -> list[Any]:
         """Wait until the process has ended; returns the remaining messages."""
-        said = list(iter(self.hear, None))
+        said = list(iter(self.next_message, None))
         self._process.join(SECONDS)
         assert self._process.exitcode is not None, f"not ended after {SECONDS:g} s: a hang"
         return said

@@ -1,4 +1,4 @@
-"""ColossalAI's checkpoints, written as its source does by a process that has torch."""
+"""ColossalAI's checkpoints, written in a process with torch by the steps of ColossalAI's source."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def require_expected(folder: Path, found: dict[str, Any], missing: set[str]) -> 
     for name, array in found.items():
         wanted = (folder / "expected" / name).read_bytes()
         assert (array.shape, np.asarray(array).tobytes()) == (SHAPES[name], wanted), name
-        assert array.dtype == ("float32" if name in FLOAT32 else "bfloat16"), name  # each its own
+        assert array.dtype == ("float32" if name in FLOAT32 else "bfloat16"), name
 
 
 @pytest.mark.parametrize("name", [*OF_RANKS, "whole"])
 def test_every_bit_comes_back(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # to import it is an error
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises
     missing = {"layers.0.rotary"} if name == "whole" else set()
     require_expected(folder, jaxckpt.load_numpy(folder / name), missing)
     for sides in ((2, 4), (3, 2)):

@@ -1,4 +1,4 @@
-"""convert: other layouts, other formats, in bounded memory; and refused input."""
+"""`convert` to other layouts and formats, in bounded memory; and invalid input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bits(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Any bits of a dtype, not a number among them."""
+    """Random bits of a dtype, which include NaNs."""
     raw = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
     return (raw & 1 if dtype is np.bool_ else raw).view(dtype).reshape(shape)
 
@@ -100,7 +100,7 @@ def test_another_mesh_and_other_specs(everything: tuple[Path, Any], tmp_path: Pa
     assert same(restored["layers"][3]["w"], tree["layers"][3]["w"])
 
 
-def test_each_process_of_the_new_mesh_reads_its_own(tmp_path: Path) -> None:
+def test_each_process_of_the_new_mesh_reads_its_own_objects(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": jnp.asarray(bits(np.int32, (1024, 1024)))})
     over_read = []
     for spec, name in ((P(), "whole"), (P(None, "x"), "columns")):
@@ -111,7 +111,7 @@ def test_each_process_of_the_new_mesh_reads_its_own(tmp_path: Path) -> None:
     assert over_read[1] < 1.01
 
 
-def test_specs_follow_by_axis_name_where_none_are_given(everything: tuple[Path, Any], tmp_path: Path) -> None:
+def test_saved_specs_are_carried_over_by_axis_name(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = everything
     jaxckpt.convert(path, tmp_path / "to", mesh_shape={"model": 2})
     assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P(None, "model")
@@ -126,7 +126,7 @@ def test_a_mesh_without_any_axis_of_the_source_is_an_error(everything: tuple[Pat
     assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P()
 
 
-def test_neither_number_need_divide_the_other(tmp_path: Path) -> None:
+def test_from_three_devices_to_five(tmp_path: Path) -> None:
     data = bits(np.float32, (30, 7))
     three = Mesh(np.array(jax.devices()[:3]), ("x",))
     jaxckpt.save(tmp_path / "3", {"w": jax.device_put(data, NamedSharding(three, P("x")))})
@@ -148,7 +148,7 @@ def test_smaller_chunks_for_a_reader_of_small_boxes(tmp_path: Path, bytes_read: 
     assert counts[1] < 25_000
 
 
-def test_a_size_of_chunks_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+def test_chunk_bytes_is_refused_for_a_format_without_chunks(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.ones(3)})
     with pytest.raises(jaxckpt.InputError, match="chunk_bytes"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", chunk_bytes=4096)
@@ -213,7 +213,7 @@ def test_impossible_conversions_are_reported_and_leave_nothing(
     assert os.listdir(tmp_path) == ["from"]
 
 
-def test_damage_ends_a_conversion_without_a_trace(everything: tuple[Path, Any], tmp_path: Path) -> None:
+def test_damage_ends_a_conversion_and_leaves_no_files(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = everything
     (victim,) = path.glob("data-*/*-float32-16x24/c/0/0/0")
     content = bytearray(victim.read_bytes())
@@ -227,7 +227,7 @@ def test_damage_ends_a_conversion_without_a_trace(everything: tuple[Path, Any], 
         jaxckpt.open(tmp_path / "to")
 
 
-# Others ---------------------------------------------------------------------------------------------------
+# Other formats --------------------------------------------------------------------------------------------
 
 
 def arrays_of_all_dtypes() -> dict[str, Any]:
@@ -257,7 +257,7 @@ def test_a_tree_of_one_leaf_is_still_one_leaf(name: str, tmp_path: Path) -> None
     assert same(jaxckpt.load_numpy(tmp_path / name), np.arange(3))
 
 
-def test_theirs_is_read_onto_a_mesh(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_restored_onto_a_mesh(tmp_path: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy")
     tensors = {f"model.layers.{n}.weight": bits(jnp.bfloat16, (24, 8), n) for n in range(5)}
     numpy.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -274,7 +274,7 @@ def test_theirs_is_read_onto_a_mesh(tmp_path: Path) -> None:
     assert same(box, tensors["model.layers.1.weight"][3:5, ::2])
 
 
-def test_an_expected_manifest_is_not_one_that_has_none(tmp_path: Path) -> None:
+def test_manifest_sha256_refuses_a_format_without_a_manifest(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.zeros(3)})
     jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
     with pytest.raises(jaxckpt.NotACheckpointError):
@@ -391,7 +391,7 @@ def test_names_that_a_reader_would_not_find_again_are_refused(tmp_path: Path) ->
         assert os.listdir(tmp_path) == ["from"]
 
 
-def test_a_url_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_not_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     jaxckpt.save("from", {"w": np.arange(5.0)})
     for to in ("s3://bucket/to.npz", "s3:/bucket/to.safetensors", "gs://bucket/to.zarr", "", "a\0.npz", None):
@@ -402,7 +402,7 @@ def test_a_url_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.pth", "m.bin", "m.h5", "m.ckpt", "m.msgpack", "m.gguf", "m.PT", "m.NPZ"])
-def test_a_file_that_cannot_be_written_is_no_folder_of_ours(tmp_path: Path, name: str) -> None:
+def test_the_suffix_of_another_format_is_refused(tmp_path: Path, name: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     for to in (tmp_path / name, f"{(tmp_path / name).as_uri()}", f"memory://nowhere/{name}"):
         with pytest.raises(
@@ -414,13 +414,13 @@ def test_a_file_that_cannot_be_written_is_no_folder_of_ours(tmp_path: Path, name
     assert jaxckpt.load_numpy(tmp_path / name)["w"][4] == 4
 
 
-def test_an_int_that_no_array_holds_is_reported_as_such(tmp_path: Path) -> None:
+def test_an_int_beyond_64_bits_is_reported(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
     with pytest.raises(jaxckpt.TreeError, match=r"(?s)1 of these leaves.*'large' is an int beyond 64 bits"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
 
 
-# What is at the destination -------------------------------------------------------------------------------
+# An existing destination ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
@@ -487,11 +487,11 @@ def test_an_interrupt_while_the_destination_is_locked_leaves_no_open_file(
 
 
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
-def test_a_folder_of_something_else_is_never_deleted(tmp_path: Path, to: str) -> None:
+def test_a_folder_with_other_files_is_never_deleted(tmp_path: Path, to: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     format = "orbax" if to == "to" else None
     (tmp_path / to / "precious").mkdir(parents=True)
-    (tmp_path / to / "model.safetensors").write_text("of somebody")
+    (tmp_path / to / "model.safetensors").write_text("another project")
     with pytest.raises(jaxckpt.CheckpointExistsError, match=r"not part of one checkpoint.*model.safetensors, precious"):
         jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format, overwrite=True)
     assert sorted(os.listdir(tmp_path / to)) == ["model.safetensors", "precious"]
@@ -518,13 +518,13 @@ def test_a_checkpoint_is_converted_in_its_place(tmp_path: Path, before: str, for
         known = {"orbax": "orbax", "hf": "safetensors"}
         jaxckpt.convert(tmp_path / "from", tmp_path / before, format=known.get(before))
     if (before, format) == ("m.safetensors", "npz"):
-        pytest.skip("a file of that suffix is taken for what it says")
+        pytest.skip("the suffix determines the format of that file")
     jaxckpt.convert(tmp_path / before, tmp_path / before, format=format, overwrite=True)
     assert same(jaxckpt.load_numpy(tmp_path / before)["w"], bits(np.float32, (30, 4)))
     assert sorted(os.listdir(tmp_path)) == sorted({"from", before})
 
 
-def test_what_the_file_system_refuses_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_file_system_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "to").mkdir()
@@ -543,7 +543,7 @@ def test_what_the_file_system_refuses_is_a_storage_error(tmp_path: Path, monkeyp
     assert sorted(os.listdir(tmp_path)) == ["file", "from", "to"]
 
 
-def test_what_was_there_is_back_when_the_new_one_cannot_be_renamed(
+def test_the_old_file_is_restored_if_the_new_one_cannot_be_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
@@ -565,7 +565,7 @@ def test_what_was_there_is_back_when_the_new_one_cannot_be_renamed(
 @pytest.mark.child
 @pytest.mark.parametrize("to", ["to", "to.safetensors", "to.npz", "to.zarr"])
 @pytest.mark.parametrize("at", ["write", "rename"])
-def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: str, at: str) -> None:
+def test_the_next_conversion_deletes_what_a_killed_one_left(tmp_path: Path, to: str, at: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     format = "orbax" if to == "to" else None
     jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format)
@@ -573,7 +573,7 @@ def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: st
     done = processes.finish(program, tmp_path / "from", tmp_path / to, format or "", at)
     assert done.returncode == -9, str(done)
     assert any("-convert-" in name for name in os.listdir(tmp_path))
-    # One that fails puts back what was there.
+    # A conversion that fails restores the previous files.
     jaxckpt.save(tmp_path / "bad", {"w": b"bytes"})
     with pytest.raises(jaxckpt.TreeError):
         jaxckpt.convert(tmp_path / "bad", tmp_path / to, format=format or "npz", overwrite=True)
@@ -583,19 +583,17 @@ def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path, to: st
     assert sorted(os.listdir(tmp_path)) == sorted(["bad", "from", to])
 
 
-def test_a_conversion_leaves_the_draft_of_one_that_is_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_leaves_the_draft_of_a_running_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     sync, others = destination._sync, []  # pyright: ignore[reportPrivateUsage]
 
-    def meanwhile(path: str) -> None:
+    def write_another_draft(path: str) -> None:
         if not others:
             others.append(path)
             jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
         sync(path)
 
-    monkeypatch.setattr(destination, "_sync", meanwhile)
+    monkeypatch.setattr(destination, "_sync", write_another_draft)
     jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "to.npz")["w"].tolist() == [0, 1, 2, 3, 4]
     assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
@@ -612,7 +610,7 @@ def test_zarr_keeps_shapes_without_dimensions(tmp_path: Path) -> None:
         assert np.asarray(group[name][()]).tobytes() == array.tobytes()
 
 
-def test_a_checkpoint_inside_another_does_not_change_what_that_is(tmp_path: Path) -> None:
+def test_a_checkpoint_inside_another_does_not_change_its_format(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     jaxckpt.convert(tmp_path / "from", tmp_path / "model", format="safetensors")
     jaxckpt.convert(tmp_path / "model", tmp_path / "model" / "orbax", format="orbax")
@@ -623,7 +621,7 @@ def test_a_checkpoint_inside_another_does_not_change_what_that_is(tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4), (33, 5), (3, 4, 5), (2, 3, 70), (1, 1, 200)])
-def test_slabs_are_all_of_it_in_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_slabs_are_the_whole_array_in_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
     data = bits(np.float32, shape)
     options = jaxckpt.Options(chunk_bytes=64, object_bytes=256)
     jaxckpt.save(tmp_path / "from", {"w": data}, options=options)
@@ -644,13 +642,13 @@ def test_memory_is_bounded(tmp_path: Path, run_python: processes.RunPython, form
     args = [str(tmp_path / "small"), str(tmp_path / "large"), str(out), format]
     limits = json.dumps({"host_bytes": 32 << 20, "object_bytes": 16 << 20, "sync": False})
     printed = run_python(processes.PROGRAMS / "memory_of_a_conversion.py", args=[*args, limits])
-    assert int(printed) < 64 << 20  # of 192 MiB; options.host_bytes are 32 MiB
+    assert int(printed) < 64 << 20  # the arrays have 192 MiB; options.host_bytes is 32 MiB
 
 
 # Several processes ----------------------------------------------------------------------------------------
 
 
-def test_every_process_reads_its_own_of_a_foreign_file_and_one_converts(
+def test_each_process_reads_its_shards_of_a_foreign_file_and_one_converts(
     tmp_path: Path, run_processes: processes.RunProcesses
 ) -> None:
     tree = {f"w{n}": np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32) for n in range(3)}
@@ -732,7 +730,7 @@ def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) ->
     assert not (tmp_path / "a.pt").exists()
 
 
-def test_an_unknown_suffix_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+def test_an_unknown_suffix_is_refused_with_a_list_of_known_ones(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     for name, message in (
         ("a.savetensors", r"ends in \.savetensors: .*format= with one of jaxckpt, npz, orbax"),
@@ -747,7 +745,7 @@ def test_an_unknown_suffix_is_refused_with_those_that_are_known(tmp_path: Path) 
     assert jaxckpt.load_numpy(tmp_path / "run-1.5")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_each_format_that_is_written_has_a_row_and_no_suffix_has_two(tmp_path: Path) -> None:
+def test_each_written_format_is_listed_and_suffixes_are_unique(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     assert len({form.name for form in FORMATS}) == len(FORMATS)
     assert len(BY_SUFFIX) == sum(len(form.suffixes) for form in FORMATS)
@@ -791,7 +789,7 @@ def test_no_bit_of_an_npz_directory_loses_an_array(tmp_path: Path, request: pyte
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_a_bit_of_a_stored_array_is_missed_if_all_of_it_is_read(tmp_path: Path, order: Any) -> None:
+def test_a_flipped_bit_of_a_stored_array_is_found_if_the_array_is_read(tmp_path: Path, order: Any) -> None:
     array = np.asarray(np.arange(24.0).reshape(4, 6), order=order)
     np.savez(tmp_path / "x.npz", w=array)
     content = bytearray((tmp_path / "x.npz").read_bytes())
@@ -802,7 +800,7 @@ def test_a_bit_of_a_stored_array_is_missed_if_all_of_it_is_read(tmp_path: Path, 
     assert jaxckpt.open(tmp_path / "x.npz")["w"][0, 0] == 0
 
 
-def test_a_key_that_an_index_has_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_repeated_key_of_an_index_is_an_error(tmp_path: Path) -> None:
     for n in range(3):
         jaxckpt.save(tmp_path / "from", {f"w{n}": np.arange(3)}, overwrite=True)
         jaxckpt.convert(tmp_path / "from", tmp_path / f"hf/model-0000{n + 1}-of-00003.safetensors")
@@ -819,7 +817,7 @@ def test_a_key_that_an_index_has_twice_is_an_error(tmp_path: Path) -> None:
         jaxckpt.load_numpy(tmp_path / "hf")
 
 
-def test_specs_that_no_array_leaf_has_are_an_error(tmp_path: Path) -> None:
+def test_specs_for_missing_leaves_are_an_error(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(4.0)})
     mesh = mesh_of(1, 1)
     with pytest.raises(jaxckpt.SpecError, match="specs has 'w'"):

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, made by real gloo jobs; torch is not imported here."""
+"""Checkpoints of torch.distributed.checkpoint, written by real gloo jobs. This process does not import torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Written = Callable[[int], Path]
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """The folder of what a job of one, two or four processes wrote."""
+    """The folder that a job of one, two or four processes wrote."""
     folder = tmp_path_factory.mktemp("dcp")
     processes.run_python(processes.PROGRAMS / "dcp_writer.py", args=[str(folder), "1", "2", "4"], timeout=240)
     return lambda count: folder / str(count)
@@ -84,7 +84,7 @@ SPECS = {"rows": P("x", "y"), "columns": P("y", "x"), "both": P(("x", "y"))}
 def test_every_bit_comes_back_on_a_mesh(
     written: Written, run_python: processes.RunPython, count: int, kind: str, sides: tuple[int, int]
 ) -> None:
-    """In a process of its own, where it is seen that torch is not imported."""
+    """In a separate process, which checks that torch is not imported."""
     args = [str(written(count)), kind, *map(str, sides)]
     assert run_python(processes.PROGRAMS / "dcp_restore.py", args=args).strip() == "read"
 
@@ -106,7 +106,7 @@ def test_python_objects_and_containers_come_back(written: Written) -> None:
     assert group["betas"] == (0.9, 0.999)
 
 
-def test_what_only_code_can_rebuild_is_named_and_can_be_left_out(written: Written) -> None:
+def test_objects_that_need_code_are_named_and_can_be_left_out(written: Written) -> None:
     path = written(2) / "dtensors"
     with pytest.raises(DataError, match=r"'opaque'.*pathlib\.(_local\.)?PosixPath.*select="):
         jaxckpt.load_numpy(path)
@@ -114,8 +114,8 @@ def test_what_only_code_can_rebuild_is_named_and_can_be_left_out(written: Writte
     assert [problem.leaf for problem in report.problems] == ["opaque"]
 
 
-def test_the_steps_between(written: Written, tmp_path: Path) -> None:
-    """What is restored and saved is a checkpoint of ours, which differs in nothing."""
+def test_restored_and_saved_again_it_is_equal(written: Written, tmp_path: Path) -> None:
+    """A restored tree, saved again, is an equal checkpoint in jaxckpt's format."""
     mesh = jax.make_mesh((8,), ("x",))
     path = written(4) / "training"
     state = jaxckpt.restore(path, mesh=mesh, specs=lambda path, leaf: P("x") if leaf.shape[:1] == (24,) else P())
@@ -124,7 +124,7 @@ def test_the_steps_between(written: Written, tmp_path: Path) -> None:
     assert not jaxckpt.diff(path, tmp_path / "ours").differing
 
 
-# Damaged --------------------------------------------------------------------------------------------------
+# Damage ---------------------------------------------------------------------------------------------------
 
 DAMAGE = processes.PROGRAMS / "dcp_damage.py"
 
@@ -176,7 +176,7 @@ def test_wrong_metadata_is_reported_when_read(damaged: Path, name: str, message:
     assert rest["optimizer"]["param_groups"][0]["lr"] == 0.01
 
 
-def test_hostile_parts_that_are_not_needed_are_not_run(damaged: Path) -> None:
+def test_code_in_unneeded_parts_is_not_run(damaged: Path) -> None:
     assert jaxckpt.load_numpy(damaged / "hostile", select="step")["step"] == 2
     assert not (damaged / "run").exists()
 
@@ -186,7 +186,7 @@ def copied(written: Written, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written(2) / "training", tmp_path / "copy"))
 
 
-def test_files_that_are_cut_or_gone_are_reported(copied: Path) -> None:
+def test_truncated_or_missing_files_are_reported(copied: Path) -> None:
     data = (copied / "__1_0.distcp").read_bytes()
     (copied / "__1_0.distcp").write_bytes(data[:-1])
     with pytest.raises(DataError, match=r"__1_0.distcp is \d+ bytes long"):
@@ -203,7 +203,7 @@ def test_files_that_are_cut_or_gone_are_reported(copied: Path) -> None:
 
 
 def test_verify_finds_a_flipped_bit(written: Written, copied: Path) -> None:
-    """By the CRC-32 that torch keeps of each tensor."""
+    """By the CRC-32 that torch stores for each tensor."""
     assert jaxckpt.verify(copied).ok
     wanted = expected(written(2), "training")["model/0.weight"][:12].tobytes()
     data = bytearray((copied / "__0_0.distcp").read_bytes())
@@ -214,7 +214,7 @@ def test_verify_finds_a_flipped_bit(written: Written, copied: Path) -> None:
     assert "its CRC-32 checksum is" in report.problems[0].reason
 
 
-def test_each_file_that_is_lost_is_missed(written: Written, tmp_path: Path) -> None:
+def test_each_lost_file_is_reported(written: Written, tmp_path: Path) -> None:
     for kind in KINDS:
         folder = Path(shutil.copytree(written(4) / kind, tmp_path / kind))
         *files, last = sorted(folder.iterdir())
@@ -267,7 +267,7 @@ def test_a_folder_of_megatron_has_its_common_state() -> None:
         jaxckpt.load_numpy(MEGATRON)
 
 
-def test_each_file_of_megatron_is_missed(tmp_path: Path) -> None:
+def test_each_lost_file_of_megatron_is_reported(tmp_path: Path) -> None:
     wanted = megatron(MEGATRON)
     for lost in sorted(MEGATRON.iterdir()):
         folder = Path(shutil.copytree(MEGATRON, tmp_path / lost.name))

@@ -25,7 +25,7 @@ NAMES = [f"{case['config']['model_type']}-{'scanned' if case['scan'] else 'unsca
 
 @pytest.fixture(params=CASES, ids=NAMES)
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """What was recorded; the folder with the model is tmp_path."""
+    """The recorded leaves; the model is in tmp_path."""
     (tmp_path / "config.json").write_text(json.dumps(request.param["config"]))
     return request.param
 
@@ -34,7 +34,7 @@ def rules_of(case: dict[str, Any], folder: Path) -> jaxckpt.Rules:
     return jaxckpt.huggingface_rules(folder, layout="maxtext", scan=case["scan"], vocab_size=case["vocab_size"])
 
 
-def test_leaves_are_those_of_maxtext(case: dict[str, Any], tmp_path: Path) -> None:
+def test_leaves_equal_maxtexts(case: dict[str, Any], tmp_path: Path) -> None:
     config = case["config"]
     jaxckpt.save(tmp_path / "theirs", named_tensors.tensors(config["model_type"], config))
     seen = jaxckpt.open(tmp_path / "theirs", rename=rules_of(case, tmp_path))
@@ -45,7 +45,7 @@ def test_leaves_are_those_of_maxtext(case: dict[str, Any], tmp_path: Path) -> No
     assert found == case["leaves"]
 
 
-def test_the_way_back_gives_the_same_tensors(case: dict[str, Any], tmp_path: Path) -> None:
+def test_the_inverse_gives_the_same_tensors(case: dict[str, Any], tmp_path: Path) -> None:
     config, rules = case["config"], rules_of(case, tmp_path)
     tensors = named_tensors.tensors(config["model_type"], config)
     jaxckpt.save(tmp_path / "theirs", tensors)
@@ -60,7 +60,7 @@ def test_the_way_back_gives_the_same_tensors(case: dict[str, Any], tmp_path: Pat
         np.testing.assert_allclose(back[name], expected, rtol=3e-7, atol=2e-7, err_msg=name)
 
 
-def test_on_a_mesh_it_is_the_same(tmp_path: Path) -> None:
+def test_on_a_mesh_the_leaves_are_equal(tmp_path: Path) -> None:
     case = CASES[NAMES.index("llama-scanned")]
     (tmp_path / "config.json").write_text(json.dumps(case["config"]))
     jaxckpt.save(tmp_path / "theirs", named_tensors.tensors("llama", case["config"]))
@@ -75,7 +75,7 @@ def test_on_a_mesh_it_is_the_same(tmp_path: Path) -> None:
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), restored, whole))
 
 
-def test_what_maxtext_has_not_is_an_error(tmp_path: Path) -> None:
+def test_what_maxtext_does_not_support_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 2, "n_layer": 1, "n_embd": 4}))
     with pytest.raises(jaxckpt.InputError, match="which gpt2 is not"):
         jaxckpt.huggingface_rules(tmp_path, layout="maxtext")

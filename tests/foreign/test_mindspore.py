@@ -33,12 +33,12 @@ def rows(name: str, ranks: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("strategy", FORMS)
 def test_the_tutorial(tmp_path: Path, strategy: str) -> None:
-    """Four ranks of [2, 8] are one [8, 8], which two devices take as [4, 8] each."""
+    """Four ranks of [2, 8] form one [8, 8], which is restored onto two devices as [4, 8] each."""
     found = jaxckpt.mindspore_ranks(tutorial(tmp_path), strategy=tmp_path / strategy)
     merged = jaxckpt.load_numpy(found)
     printed = np.array(DATA["merged"]["moments.weight"], np.float32)
     np.testing.assert_array_equal(merged["moments.weight"], printed, strict=True)
-    # What the tutorial prints as the merged weight is of another run: its ranks, one after another, are right.
+    # The merged weight that the tutorial prints is of another run, so compare with its ranks in order.
     np.testing.assert_array_equal(merged["weight"], rows("weight", [0, 1, 2, 3]), strict=True)
     np.testing.assert_array_equal(merged["learning_rate"], np.array([0.01], np.float32), strict=True)
     np.testing.assert_array_equal(merged["momentum"], np.array([0.9], np.float32), strict=True)
@@ -55,7 +55,7 @@ def test_the_tutorial(tmp_path: Path, strategy: str) -> None:
     assert np.asarray(on_two["learning_rate"]) == np.float32(0.01)
 
 
-def test_a_checkpoint_as_any_other(tmp_path: Path) -> None:
+def test_all_operations_of_a_checkpoint(tmp_path: Path) -> None:
     found = jaxckpt.mindspore_ranks(tutorial(tmp_path), strategy=tmp_path / "strategy.ckpt")
     jaxckpt.convert(found, tmp_path / "ours")
     assert jaxckpt.diff(found, tmp_path / "ours").identical
@@ -73,7 +73,7 @@ def test_a_file_opens_by_itself(tmp_path: Path) -> None:
     np.testing.assert_array_equal(alone["weight"], rows("weight", [2]), strict=True)
 
 
-# What a .ckpt file holds ----------------------------------------------------------------------------------
+# The content of a .ckpt file ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_bit_of_every_dtype_comes_back(tmp_path: Path, name: str) -> None:
     assert found["one"].shape == (1,)
 
 
-def test_a_large_tensor_lies_in_several_values(tmp_path: Path) -> None:
+def test_a_large_tensor_is_stored_in_several_values(tmp_path: Path) -> None:
     data = np.arange(3 * 4 * 5, dtype=np.int32).reshape(3, 4, 5)
     for slice_bytes in (4, 12, 28, 80, 100):
         (tmp_path / "a.ckpt").write_bytes(ckpt({"a": data[0], "w": data, "z": data[1]}, slice_bytes=slice_bytes))
@@ -112,7 +112,7 @@ def test_texts_scalars_and_empty_tensors(tmp_path: Path) -> None:
 
 
 def old_scalar(name: str, value: int) -> bytes:
-    """As older versions write a scalar: with dims [0]."""
+    """A scalar as older versions write it, with dims [0]."""
     return ckpt({name: np.array([value], np.int32)}).replace(b"\x08\x01\x12\x05Int32", b"\x08\x00\x12\x05Int32")
 
 
@@ -141,7 +141,7 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
         jaxckpt.open(path)
 
 
-def test_torch_files_of_that_name_are_not_taken(tmp_path: Path) -> None:
+def test_torch_files_of_that_name_are_refused(tmp_path: Path) -> None:
     for magic in (b"PK\3\4", b"\x80\2"):
         (tmp_path / "a.ckpt").write_bytes(magic + bytes(100))
         with pytest.raises(NotACheckpointError):
@@ -154,7 +154,7 @@ def test_torch_files_of_that_name_are_not_taken(tmp_path: Path) -> None:
 def parts_of(
     data: np.ndarray, dev_matrix: list[int], tensor_map: list[int], opt: tuple[int, int] = (0, 0)
 ) -> list[np.ndarray]:
-    """What each rank holds, by MindSpore's own rule: the grid counted from the right, then the optimizer's shards."""
+    """Each rank's part, by MindSpore's own rule: the grid counted from the right, then the optimizer's shards."""
     found: list[np.ndarray] = []
     step, size = opt
     for rank in range(int(np.prod(dev_matrix))):
@@ -196,7 +196,7 @@ def test_any_device_matrix_and_tensor_map(tmp_path_factory: pytest.TempPathFacto
     [([4], [-1, -1], 1, 4), ([4], [-1, -1], 1, 2), ([2, 4], [0, -1], 4, 2), ([2, 4], [0, -1], 4, -1),
      ([4, 2], [-1, 0], 2, 2), ([2, 2, 2], [1, 0], 4, 2)],
 )  # fmt: skip
-def test_rows_that_the_optimizer_split_once_more(
+def test_rows_that_the_optimizer_split_again(
     tmp_path: Path, dev_matrix: list[int], tensor_map: list[int], step: int, size: int
 ) -> None:
     array = np.arange(32 * 4, dtype=np.float32).reshape(32, 4)
@@ -230,7 +230,7 @@ def test_rows_split_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [strategy_protobuf, strategy_json])
 def test_pipeline_stages(tmp_path: Path, form: Any) -> None:
-    """Two stages of two ranks: one array each, one that both share, and stale copies of the other stage's."""
+    """Two stages of two ranks. Each has its own array, an array that both share, and a stale copy of the other's."""
     embedding, first, second = (np.arange(16, dtype=np.float32).reshape(4, 4) + 100 * n for n in range(3))
     halves = [np.split(array, 2) for array in (embedding, first, second)]
     ranks = [{"embedding": halves[0][i], "first": halves[1][i], "second": np.zeros((2, 4), np.float32)} for i in (0, 1)]
@@ -318,7 +318,7 @@ def test_shards_that_are_missing_short_or_not_equal_are_named(tmp_path: Path) ->
 
 
 def test_shards_that_overlap_are_named(tmp_path: Path) -> None:
-    """Two ranks at one place of the grid are replicas, and these are not equal."""
+    """Two ranks at one place of the grid are replicas, but their values differ."""
     files = tutorial(tmp_path)
     (tmp_path / "s.json").write_bytes(
         strategy_json({"weight": layout([2, 2], [0, -1]), "moments.weight": layout([4], [0, -1])})
@@ -366,7 +366,7 @@ CKPT = ckpt(TENSORS, slice_bytes=24)
 
 @given(damaged(CKPT))
 @settings(max_examples=400)
-def test_a_damaged_ckpt_gives_an_error_or_what_is_left(
+def test_a_damaged_ckpt_gives_an_error_or_the_undamaged_part(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.ckpt"
@@ -376,7 +376,7 @@ def test_a_damaged_ckpt_gives_an_error_or_what_is_left(
     except JaxckptError:
         return
     for name, value in found.items():
-        if name in TENSORS and not isinstance(value, str):  # else its name was hit
+        if name in TENSORS and not isinstance(value, str):  # otherwise its name was damaged
             assert value.dtype == TENSORS[name].dtype
             assert value.shape == TENSORS[name].shape
             assert (value.view(np.uint8) != TENSORS[name].view(np.uint8)).sum() <= (len(content) == len(CKPT))
@@ -419,8 +419,8 @@ def test_nested_json_is_reported(tmp_path: Path) -> None:
             read_strategy(str(tmp_path / "s.json"))
 
 
-def test_fields_that_the_format_lacks_are_damage(tmp_path: Path) -> None:
-    """A flipped bit in the number of a field makes another field of it, and the array would vanish."""
+def test_unknown_fields_are_damage(tmp_path: Path) -> None:
+    """A flipped bit in a field's number makes the field unknown. If it were ignored, the array would be lost."""
     names = [f"w{n}" for n in range(3)]
     whole = ckpt({name: np.full(3, 7, np.float32) for name in names})
     for at in range(len(whole)):

@@ -1,7 +1,7 @@
-"""Checkpoints that OneFlow 0.9.0 wrote itself, in tests/data/oneflow, and what OneFlow 1.0 writes.
+"""Checkpoints that OneFlow 0.9.0 wrote, in tests/data/oneflow, and checkpoints in the form of OneFlow 1.0.
 
-OneFlow 1.0 has no wheels on PyPI, so this file writes as its source does. The bytes were compared with those that its
-check_point_v2.py writes when it is run on OneFlow 0.9.0.
+OneFlow 1.0 has no wheels on PyPI, so this file follows its source. The bytes were compared with those that its
+check_point_v2.py writes when it runs on OneFlow 0.9.0.
 
 python/oneflow/framework/check_point_v2.py: save, tensor_getstate, _save_tensor_to_disk, legacy_load
 python/oneflow/framework/tensor.py: _numpy (bfloat16 as float32)
@@ -31,13 +31,13 @@ from recorded import DATA, decoded, recorded, require_same
 import jaxckpt
 from jaxckpt import DataError, JaxckptError, NotACheckpointError, SpecError
 
-# Files of OneFlow's own ------------------------------------------------------------------------------------
+# Files that OneFlow wrote ----------------------------------------------------------------------------------
 
 REAL, EXPECTED = DATA / "oneflow", recorded("oneflow")
 
 
-def test_optimizer_states_have_numbers_and_names_for_keys() -> None:
-    """OneFlow's {"step": 2, 0: {…}} is a dict that JAX cannot flatten: the order of the file is kept instead."""
+def test_optimizer_states_have_numbers_and_names_as_keys() -> None:
+    """JAX cannot flatten OneFlow's dict {"step": 2, 0: {…}}, so the order of the file is kept."""
     found = jaxckpt.load_numpy(REAL / "adam")["state"]
     assert type(found) is collections.OrderedDict
     assert list(found) == ["step", 0, 1, 2, 3]
@@ -50,16 +50,16 @@ def test_optimizer_states_have_numbers_and_names_for_keys() -> None:
     )
 
 
-def test_ranks_that_oneflow_ran_are_put_together() -> None:
+def test_ranks_of_a_oneflow_job_are_combined() -> None:
     files = {rank: REAL / f"rank{rank}" for rank in range(4)}
     split = {"rows": P(("a", "b")), "columns": P(None, ("a", "b")), "both": P("a", "b"), "whole": P(), "count": P()}
     found = jaxckpt.oneflow_ranks(files, mesh_shape={"a": 2, "b": 2}, specs={"state": split})
     wanted = decoded(EXPECTED["global"])
-    del wanted["state"]["sum"]  # its parts are to be added up, which is not for a reader to do
+    del wanted["state"]["sum"]  # its parts must be summed, which a reader does not do
     require_same(jaxckpt.load_numpy(found), wanted)
 
 
-def test_a_graph_that_oneflow_ran_in_stages_is_put_together() -> None:
+def test_a_oneflow_graph_in_stages_is_combined() -> None:
     def split(path: str, leaf: Any) -> P:
         if path.endswith("m_stage3.linear.weight"):
             return P(None, "rank")
@@ -80,7 +80,7 @@ def test_a_graph_of_oneflow_opens(tmp_path: Path) -> None:
     require_same(jaxckpt.load_numpy(tmp_path / "graph"), decoded(EXPECTED["variables"]))
 
 
-def test_each_file_of_oneflow_is_missed(tmp_path: Path) -> None:
+def test_each_lost_file_of_oneflow_is_reported(tmp_path: Path) -> None:
     for file in sorted((REAL / "adam").rglob("*")):
         copy = tmp_path / file.relative_to(REAL).as_posix().replace("/", "_")
         shutil.copytree(REAL / "adam", copy)
@@ -160,7 +160,7 @@ Save = Callable[..., None]
 
 @pytest.fixture
 def save(monkeypatch: pytest.MonkeyPatch) -> Save:
-    """flow.save, in a Python where the names of its classes are those of OneFlow's."""
+    """flow.save, with its classes under the names of OneFlow's."""
     modules = {"oneflow": {"Tensor": Tensor}, "oneflow.nn": {"Parameter": Parameter}}
     modules["oneflow._oneflow_internal"] = {"dtype": dtype}
     for module, classes in modules.items():
@@ -185,7 +185,7 @@ def save(monkeypatch: pytest.MonkeyPatch) -> Save:
     return save
 
 
-def test_the_writer_has_their_names(save: Save, tmp_path: Path) -> None:
+def test_the_writer_uses_oneflows_names(save: Save, tmp_path: Path) -> None:
     save({"w": Parameter(np.ones(2))}, tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
     assert b"oneflow.nn" in content
@@ -223,7 +223,7 @@ def require_equal(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_what_one_rank_saved_comes_back(save: Save, tmp_path: Path, external: bool, protocol: int) -> None:
+def test_the_checkpoint_of_one_rank_comes_back(save: Save, tmp_path: Path, external: bool, protocol: int) -> None:
     save(with_tensors(STATE), tmp_path / "x", external, protocol)
     require_equal(jaxckpt.load_numpy(tmp_path / "x"), STATE)
     assert jaxckpt.open(tmp_path / "x").format == "oneflow"
@@ -231,7 +231,7 @@ def test_what_one_rank_saved_comes_back(save: Save, tmp_path: Path, external: bo
 
 
 def test_folders_of_variables_come_back(tmp_path: Path) -> None:
-    """As OneFlow 0.4 saved."""
+    """The form of OneFlow 0.4."""
     path = tmp_path / "x"
     path.mkdir()
     (path / "snapshot_done").touch()
@@ -248,7 +248,7 @@ COLUMNS = {"linear.weight": P(None, "model"), "linear.bias": P("model"), "brain"
 
 
 def part(rank: int, path: Any, array: np.ndarray) -> np.ndarray:
-    """What rank (data, model) of a 2x2 mesh holds of an array."""
+    """The part of an array that rank (data, model) of a 2x2 mesh holds."""
     place = {"data": rank // 2, "model": rank % 2}
     spec = COLUMNS.get(path[-1].key, ())
     for dim, axis in enumerate(spec):
@@ -275,7 +275,7 @@ def specs(path: str, leaf: Any) -> P:
 MESH = {"data": 2, "model": 2}
 
 
-def test_ranks_are_put_together(ranks: dict[int, Path]) -> None:
+def test_ranks_are_combined(ranks: dict[int, Path]) -> None:
     found = jaxckpt.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
     require_equal(jaxckpt.load_numpy(found), STATE)
     jax.config.update("jax_enable_x64", True)
@@ -290,7 +290,7 @@ def test_ranks_are_put_together(ranks: dict[int, Path]) -> None:
     assert jaxckpt.open(found)["model/brain"].spec == P("data", "model")
 
 
-def test_converted_they_are_one_checkpoint_of_ours(ranks: dict[int, Path], tmp_path: Path) -> None:
+def test_ranks_are_converted_to_one_checkpoint(ranks: dict[int, Path], tmp_path: Path) -> None:
     found = jaxckpt.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
     jaxckpt.convert(found, tmp_path / "ours")
     require_equal(jaxckpt.load_numpy(tmp_path / "ours"), STATE)
@@ -312,14 +312,14 @@ def test_ranks_that_do_not_fit_are_reported(ranks: dict[int, Path], save: Save, 
         together({**ranks, 1: tmp_path / "gone"})
 
 
-def test_stages_of_a_pipeline_are_put_together(save: Save, tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_are_combined(save: Save, tmp_path: Path) -> None:
     save({"a": {"w": Tensor(WEIGHT)}, "step": 1}, tmp_path / "0")
     save({"b": {"w": Tensor(WEIGHT)}, "step": 1}, tmp_path / "1")
     found = jaxckpt.load_numpy(jaxckpt.oneflow_ranks({0: tmp_path / "0", 1: tmp_path / "1"}))
     require_equal(found, {"a": {"w": WEIGHT}, "b": {"w": WEIGHT}, "step": 1})
 
 
-# Damaged --------------------------------------------------------------------------------------------------
+# Damage ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_paths_stay_inside_and_nothing_is_run(save: Save, tmp_path: Path) -> Non
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "y", select="w")["w"], np.ones(2))
 
 
-def test_a_folder_that_no_leaf_has_or_two_leaves_have_is_damage(save: Save, tmp_path: Path) -> None:
+def test_a_tensor_folder_without_a_leaf_or_with_two_is_damage(save: Save, tmp_path: Path) -> None:
     shared = Parameter(np.ones(2, np.float32))
     save({"a": shared, "b": shared, "c": Parameter(np.zeros(2, np.float32))}, tmp_path / "x", True)
     found = jaxckpt.load_numpy(tmp_path / "x")

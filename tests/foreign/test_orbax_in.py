@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax itself writes here, read without it."""
+"""Checkpoints that Orbax writes in these tests, read without Orbax."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax")
 
 def state() -> dict[str, Any]:
     random = np.random.default_rng(0)
-    bits = random.integers(0, 1 << 16, (24, 8), np.uint16)  # NaN payloads and infinities among them
+    bits = random.integers(0, 1 << 16, (24, 8), np.uint16)  # includes NaN payloads and infinities
     return {
         "a.c": 3,
         "a/b": np.arange(3),
@@ -89,7 +89,7 @@ def named(tree: Any) -> Any:
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Equal trees of equal types, bit for bit; jax.Arrays may have come back as NumPy's."""
+    """Trees of equal types and bits; jax.Arrays may have come back as NumPy arrays."""
     found, wanted = named(found), named(wanted)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -144,7 +144,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path, Any], None], Any]] = {
 
 @pytest.fixture(scope="module", params=sorted(LAYOUTS))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(a checkpoint in a layout, what it holds)."""
+    """(a checkpoint in a layout, its content)."""
     save, wanted = LAYOUTS[request.param]
     path = tmp_path_factory.mktemp("orbax") / "checkpoint"
     names = set(wanted)
@@ -164,7 +164,7 @@ def test_every_layout_comes_back_bit_for_bit(saved: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (8, 1), (3, 2)])
-def test_it_is_restored_onto_another_mesh(saved: tuple[Path, Any], shape: tuple[int, int]) -> None:
+def test_restored_onto_another_mesh(saved: tuple[Path, Any], shape: tuple[int, int]) -> None:
     path, wanted = saved
     specs = {"bf16": P("data"), "f8": P("model", None), "layers": P("data", "model"), "keys": P("model")}
     specs = {name: spec for name, spec in specs.items() if name in wanted}
@@ -189,7 +189,7 @@ def test_boxes_verify_diff_and_plan(saved: tuple[Path, Any], tmp_path: Path) -> 
     assert checkpoint.plan(mesh=mesh(4, 2)).read_bytes >= checkpoint.plan(mesh=mesh(4, 2)).needed_bytes > 0
 
 
-def test_it_is_converted(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_converted_to_jaxckpts_format(saved: tuple[Path, Any], tmp_path: Path) -> None:
     path, wanted = saved
     convert(path, tmp_path / "ours")
     assert_same(jaxckpt.restore(tmp_path / "ours"), wanted)
@@ -203,7 +203,7 @@ def test_orbax_is_not_imported(tmp_path: Path, run_python: Callable[..., str]) -
         print(jaxckpt.load_numpy({str(tmp_path / "x")!r}))
         assert not [name for name in sys.modules if name.split(".")[0] == "orbax"]
     """
-    # A setting of its own has it run in a new Python: the one that others are forks of has imported Orbax through Flax.
+    # A separate setting forces a new Python process: the server of forks has imported Orbax through Flax.
     assert "'w': array([1., 1., 1.])" in run_python(program, env={"PYTHONHASHSEED": "0"})
 
 
@@ -222,7 +222,7 @@ def manager(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_metrics_that_json_lacks(tmp_path: Path) -> None:
+def test_metrics_that_json_cannot_represent(tmp_path: Path) -> None:
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}), metrics={"loss": float("nan"), "top": [1.0]})
@@ -248,7 +248,7 @@ def test_a_managers_folder_opens_its_newest_complete_step(manager: Path) -> None
 
 def test_an_unfinished_step_is_never_chosen(manager: Path) -> None:
     shutil.copytree(manager / "ckpt_000006", manager / "ckpt_000008.orbax-checkpoint-tmp")
-    uncommitted = manager / "ckpt_000010"  # as it lies on an object store, where nothing is renamed
+    uncommitted = manager / "ckpt_000010"  # as on an object store, which renames nothing
     shutil.copytree(manager / "ckpt_000006", uncommitted)
     (uncommitted / "commit_success.txt").unlink()
     record = json.loads((uncommitted / "_CHECKPOINT_METADATA").read_text())
@@ -265,7 +265,7 @@ def test_an_unfinished_step_is_never_chosen(manager: Path) -> None:
         jaxckpt.open(manager)
 
 
-def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "metadata").touch()
@@ -360,7 +360,7 @@ def test_a_chunk_that_is_missing_cut_or_altered_is_an_error(tmp_path: Path, zarr
         if damaged is not None:
             chunk.write_bytes(damaged)
         else:
-            assert jaxckpt.open(path)["layers/0/w"][:6].any() == False  # noqa: E712 - what is there can be read
+            assert jaxckpt.open(path)["layers/0/w"][:6].any() == False  # noqa: E712 - the remaining data can be read
         with pytest.raises(DataError, match="'layers/0/w'"):
             jaxckpt.load_numpy(path)
         report = jaxckpt.verify(path)
@@ -472,7 +472,7 @@ def test_metadata_that_is_missing_cut_or_hostile_is_an_error(tmp_path: Path, zar
     )
 
 
-def test_indices_of_a_list_must_be_there(tmp_path: Path) -> None:
+def test_a_list_must_have_all_its_indices(tmp_path: Path) -> None:
     save_pytree(tmp_path / "x", {"l": [np.ones(1), np.ones(2), np.ones(3)]})
     rewrite(
         tmp_path / "x/_METADATA",
@@ -484,7 +484,7 @@ def test_indices_of_a_list_must_be_there(tmp_path: Path) -> None:
 
 def database(path: Path, **options: Any) -> dict[str, Any]:
     """A checkpoint of few bytes, in a database."""
-    # Arrays of up to 1 KiB would lie in the nodes of the database.
+    # Arrays of up to 1 KiB would be stored in the nodes of the database.
     random = np.random.default_rng(0)
     tree = {"v": random.random(700), "w": random.random(600)}
     save_pytree(path, tree, **options)
@@ -492,9 +492,9 @@ def database(path: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
-    """The manifest and the nodes of a database have checksums. The bytes of arrays have none, in Orbax's format as in
-    zstd's frames: what zstd does not find out is an array with other values, as it would be in Orbax's hands."""
+def test_a_flipped_bit_in_any_byte_of_a_checkpoint(tmp_path: Path) -> None:
+    """The manifest and the nodes of a database have checksums. The bytes of arrays have none, neither in Orbax's format
+    nor in zstd's frames. If zstd does not detect the damage, the array has other values, as in Orbax itself."""
     path = tmp_path / "x"
     tree = database(path)
     message: dict[bool, int] = {True: 0, False: 0}
@@ -514,7 +514,7 @@ def test_any_byte_of_a_checkpoint_may_be_flipped(tmp_path: Path) -> None:
                 file.write_bytes(content)
             if of_arrays:
                 assert {name: value.shape for name, value in found.items()} == {"v": (700,), "w": (600,)}
-            elif file.name != "_METADATA":  # there it may be a key
+            elif file.name != "_METADATA":  # in _METADATA, the byte may belong to a key
                 assert_same(found, tree)
     assert message[False] > 100
     assert message[True] > 0
@@ -531,7 +531,7 @@ def test_a_database_that_lacks_a_file_is_an_error(tmp_path: Path) -> None:
             if cut is not None:
                 file.write_bytes(content[:cut])
             try:
-                assert_same(jaxckpt.load_numpy(path), tree)  # nodes of one process alone are not read
+                assert_same(jaxckpt.load_numpy(path), tree)  # the nodes of a single process are not read
             except DataError:
                 used += 1
             file.write_bytes(content)
@@ -572,9 +572,9 @@ needed only for PRNG keys, and the common database has the same index as the dat
         save_items_of_v1,
     ],
 )
-def test_each_file_that_is_lost_is_missed(save: Callable[[Path, Any], None], tmp_path: Path) -> None:
+def test_each_lost_file_is_reported(save: Callable[[Path, Any], None], tmp_path: Path) -> None:
     tree = {"w": np.random.default_rng(0).random((20, 30)), "n": 3, "sharded": on(np.arange(64.0), P("data")), "e": {}}
-    if save is not v1.save:  # which cannot save them
+    if save is not v1.save:  # it cannot save them
         tree["keys"] = jax.random.split(jax.random.key(7, impl="rbg"), 2)
     path = tmp_path / "x"
     save(path, tree)
@@ -592,7 +592,7 @@ def test_each_file_that_is_lost_is_missed(save: Callable[[Path, Any], None], tmp
                 assert not jaxckpt.verify(path).ok
         else:
             parts = {*lost.relative_to(path).parts}
-            alone = save not in (save_step, v1.save, save_items_of_v1)  # _METADATA is all that a single tree needs
+            alone = save not in (save_step, v1.save, save_items_of_v1)  # a single tree needs only _METADATA
             assert parts & HARMLESS or (alone and parts == {"_CHECKPOINT_METADATA"}), lost
             assert_same(found, wanted)
             assert {name: leaf.kind for name, leaf in jaxckpt.open(path).leaves.items()} == kinds
@@ -602,8 +602,8 @@ def test_each_file_that_is_lost_is_missed(save: Callable[[Path, Any], None], tmp
     assert_same(jaxckpt.load_numpy(path), wanted)
 
 
-def test_what_cannot_be_looked_at_does_not_count_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the file system opens neither an older step nor a step without some of its items."""
+def test_an_inaccessible_file_does_not_count_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error of the file system, neither an older step nor an incomplete step is opened."""
     run = tmp_path / "run"
     with ocp.CheckpointManager(run) as manager:
         for step in (1, 2):
@@ -666,7 +666,7 @@ def test_a_step_of_an_older_orbax_needs_no_step_file(tmp_path: Path) -> None:
     assert_same(jaxckpt.load_numpy(step), {"w": np.ones(3)})
 
 
-def test_items_that_were_saved_by_themselves_are_below_their_names(tmp_path: Path) -> None:
+def test_items_that_were_saved_separately_are_below_their_names(tmp_path: Path) -> None:
     save_standard(tmp_path / "x" / "a", {"w": np.ones(3)})
     save_standard(tmp_path / "x" / "b", {"w": np.zeros(3)})
     assert_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"w": np.ones(3)}, "b": {"w": np.zeros(3)}})
@@ -683,14 +683,14 @@ def test_separate_checkpoints_in_a_folder_are_never_replaced(format: str, tmp_pa
         assert_same(jaxckpt.load_numpy(tmp_path / "x" / name), {"w": np.ones(3)})
 
 
-def test_an_item_of_json_alone(tmp_path: Path) -> None:
+def test_a_single_json_item(tmp_path: Path) -> None:
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "x", args=ocp.args.JsonSave({"a": [1, None]}))
     assert jaxckpt.load_numpy(tmp_path / "x") == {"a": [1, None]}
 
 
-def test_what_orbax_stores_of_an_array_of_zeros(tmp_path: Path) -> None:
-    """Everything, because a lost chunk could otherwise not be distinguished from a chunk of zeros."""
+def test_orbax_stores_all_chunks_of_zeros(tmp_path: Path) -> None:
+    """Otherwise, a lost chunk could not be distinguished from a chunk of zeros."""
     path = tmp_path / "x"
     save_pytree(path, {"w": on(np.zeros((12, 8)), P("data", "model"))})
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()

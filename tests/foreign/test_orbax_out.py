@@ -90,7 +90,7 @@ READERS: dict[str, Callable[[Path, Any], Any]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_of_orbax_restores_it(tmp_path: Path, reader: str) -> None:
+def test_every_reader_of_orbax_restores_the_checkpoint(tmp_path: Path, reader: str) -> None:
     jaxckpt.save(tmp_path / "ours", state())
     convert(tmp_path / "ours", tmp_path / "theirs", format="orbax")
     assert_same(READERS[reader](tmp_path / "theirs", None), state())
@@ -113,7 +113,7 @@ def test_onto_another_mesh_as_a_training_state(tmp_path: Path, reader: str) -> N
     assert restored["params"]["w"].sharding == NamedSharding(over, P("model", "data"))
 
 
-def test_there_and_back_again(tmp_path: Path) -> None:
+def test_to_orbax_and_back(tmp_path: Path) -> None:
     tree = state() | {
         "a/b": {"c.d": "text/with~1things\n", "e": "x" * 5000},
         "complex": 1 + 2j,
@@ -128,7 +128,7 @@ def test_there_and_back_again(tmp_path: Path) -> None:
     tree["complex"], tree["third"] = (
         np.array(tree["complex"]),
         np.array(tree["third"]),
-    )  # no Python or NumPy scalars there
+    )  # Orbax has no Python or NumPy scalars there
     assert_same(back, tree)
     assert back["bf16"].sharding == tree["bf16"].sharding
     assert_same(pytree(tmp_path / "theirs", None), tree)
@@ -150,7 +150,7 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1000, 7), (3, 51, 64), (4097,), (1, 8192)])
-def test_large_arrays_are_cut_into_chunks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_large_arrays_are_split_into_chunks(tmp_path: Path, shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).standard_normal(shape)
     split = P(*(None if side % 2 else "data" for side in shape))
     tree = {"host": array, "device": on(array.astype(np.float32), split)}
@@ -213,7 +213,7 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
         convert(tmp_path / "none", tmp_path / "none2", format="orbax")
 
 
-def test_it_looks_like_one_of_orbaxs_own(tmp_path: Path) -> None:
+def test_the_files_are_those_that_orbax_writes(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ours", state())
     convert(tmp_path / "ours", tmp_path / "theirs", format="orbax")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)) as checkpointer:
@@ -228,7 +228,7 @@ def test_it_looks_like_one_of_orbaxs_own(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, run_python: Callable[..., str]) -> None:
-    """512 MiB, in two arrays; in chunks of 64 MiB."""
+    """Two arrays of 512 MiB in total, in chunks of 64 MiB."""
     array = np.lib.stride_tricks.as_strided(np.arange(4096, dtype=np.float32), (16384, 4096), (0, 4))
     jaxckpt.save(tmp_path / "small", {"a": np.ones(3)})
     jaxckpt.save(tmp_path / "ours", {"a": np.ascontiguousarray(array), "b": np.ascontiguousarray(array)})

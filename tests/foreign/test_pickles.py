@@ -1,4 +1,4 @@
-"""The interpreter of pickles: data comes back, nothing is run, and no file makes it hang or take memory."""
+"""The interpreter of pickles restores data, runs no code, and no file makes it hang or exhaust memory."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ DATA = st.recursive(
 def test_data_comes_back(tmp_path_factory, data: Any, protocol: int, start: int) -> None:
     found = read(tmp_path_factory.getbasetemp(), pickle.dumps(data, protocol), start)
     assert found == data
-    assert repr(found) == repr(data)  # types too
+    assert repr(found) == repr(data)  # compares types too
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64", "bfloat16", "float8_e4m3fn"])
-def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dtype: str) -> None:
+def test_numpy_arrays_are_located_in_the_file(tmp_path: Path, protocol: int, dtype: str) -> None:
     small = np.arange(6).reshape(2, 3).astype(dtype)
     large = np.arange(MIN_LOCATED_BYTES).reshape(2, -1).astype(dtype)
     tree = {"small": small, "large": large, "fortran": np.asfortranarray(large), "empty": small[:0], "one": small[0, 0]}
@@ -76,7 +76,7 @@ def test_numpy_arrays_are_found_where_they_lie(tmp_path: Path, protocol: int, dt
     for name, array in tree.items():
         assert array_of(found[name]).tobytes() == array.tobytes(), name
     assert found["one"].kind == "numpy_scalar"
-    assert isinstance(found["large"].data, FileData) == (protocol > 2)  # before, bytes were written as text
+    assert isinstance(found["large"].data, FileData) == (protocol > 2)  # earlier protocols write bytes as text
 
 
 def test_large_bytes_are_not_read(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_large_bytes_are_not_read(tmp_path: Path) -> None:
 
 
 class Runs:
-    """Pickled as a call of anything."""
+    """An object whose pickle calls a given function."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -106,8 +106,8 @@ def test_nothing_is_called(tmp_path: Path, protocol: int) -> None:
         "builtins.getattr": Runs(getattr, Runs(getattr, "", "join"), "__class__"),
         "builtins.exec": Runs(exec, "raise SystemExit"),
     }
-    found = read(tmp_path, pickle.dumps({**calls, "beside": 7}, protocol))
-    assert found["beside"] == 7
+    found = read(tmp_path, pickle.dumps({**calls, "data": 7}, protocol))
+    assert found["data"] == 7
     assert not mark.exists()
     for name in calls:
         with pytest.raises(DataError, match=name):
@@ -133,30 +133,30 @@ MEGABYTE = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        pytest.param(LAUGHS + b".", "more than", id="a list of the same two lists, 200 times over"),
-        pytest.param(TUPLES + b".", "more than", id="tuples likewise"),
+        pytest.param(LAUGHS + b".", "more than", id="200 lists, each with the previous one twice"),
+        pytest.param(TUPLES + b".", "more than", id="200 tuples, each with the previous one twice"),
         pytest.param(b"]q\x00h\x00h\x00\x86e.", "damaged", id="appends without a mark"),
-        pytest.param(b"]q\x00(h\x00h\x00e.", "nested deeper", id="a list in itself, twice"),
-        pytest.param(b"]" * 100_000 + b"a" * 99_999 + b".", "nested deeper", id="depth"),
-        pytest.param(b"N" + b"\x85" * 100_000 + b".", "nested deeper", id="depth of tuples"),
+        pytest.param(b"]q\x00(h\x00h\x00e.", "nested deeper", id="a list that contains itself twice"),
+        pytest.param(b"]" * 100_000 + b"a" * 99_999 + b".", "nested deeper", id="deep lists"),
+        pytest.param(b"N" + b"\x85" * 100_000 + b".", "nested deeper", id="deep tuples"),
         pytest.param(b"(" * 100_000 + b"t" * 99_999 + b".", "nested deeper", id="marks"),
         pytest.param(
             b"c_codecs\nencode\nq\x00" + MEGABYTE + b"q\x01X\x06\x00\x00\x00latin1q\x020"
             b"0" + b"h\x00h\x01h\x02\x86R" * 100_000 + b".",
             "copy far more",
-            id="copies of a megabyte",
+            id="many copies of one megabyte",
         ),
         pytest.param(b"\x8d" + struct.pack("<Q", 1 << 62) + b"x.", "ends in the middle of", id="text of 4 exabytes"),
         pytest.param(b"\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "ends in the middle of", id="bytes of 4 exabytes"),
         pytest.param(b"\x8b" + struct.pack("<I", 1 << 31) + b"x.", "ends in the middle of", id="an integer of 2 GiB"),
-        pytest.param(b"L" + b"9" * 100_000 + b"L\n.", "damaged", id="decimals in quadratic time"),
+        pytest.param(b"L" + b"9" * 100_000 + b"L\n.", "damaged", id="decimals that take quadratic time"),
         pytest.param(b"h\x07.", "memo or mark that does not exist", id="an empty memo"),
         pytest.param(b".", "memo or mark that does not exist", id="an empty stack"),
         pytest.param(b"N", "ends", id="no end"),
         pytest.param(b"", "ends", id="nothing"),
         pytest.param(b"\xffN.", "does not build data", id="no operation"),
         pytest.param(b"\x82\x01.", "does not build data", id="the extension registry"),
-        pytest.param(b"\x97.", "does not build data", id="a buffer outside"),
+        pytest.param(b"\x97.", "does not build data", id="an out-of-band buffer"),
         pytest.param(b"Nbaz.", "damaged", id="items of None"),
         pytest.param(b"K\x01Q.", "external object", id="a persistent id"),
         pytest.param(b"(NNNd.", "no value", id="a key alone"),
@@ -173,7 +173,7 @@ def test_hostile_pickles_are_reported(
         read(tmp_path, data)
 
 
-def test_keys_whose_hashes_take_time_are_not_hashed(tmp_path: Path) -> None:
+def test_keys_that_are_slow_to_hash_are_not_hashed(tmp_path: Path) -> None:
     """The hash of 200 nested pairs takes 2^200 steps; 200,000 integers of one hash take 2 * 10^10 comparisons."""
     assert "type tuple" in read(tmp_path, b"}" + TUPLES + b"Ns.").data.reason
     modulus = (1 << 61) - 1
@@ -202,7 +202,7 @@ def test_every_prefix_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_altered_bytes_raise_nothing_else(tmp_path: Path, seed: int) -> None:
+def test_altered_bytes_raise_only_our_errors(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     message = 0
     for _ in range(100):
@@ -226,7 +226,7 @@ def test_keys_that_jax_cannot_sort_keep_their_order(tmp_path: Path) -> None:
     assert "not UTF-8" in read(tmp_path, pickle.dumps({1: 2, "\ud800": 1})).data.reason
 
 
-def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unsupported_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
     value = {"set": {1}, "same": {0: 2, "0": 3}, "name": os.path.join, "object": Path("/"), "surrogate": {"\ud800": 1}}
     found = read(tmp_path, pickle.dumps(value))
     assert found.keys() == value.keys()
@@ -237,7 +237,7 @@ def test_odd_values_are_leaves_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_key_that_a_dict_has_twice_is_an_error(tmp_path: Path, protocol: int) -> None:
+def test_a_repeated_key_of_a_dict_is_an_error(tmp_path: Path, protocol: int) -> None:
     for items in ({"a0": 1, "a1": 2, "b": 3}, {"a0": 1}):
         written = pickle.dumps([items, {"a1": 2}], protocol).replace(b"a1", b"a0")
         (tmp_path / "x").write_bytes(written)

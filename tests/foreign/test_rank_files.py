@@ -1,4 +1,4 @@
-"""Rank files made at home: .npz and .safetensors, put together by specs or by offsets."""
+"""Custom rank files (.npz, .safetensors), combined by specs or by offsets."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def read(array: ForeignArray | str | bytes, box: Any = None) -> np.ndarray:
     return target
 
 
-# Put together ---------------------------------------------------------------------------------------------
+# Combining ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_specs_say_which_rank_holds_what(tmp_path: Path, writer: str) -> None:
+def test_ranks_are_combined_by_specs(tmp_path: Path, writer: str) -> None:
     tiles = [
         {"w": W[4 * a : 4 * a + 4, 3 * b : 3 * b + 3], "b": W[0, 3 * b : 3 * b + 3]} for a in (0, 1) for b in (0, 1)
     ]
@@ -71,8 +71,8 @@ def test_specs_say_which_rank_holds_what(tmp_path: Path, writer: str) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_offsets_say_where_a_shard_starts(tmp_path: Path, writer: str) -> None:
-    """Shards of any size, which no mesh and spec can describe."""
+def test_ranks_are_combined_by_offsets(tmp_path: Path, writer: str) -> None:
+    """Shards of any size, even those that no mesh and spec can describe."""
     starts = [(0, 0), (0, 4), (3, 4), (1, 0)]
     shards = [W[:1, :4], W[:3, 4:], W[3:, 4:], W[1:, :4]]
     files = write(tmp_path, writer, [{"w": shard, "lr": np.float32(0.1)} for shard in shards])
@@ -87,7 +87,7 @@ def test_one_axis_of_ranks_is_the_default(tmp_path: Path) -> None:
     np.testing.assert_array_equal(jaxckpt.load_numpy(jaxckpt.rank_files(files, specs=P("rank")))["w"], W)
 
 
-def test_names_are_paths_and_texts_are_texts(tmp_path: Path) -> None:
+def test_names_are_paths_and_strings_come_back(tmp_path: Path) -> None:
     held = {"params/a/w": W, "params/b": W[0], "name": np.array("adam"), "raw": np.array(b"\1\2")}
     files = write(tmp_path, "savez_compressed", [held, held])
     found = jaxckpt.load_numpy(jaxckpt.rank_files(files, specs={"params": {"a": P()}, "params/b": P()}))
@@ -217,7 +217,7 @@ def test_any_box_of_any_member_is_read(
             assert read(found, box).tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-def test_reading_of_a_deflated_member_starts_where_it_was_before(
+def test_reading_a_deflated_member_resumes_at_a_snapshot(
     tmp_path: Path, bytes_inflated: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(npz, "READ_BYTES", 1 << 14)
@@ -237,7 +237,7 @@ def test_reading_of_a_deflated_member_starts_where_it_was_before(
 
 @pytest.fixture
 def bytes_inflated(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Tells how much has come out of deflated members so far."""
+    """A function that returns the number of bytes inflated from members so far."""
     counts: list[int] = []
     stream = npz._Stream.read  # pyright: ignore[reportPrivateUsage]
 
@@ -278,8 +278,8 @@ def test_members_of_other_programs_are_reported(tmp_path: Path) -> None:
         read_npz(str(path))
 
 
-def test_a_shape_beyond_the_file_is_not_believed(tmp_path: Path) -> None:
-    """A few bytes that would inflate to a petabyte, by their header."""
+def test_a_shape_larger_than_the_file_is_an_error(tmp_path: Path) -> None:
+    """A few bytes whose header claims a petabyte."""
     np.savez_compressed(tmp_path / "a.npz", w=np.zeros(1000, np.uint8))
     with zipfile.ZipFile(tmp_path / "a.npz") as archive:
         content = archive.read("w.npy")
@@ -292,7 +292,7 @@ def test_a_shape_beyond_the_file_is_not_believed(tmp_path: Path) -> None:
             read_npz(str(tmp_path / "b.npz"))
 
 
-def test_a_deflated_member_is_held_against_its_checksum(tmp_path: Path) -> None:
+def test_a_deflated_member_is_compared_with_its_checksum(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=W)
     content = bytearray((tmp_path / "a.npz").read_bytes())
     with zipfile.ZipFile(tmp_path / "a.npz") as archive:
@@ -307,7 +307,7 @@ def test_a_deflated_member_is_held_against_its_checksum(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", WRITERS)
 @given(data=st.data())
 @settings(max_examples=300)
-def test_a_damaged_file_gives_an_error_or_what_is_left(
+def test_a_damaged_file_gives_an_error_or_the_undamaged_part(
     tmp_path_factory: pytest.TempPathFactory, writer: str, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / f"damaged-{writer}"
@@ -321,7 +321,7 @@ def test_a_damaged_file_gives_an_error_or_what_is_left(
     except JaxckptError:
         return
     for name in found.keys() & held.keys():
-        if isinstance(found[name], np.ndarray) and found[name].shape == held[name].shape:  # else a name was hit
+        if isinstance(found[name], np.ndarray) and found[name].shape == held[name].shape:  # else a name was damaged
             assert found[name].dtype == held[name].dtype or writer == "savez"
             assert (found[name].view(np.uint8) != held[name].view(np.uint8)).sum() <= (writer != "savez_compressed")
 
@@ -334,7 +334,7 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes, as_
         jaxckpt.rank_files({0: path})
 
 
-def test_a_member_of_two_names_is_damage(tmp_path: Path) -> None:
+def test_a_member_with_two_names_is_damage(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", weight=W, ü=W)
     assert set(read_npz(str(tmp_path / "a.npz"))) == {"weight", "ü"}
     content = bytearray((tmp_path / "a.npz").read_bytes())
@@ -364,7 +364,7 @@ def test_verify_compares_the_checksums_of_plain_members(tmp_path: Path) -> None:
         (Path("s3://bucket/rank0.npz"), "lost a slash"),
     ],
 )
-def test_what_is_no_local_path_is_an_input_error(path: Any, reason: str) -> None:
+def test_a_value_that_is_not_a_local_path_is_an_input_error(path: Any, reason: str) -> None:
     with pytest.raises(jaxckpt.InputError, match=reason):
         jaxckpt.rank_files({0: path}, specs=P("rank"))
     with pytest.raises(jaxckpt.InputError, match=reason):

@@ -1,4 +1,4 @@
-"""Files that ColossalAI and MindSpore wrote themselves, in tests/data: whole, with lost files, cut and altered."""
+"""Files that ColossalAI and MindSpore wrote, in tests/data: complete, with lost files, truncated and altered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REAL = {
     for library in ("colossalai", "mindspore", "oneflow")
     for name, value in recorded(library).items()
 }
-FOLDERS = [name for name in REAL if (DATA / name).is_dir() and not name.startswith("oneflow")]  # that has its own
+FOLDERS = [name for name in REAL if (DATA / name).is_dir() and not name.startswith("oneflow")]  # it has its own test
 
 
 def copied(name: str, to: Path) -> Path:
@@ -29,7 +29,7 @@ def copied(name: str, to: Path) -> Path:
 
 def wanted(name: str) -> Any:
     found = decoded(REAL[name])
-    if name == "mindspore/dtypes.safetensors":  # a name with "/" in it leads into a dict there
+    if name == "mindspore/dtypes.safetensors":  # there, a name with "/" becomes a nested dict
         found["a"] = {"b.c": found.pop("a/b.c")}
     if name == "mindspore/dtypes.ckpt":  # MindSpore stores numbers as arrays
         found |= {"epoch": np.array(3), "rate": np.array(0.5, np.float32), "flag": np.array(True)}
@@ -37,7 +37,7 @@ def wanted(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_what_the_library_wrote_comes_back(name: str, tmp_path: Path) -> None:
+def test_the_librarys_files_come_back(name: str, tmp_path: Path) -> None:
     require_same(jaxckpt.load_numpy(DATA / name), wanted(name))
     assert jaxckpt.verify(DATA / name).ok
     jaxckpt.convert(DATA / name, tmp_path / "ours")
@@ -54,7 +54,7 @@ def test_short_reads_lose_nothing(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_each_lost_file_is_missed(name: str, tmp_path: Path) -> None:
+def test_each_lost_file_is_reported(name: str, tmp_path: Path) -> None:
     folder = copied(name, tmp_path / "x")
     for lost in sorted(folder.iterdir()):
         lost.rename(tmp_path / "lost")
@@ -66,7 +66,7 @@ def test_each_lost_file_is_missed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", REAL)
-def test_cut_and_altered_files_raise_nothing_else(name: str, tmp_path: Path) -> None:
+def test_truncated_and_altered_files_raise_only_our_errors(name: str, tmp_path: Path) -> None:
     chance = random.Random(name)
     copy = copied(name, tmp_path / Path(name).name)
     files = sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]

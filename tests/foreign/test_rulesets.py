@@ -1,6 +1,6 @@
-"""Models that transformers saved, read through the ready rules: JAX computes the logits that transformers computed.
+"""Models that transformers saved, read through the built-in rules: JAX computes the same logits as transformers.
 
-tests/programs/transformers_writer.py made the files: tiny models with random weights.
+tests/programs/transformers_writer.py wrote the files: tiny models with random weights.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def last_dimension_that_divides(path: str, leaf: Any) -> P:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_on_a_mesh_are_those_of_transformers(family: str, mesh: Mesh) -> None:
+def test_logits_on_a_mesh_equal_those_of_transformers(family: str, mesh: Mesh) -> None:
     rules = jaxckpt.huggingface_rules(DATA / family)
     tree = jaxckpt.restore(DATA / family, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
     expected = np.load(DATA / family / "expected.npz")
@@ -114,7 +114,7 @@ def test_logits_on_a_mesh_are_those_of_transformers(family: str, mesh: Mesh) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scan", [False, True])
-def test_the_way_back_gives_the_same_tensors(family: str, scan: bool, tmp_path: Path) -> None:
+def test_the_inverse_gives_the_same_tensors(family: str, scan: bool, tmp_path: Path) -> None:
     rules = jaxckpt.huggingface_rules(DATA / family, scan=scan)
     jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
     back = tmp_path / "model.safetensors"
@@ -129,7 +129,7 @@ def test_the_way_back_gives_the_same_tensors(family: str, scan: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_what_is_written(family: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_export(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers loads the export")
     torch = pytest.importorskip("torch")
     rules = jaxckpt.huggingface_rules(DATA / family, scan=True)
@@ -200,7 +200,7 @@ class Llama(nnx.Module):
         return self.head(self.norm(x))
 
 
-def test_a_module_of_flax_nnx_takes_the_plain_tree_and_gives_it_back(mesh: Mesh, tmp_path: Path) -> None:
+def test_a_flax_nnx_module_is_restored_from_the_plain_tree_and_exported(mesh: Mesh, tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     rules = jaxckpt.huggingface_rules(DATA / "llama")
     abstract = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
@@ -233,11 +233,11 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
-def quantise(folder: Path, quantised: dict[str, Any], family: str = "qwen3") -> dict[str, Any]:
+def quantize(folder: Path, quantized: dict[str, Any], family: str = "qwen3") -> dict[str, Any]:
     """Write a folder like Qwen3-FP8 or those of compressed-tensors, and return its tensors as floats."""
-    dtype = "float8_e4m3fn" if quantised["quant_method"] == "fp8" else "int8"
+    dtype = "float8_e4m3fn" if quantized["quant_method"] == "fp8" else "int8"
     config = json.loads((DATA / family / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     tensors, floats = jaxckpt.load_numpy(DATA / family), {}
     stored: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -245,7 +245,7 @@ def quantise(folder: Path, quantised: dict[str, Any], family: str = "qwen3") -> 
         if not name.endswith("_proj.weight"):
             continue
         most = 448.0 if dtype == "float8_e4m3fn" else 127.0
-        rows, columns = FP8["weight_block_size"] if quantised is FP8 else (1, tensor.shape[1])
+        rows, columns = FP8["weight_block_size"] if quantized is FP8 else (1, tensor.shape[1])
         grid = [(r, c) for r in range(0, tensor.shape[0], rows) for c in range(0, tensor.shape[1], columns)]
         scales = np.zeros((-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)), "float32")
         values, back = np.zeros(tensor.shape, DTYPES[dtype]), np.zeros(tensor.shape, "float32")
@@ -257,19 +257,19 @@ def quantise(folder: Path, quantised: dict[str, Any], family: str = "qwen3") -> 
             values[at] = (np.round(scaled) if dtype == "int8" else scaled).astype(DTYPES[dtype])
             back[at] = values[at].astype("float32") * scale
         stored[name], floats[name] = values, back
-        stored[f"{name}_scale_inv" if quantised is FP8 else f"{name}_scale"] = scales
+        stored[f"{name}_scale_inv" if quantized is FP8 else f"{name}_scale"] = scales
     jaxckpt.save(folder / "checkpoint", stored)
     jaxckpt.convert(folder / "checkpoint", folder / "model.safetensors")
     shutil.rmtree(folder / "checkpoint")
     return floats
 
 
-@pytest.mark.parametrize("quantised", [FP8, compressed()], ids=["fp8", "int8"])
+@pytest.mark.parametrize("quantized", [FP8, compressed()], ids=["fp8", "int8"])
 @pytest.mark.parametrize("layout", ["plain", "maxtext"])
-def test_quantised_folders_are_read_as_the_floats_that_they_stand_for(
-    quantised: dict[str, Any], layout: Any, mesh: Mesh, tmp_path: Path
+def test_quantized_folders_are_read_as_floats(
+    quantized: dict[str, Any], layout: Any, mesh: Mesh, tmp_path: Path
 ) -> None:
-    floats = quantise(tmp_path, quantised)
+    floats = quantize(tmp_path, quantized)
     rules = jaxckpt.huggingface_rules(tmp_path, layout=layout)
     found = jaxckpt.restore(tmp_path, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
     jaxckpt.save(tmp_path / "floats", floats)
@@ -283,7 +283,7 @@ def test_quantised_folders_are_read_as_the_floats_that_they_stand_for(
 
 
 @pytest.mark.parametrize(
-    "quantised",
+    "quantized",
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "fp8", "weight_block_size": None},
@@ -292,18 +292,18 @@ def test_quantised_folders_are_read_as_the_floats_that_they_stand_for(
         {**compressed(), "format": "pack-quantized"},
     ],
 )
-def test_other_ways_to_quantise_are_an_error(quantised: dict[str, Any], tmp_path: Path) -> None:
+def test_other_quantization_methods_are_an_error(quantized: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     with pytest.raises(jaxckpt.InputError, match="rules exist"):
         jaxckpt.huggingface_rules(tmp_path)
 
 
-def test_blocks_that_older_compressed_tensors_wrote_as_text(tmp_path: Path) -> None:
+def test_blocks_that_older_versions_of_compressed_tensors_wrote_as_text(tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     for structure in ([8, 4], "8x4"):
-        quantised = compressed(strategy="block", block_structure=structure)
-        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+        quantized = compressed(strategy="block", block_structure=structure)
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
         assert {rule.block for rule in jaxckpt.huggingface_rules(tmp_path).rules} == {None, (8, 4)}
 
 
@@ -318,14 +318,14 @@ def test_blocks_that_older_compressed_tensors_wrote_as_text(tmp_path: Path) -> N
         {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}},
     ],
 )
-def test_a_configuration_of_other_values_is_an_error(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_an_invalid_value_in_the_configuration_is_an_error(damage: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **damage}))
     with pytest.raises(jaxckpt.DataError, match=r"the config\.json of .* has a value that does not fit"):
         jaxckpt.huggingface_rules(tmp_path)
 
 
-def test_a_folder_that_is_no_local_path_is_an_error() -> None:
+def test_a_folder_that_is_not_a_local_path_is_an_error() -> None:
     for folder, expected in (("s3://bucket/model", "must be a local folder"), (3, "str or PathLike, found 3")):
         with pytest.raises(jaxckpt.InputError, match=expected):
             jaxckpt.huggingface_rules(folder)  # pyright: ignore

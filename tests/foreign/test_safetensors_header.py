@@ -1,4 +1,4 @@
-"""The header of a .safetensors file: headers of other writers are read exactly, damaged headers are errors."""
+"""The header of a .safetensors file: headers of other writers are read, and damaged headers are errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def entry(dtype: str, shape: list[int], first: int, last: int) -> dict[str, Any]
 @pytest.mark.parametrize(
     "name", "bool uint8 int8 int16 uint16 float16 int32 uint32 float32 int64 uint64 float64".split()
 )
-def test_what_the_library_writes_is_read(tmp_path: Path, name: str) -> None:
+def test_files_of_the_library_are_read(tmp_path: Path, name: str) -> None:
     data = np.arange(24).reshape(2, 3, 4).astype(name)
     tensors = {"b": data, "a": data[0].copy(), "scalar": np.array(data[0, 0, 0]), "empty": data[:0].copy()}
     safetensors = pytest.importorskip("safetensors.numpy", reason="the library itself writes the file")
@@ -165,7 +165,7 @@ WHOLE = raw({"v": W, "__metadata__": {"a": "b"}, "w": entry("BF16", [2, 2], 8, 1
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255), st.booleans())
-def test_a_flipped_or_cut_file_gives_an_error_or_arrays_inside_it(
+def test_a_flipped_or_truncated_file_gives_an_error_or_valid_arrays(
     tmp_path_factory: pytest.TempPathFactory, at: int, flip: int, cut: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped"

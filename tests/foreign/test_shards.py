@@ -1,4 +1,4 @@
-"""Arrays in other libraries' files: strided reads, and coverage by parts."""
+"""Arrays in other libraries' files: strided reads, and the coverage of an array by shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxckpt._runtime.errors import DataError, SpecError
 
 @st.composite
 def strided(draw: st.DrawFn) -> tuple[np.ndarray, tuple[int, ...], Box, int]:
-    """An array as it lies in memory, strides in elements of a permuted and stepped view, a box of it, a span limit."""
+    """(array in memory, strides in elements of a permuted and stepped view, a box of the view, a limit for spans)."""
     base = np.arange(int(np.prod(shape := draw(hnp.array_shapes(max_dims=4, max_side=6)))), dtype="<i4").reshape(shape)
     order = draw(st.permutations(range(len(shape))))
     view = base.transpose(order)[tuple(slice(None, None, draw(st.integers(1, 2))) for _ in shape)]
@@ -44,7 +44,7 @@ def test_a_box_of_a_strided_array_is_read(tmp_path_factory, case, offset: int, f
     np.testing.assert_array_equal(target, view[tuple(slice(*side) for side in box)])
 
 
-def test_a_file_that_is_cut_or_gone_is_reported(tmp_path: Path) -> None:
+def test_a_truncated_or_missing_file_is_reported(tmp_path: Path) -> None:
     block = FileData(str(tmp_path / "x"), 0, "float32", (4,))
     with pytest.raises(DataError, match="x is missing"):
         block.read(((0, 4),), np.empty(4, np.float32))
@@ -64,13 +64,13 @@ def test_a_file_that_is_cut_or_gone_is_reported(tmp_path: Path) -> None:
         ([], r"\[0:4, 0:4\] is not in any shard"),
     ],
 )
-def test_a_hole_an_overlap_and_what_lies_outside_are_named(boxes: list[Box], message: str) -> None:
+def test_gaps_overlaps_and_shards_outside_the_array_are_named(boxes: list[Box], message: str) -> None:
     with pytest.raises(DataError, match=message) as error:
         require_cover("layers/w", (4, 4), boxes)
     assert "'layers/w'" in str(error.value)
 
 
-def test_what_covers_is_put_together() -> None:
+def test_shards_that_cover_the_array_are_combined() -> None:
     data = np.arange(24, dtype=np.float32).reshape(4, 6)
     boxes = [(rows, columns) for rows in ((0, 1), (1, 4)) for columns in ((0, 2), (2, 3), (3, 6))]
     block = tiled("w", (4, 6), [(box, InMemoryData(data[tuple(slice(*side) for side in box)])) for box in boxes])
@@ -98,7 +98,7 @@ def read(array: ForeignArray) -> np.ndarray:
     return target
 
 
-def test_ranks_lie_on_the_mesh_row_by_row() -> None:
+def test_ranks_fill_the_mesh_row_by_row() -> None:
     both = {rank: (slice(4 * (rank // 2), 4 * (rank // 2) + 4), COLUMNS[rank][1]) for rank in range(4)}
     axes = {"data": 2, "model": 2}
     np.testing.assert_array_equal(read(from_ranks("w", ranks(DATA, both), axes, (("data",), ("model",)))), DATA)

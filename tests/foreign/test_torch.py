@@ -1,4 +1,4 @@
-"""Single files of torch.save, written by torch in a process of its own."""
+"""Single files of torch.save, written by torch in a separate process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def readable(path: str) -> bool:
     return path.split("/")[0] not in UNREADABLE
 
 
-def test_tensors_are_read_where_they_lie(folder: Path) -> None:
+def test_tensors_are_read_from_the_file(folder: Path) -> None:
     tree = jaxckpt.load_numpy(folder / "state.pt", select=readable)
     wanted: dict[str, Any] = {
         "c": BASE,
@@ -67,7 +67,7 @@ def test_tensors_are_read_where_they_lie(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(UNREADABLE))
-def test_what_is_no_array_of_ours_is_named(folder: Path, name: str) -> None:
+def test_unsupported_tensors_are_named(folder: Path, name: str) -> None:
     with pytest.raises(DataError, match=f"'{name}': it .*select="):
         jaxckpt.load_numpy(folder / "state.pt", select=name)
 
@@ -82,7 +82,7 @@ def test_an_archive_within_a_file(folder: Path) -> None:
         read_saved(str(folder / "within"))
 
 
-def test_verify_compares_checksums_where_there_are_any(folder: Path, tmp_path: Path) -> None:
+def test_verify_compares_existing_checksums(folder: Path, tmp_path: Path) -> None:
     assert jaxckpt.verify(folder / "no crc.pt").ok
     data = bytearray((folder / "state.pt").read_bytes())
     data[data.index(BASE.tobytes()) + 5] ^= 1
@@ -123,9 +123,9 @@ def test_archives_that_torch_does_not_write_are_reported(folder: Path, tmp_path:
             read_saved(path())
 
 
-def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) -> None:
+def test_truncated_and_altered_files_raise_only_our_errors(folder: Path, tmp_path: Path) -> None:
     chance = random.Random(1)
-    data = (folder / "no crc.pt").read_bytes()  # without a checksum that would be reported first
+    data = (folder / "no crc.pt").read_bytes()  # without checksums, because a wrong checksum would be reported first
     message = 0
     for number in range(600):
         changed = bytearray(data)
@@ -140,7 +140,7 @@ def test_cut_and_altered_files_raise_nothing_else(folder: Path, tmp_path: Path) 
     assert message > 200
 
 
-def test_other_files_are_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+def test_other_files_are_refused(folder: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=BASE)
     assert recognizes(str(folder / "state.pt"), [])
     assert not recognizes(str(tmp_path / "x.npz"), [])

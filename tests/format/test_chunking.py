@@ -1,4 +1,4 @@
-"""Shapes of chunks and objects, by properties: bytes that many kinds of readers read, relative to their needs."""
+"""Property tests of the shapes of chunks and objects: how many bytes readers read, relative to what they need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arrays(cell: Sequence[int], free: Sequence[bool]) -> tuple[int, ...]:
 
 
 @given(st.data())
-def test_cells_are_made_of_objects_and_objects_of_chunks(data: st.DataObject) -> None:
+def test_cells_consist_of_objects_and_objects_of_chunks(data: st.DataObject) -> None:
     cell = data.draw(st.lists(st.integers(0, 3000), max_size=4).map(tuple))
     free = [data.draw(st.booleans()) for _ in cell]
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
@@ -47,8 +47,8 @@ def test_cells_are_made_of_objects_and_objects_of_chunks(data: st.DataObject) ->
 
 
 @given(st.integers(4, 200), st.integers(4, 200))
-def test_free_sides_are_cut_to_about_the_size_asked_whatever_their_factors(rows: int, columns: int) -> None:
-    """97 columns that no mesh axis splits do not make a chunk 16 times too large."""
+def test_free_sides_are_split_to_about_the_requested_size(rows: int, columns: int) -> None:
+    """97 unsplit columns must not make a chunk 16 times too large."""
     chunk = chunking.chunk_shape((rows, columns), 1, 64, (rows, columns))
     assert min(rows * columns, 64) / 4 <= math.prod(chunk) <= 64
 
@@ -66,7 +66,7 @@ def test_a_cell_that_fits_is_one_object(cell: tuple[int, ...], chunk_bytes: int,
 
 @st.composite
 def cells(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """(cell, shape, itemsize) of leaves as models have them: [layers, in, out], [in, layers, out], [layers, experts,
+    """(cell, shape, itemsize) of typical leaves of models: [layers, in, out], [in, layers, out], [layers, experts,
     in, out], [layers, in, heads, width], [in, out], [n]."""
     even = st.sampled_from([n << k for n in (1, 3, 5) for k in range(4, 13)])
     rows, columns = draw(even), draw(even)
@@ -88,7 +88,7 @@ def cells(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def over_read(box: Box, chunk: Sequence[int]) -> float:
-    """Elements of the chunks that a box touches, for each one in it."""
+    """Elements of the chunks that a box touches, per element of the box."""
     read = math.prod(
         (stop - start) * side for (start, stop), side in zip(touched_cells(box, chunk), chunk, strict=True)
     )
@@ -96,13 +96,13 @@ def over_read(box: Box, chunk: Sequence[int]) -> float:
 
 
 def in_one_run(cell: Sequence[int], chunk: Sequence[int]) -> bool:
-    """Whether a chunk is one run of the memory of its cell."""
+    """Whether a chunk is contiguous in the memory of its cell."""
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk))
     return tuple(chunk[row + 1 :]) == tuple(cell[row + 1 :])
 
 
 @given(cells(), st.data())
-def test_one_layer_and_a_range_of_layers_are_read_without_the_others(made: Any, data: st.DataObject) -> None:
+def test_layers_are_read_without_the_others(made: Any, data: st.DataObject) -> None:
     cell, shape, itemsize = made
     chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     size = math.prod(chunk) * itemsize
@@ -121,7 +121,7 @@ def test_one_layer_and_a_range_of_layers_are_read_without_the_others(made: Any, 
 
 @given(cells())
 def test_finer_splits_read_no_more_than_the_bound(made: Any) -> None:
-    """Half, a quarter and an eighth of a cell along any dimension, if its chunks are not the smallest already."""
+    """Half, a quarter and an eighth of a cell along any dimension, unless its chunks are the smallest possible."""
     cell, shape, itemsize = made
     chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     size = math.prod(chunk) * itemsize
@@ -141,7 +141,7 @@ def test_finer_splits_read_no_more_than_the_bound(made: Any) -> None:
 
 
 @given(cells())
-def test_chunks_are_in_place_unless_rows_are_long_or_layers_lie_inside(made: Any) -> None:
+def test_chunks_are_contiguous_unless_rows_are_long_or_layers_are_inside(made: Any) -> None:
     cell, shape, itemsize = made
     chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
     row = next((dim for dim, side in enumerate(chunk) if side > 1), len(chunk) - 1)
@@ -153,7 +153,7 @@ def test_chunks_are_in_place_unless_rows_are_long_or_layers_lie_inside(made: Any
 
 
 @given(cells())
-def test_any_box_reads_at_most_a_chunk_more_at_each_border(made: Any) -> None:
+def test_any_box_reads_at_most_one_extra_chunk_at_each_border(made: Any) -> None:
     """Splits that do not nest with the saved ones, such as 3×2 after 4×2."""
     cell, shape, itemsize = made
     chunk = chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape)
@@ -189,8 +189,6 @@ def test_a_chunk_spans_leaves_only_if_they_are_tiny(rows: int, shape: tuple[int,
         ((12, 1, 768), "nyn", 4, (12, 1, 768)),  # small: whole
     ],
 )
-def test_leaves_that_users_would_recognise(
-    cell: tuple[int, ...], split: str, itemsize: int, chunk: tuple[int, ...]
-) -> None:
+def test_typical_leaves(cell: tuple[int, ...], split: str, itemsize: int, chunk: tuple[int, ...]) -> None:
     shape = tuple(n * 16 if is_split == "y" else n for n, is_split in zip(cell, split, strict=True))
     assert chunking.chunk_shape(cell, itemsize, CHUNK_BYTES, shape) == chunk

@@ -1,4 +1,4 @@
-"""Boxes, grids and cuts, by properties: nothing here touches a device or a disk."""
+"""Property tests of boxes, grids and cuts, without devices or a disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_siz
 
 
 @given(st.data())
-def test_intersection_and_contains_are_those_of_sets_of_elements(data: st.DataObject) -> None:
+def test_intersection_and_contains_match_sets_of_elements(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(3, 9))
     one, other = data.draw(strategies.boxes(shape)), data.draw(strategies.boxes(shape))
     both = strategies.paint(shape, [one, other]) == 2
@@ -39,7 +39,7 @@ def test_intersection_and_contains_are_those_of_sets_of_elements(data: st.DataOb
 
 
 @given(st.data())
-def test_within_addresses_a_box_in_an_array_that_holds_just_another(data: st.DataObject) -> None:
+def test_within_addresses_a_box_in_the_array_of_another_box(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(3, 9))
     origin = data.draw(strategies.boxes(shape))
     inner = _grid.intersection(origin, data.draw(strategies.boxes(shape)))
@@ -53,7 +53,7 @@ def test_within_addresses_a_box_in_an_array_that_holds_just_another(data: st.Dat
 
 
 @given(st.data())
-def test_grid_cells_hold_every_element_once(data: st.DataObject) -> None:
+def test_grid_cells_contain_every_element_once(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(3, 12))
     sides = tuple(data.draw(st.integers(1, n + 2)) for n in shape)
     cells = list(_grid.grid_cells(shape, sides))
@@ -63,7 +63,7 @@ def test_grid_cells_hold_every_element_once(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_touched_names_the_cells_that_a_box_meets(data: st.DataObject) -> None:
+def test_touched_returns_the_cells_that_a_box_intersects(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(2, 12))
     sides = tuple(data.draw(st.integers(1, n)) for n in shape)
     box = data.draw(strategies.boxes(shape))
@@ -72,7 +72,7 @@ def test_touched_names_the_cells_that_a_box_meets(data: st.DataObject) -> None:
 
 
 @given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=4), st.data())
-def test_a_run_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_run_of_elements_is_split_into_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     size = math.prod(shape)
     start, stop = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
     array = np.arange(size).reshape(shape)
@@ -86,7 +86,7 @@ def test_a_run_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.Da
 
 
 @given(st.data())
-def test_spec_boxes_are_jaxs_own(data: st.DataObject) -> None:
+def test_spec_boxes_equal_jaxs(data: st.DataObject) -> None:
     mesh: Mesh = data.draw(strategies.meshes())
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 8, 24]), max_size=3).map(tuple))
     spec = strategies.fitting(data.draw, mesh, shape)
@@ -96,7 +96,7 @@ def test_spec_boxes_are_jaxs_own(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_a_spec_has_a_problem_where_jax_has_one(data: st.DataObject) -> None:
+def test_a_spec_has_a_problem_exactly_if_jax_raises(data: st.DataObject) -> None:
     mesh: Mesh = data.draw(strategies.meshes())
     shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8]), max_size=3).map(tuple))
     entry = st.lists(st.sampled_from("abcd"), max_size=2).map(tuple)
@@ -106,13 +106,13 @@ def test_a_spec_has_a_problem_where_jax_has_one(data: st.DataObject) -> None:
         sharding.check_compatible_aval(shape)
         sharding.shard_shape(shape)
         refused = False
-    except Exception:  # of several classes, one of them private
+    except Exception:  # JAX raises several classes, one of them private
         refused = True
     assert (_grid.spec_problem(dict(mesh.shape), spec, shape) is not None) == refused
 
 
 @given(st.data())
-def test_replicating_what_does_not_divide_leaves_the_rest_as_it_was(data: st.DataObject) -> None:
+def test_replicating_indivisible_dimensions_leaves_the_others_unchanged(data: st.DataObject) -> None:
     axes = data.draw(axis_sizes)
     shape = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple))
     left = data.draw(st.permutations(list(axes)))
@@ -124,13 +124,13 @@ def test_replicating_what_does_not_divide_leaves_the_rest_as_it_was(data: st.Dat
 
 
 @given(st.data())
-def test_a_shown_spec_is_the_code_that_makes_it(data: st.DataObject) -> None:
+def test_the_text_of_a_spec_is_its_code(data: st.DataObject) -> None:
     spec = data.draw(strategies.mesh_specs({"a": 2, "b": 3, "c": 1}, (24, 6, 12)))
     shown = _grid.show_spec(spec)
     assert _grid.spec_of(eval(shown, {"P": PartitionSpec})) == spec
 
 
-def test_a_spec_of_something_else_is_refused() -> None:
+def test_an_invalid_spec_is_refused() -> None:
     with pytest.raises(SpecError, match="mesh axis names"):
         _grid.spec_of([3])
 
@@ -139,7 +139,7 @@ def test_a_spec_of_something_else_is_refused() -> None:
 
 
 @given(st.data())
-def test_a_layout_has_the_cells_of_the_boxes_and_all_their_holders(data: st.DataObject) -> None:
+def test_a_layout_has_the_cells_of_the_boxes_and_all_holders(data: st.DataObject) -> None:
     axes = data.draw(axis_sizes)
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 12, 24]), max_size=3).map(tuple))
     spec = data.draw(strategies.mesh_specs(axes, shape))
@@ -161,13 +161,13 @@ def test_a_layout_has_the_cells_of_the_boxes_and_all_their_holders(data: st.Data
         [((0, 3),), ((3, 6),)],  # a remainder
     ],
 )
-def test_boxes_that_are_no_regular_grid_are_refused(boxes: list[Box]) -> None:
+def test_boxes_that_are_not_a_regular_grid_are_refused(boxes: list[Box]) -> None:
     with pytest.raises(SpecError, match="regular grid"):
         _grid.layout_of(((box, 0) for box in boxes), (8,))
 
 
 @given(st.data())
-def test_coarsening_merges_whole_cells_and_keeps_only_who_held_them_all(data: st.DataObject) -> None:
+def test_coarsening_merges_cells_and_keeps_their_common_holders(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(3, 12))
     layout = data.draw(strategies.layouts(shape))
     coarse = _grid.coarsen(layout)
@@ -184,7 +184,7 @@ def test_coarsening_merges_whole_cells_and_keeps_only_who_held_them_all(data: st
 
 
 @given(st.data())
-def test_what_one_process_holds_whole_becomes_one_cell(data: st.DataObject) -> None:
+def test_cells_that_one_process_holds_completely_become_one(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(3, 12))
     layout = data.draw(strategies.layouts(shape))
     held = Layout(layout.grid, tuple(tuple(sorted({*holders, 2})) for holders in layout.holders))
@@ -203,7 +203,7 @@ def test_divisors(n: int) -> None:
 
 
 @given(st.data())
-def test_cut_regions_serve_every_box_whole_and_share_no_chunk(data: st.DataObject) -> None:
+def test_regions_cover_every_box_and_share_no_chunk(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(3, 14).filter(bool))
     chunk = tuple(data.draw(st.integers(1, n + 1)) for n in shape)
     boxes = data.draw(st.lists(strategies.boxes(shape), max_size=4))
@@ -223,18 +223,18 @@ def test_cut_regions_serve_every_box_whole_and_share_no_chunk(data: st.DataObjec
         return set(itertools.product(*(range(*side) for side in _grid.touched_cells(box, chunk))))
 
     read = [index for region, _ in regions for index in chunks(region)]
-    assert len(read) == len(set(read)), "a chunk lies in two regions"
-    assert set(read) == set().union(*map(chunks, boxes)), "a chunk is read that no box wants, or one is not"
+    assert len(read) == len(set(read)), "a chunk is in two regions"
+    assert set(read) == set().union(*map(chunks, boxes)), "an unneeded chunk is read, or a needed one is not"
 
 
-def test_a_chunk_that_serves_several_boxes_is_cut_out_alone() -> None:
+def test_a_chunk_that_serves_several_boxes_is_a_separate_region() -> None:
     """Separate reads are limited to the chunks that several boxes share."""
     regions = dict(_grid.cut_at_chunks([((0, 10),), ((10, 20),)], (4,)))
     assert regions == {((0, 8),): (0,), ((8, 12),): (0, 1), ((12, 20),): (1,)}
 
 
 @given(st.data())
-def test_a_box_that_is_cut_down_is_its_parts(data: st.DataObject) -> None:
+def test_the_parts_of_a_box_cover_it(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(1, 12))
     box = data.draw(strategies.boxes(shape))
     chunk = tuple(data.draw(st.integers(1, n)) for n in shape)

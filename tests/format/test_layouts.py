@@ -1,4 +1,4 @@
-"""JAX shardings as boxes, recorded and brought back."""
+"""JAX shardings as boxes, recorded and restored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_boxes_are_numbered_as_addressable_data_numbers_them(sharding: Sharding)
     array = jax.device_put(whole, sharding)
     for number, (device, box) in enumerate(addressable_boxes(sharding, array.shape)):
         piece = array.addressable_data(number)
-        # Of a replicated array JAX hands out one and the same piece under every number.
+        # For a replicated array, JAX returns the same piece under every number.
         assert sharding.is_fully_replicated or piece.devices() == {device}
         np.testing.assert_array_equal(piece, whole[tuple(slice(*side) for side in box)])
 
@@ -52,14 +52,14 @@ def test_a_placement_covers_the_array(sharding: Sharding) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 8), (16, 8, 3), (0, 8)])
 @pytest.mark.parametrize("sharding", shardings(), ids=str)
-def test_a_layout_is_that_of_the_placement(sharding: Sharding, shape: tuple[int, ...]) -> None:
+def test_a_layout_equals_the_placement(sharding: Sharding, shape: tuple[int, ...]) -> None:
     pairs = [(box, process) for _, process, box in placement(sharding, shape)]
     assert process_layout(sharding, shape) == _grid.layout_of(pairs, shape)
 
 
 @given(st.data())
-def test_a_planned_layout_is_that_of_its_boxes(data: st.DataObject) -> None:
-    """Also where the devices of a process are no whole rows of the mesh."""
+def test_a_planned_layout_equals_its_boxes(data: st.DataObject) -> None:
+    """Even if the devices of a process are not complete rows of the mesh."""
     axes = data.draw(st.permutations([("a", 4), ("b", 3), ("c", 2)]))
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 12, 24, 0]), max_size=3).map(tuple))
     spec = data.draw(strategies.mesh_specs(dict(axes), shape))
@@ -68,7 +68,7 @@ def test_a_planned_layout_is_that_of_its_boxes(data: st.DataObject) -> None:
     assert planned.layout(shape) == _grid.layout_of(pairs, shape)
 
 
-def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:
+def test_a_recorded_sharding_is_restored_exactly(tmp_path: object) -> None:
     import jaxckpt
 
     tree = {
@@ -84,7 +84,7 @@ def test_a_sharding_read_back_is_equal_to_the_letter(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "pinned_host"])
-def test_devices_of_another_process_are_not_asked_for_their_memory(kind: str | None) -> None:
+def test_memory_kinds_of_other_processes_devices_are_not_queried(kind: str | None) -> None:
     """On TPUs, they cannot answer."""
 
     class Device:

@@ -1,4 +1,4 @@
-"""Flax NNX: a variable is a leaf by its own path, modules go in and come out, and Orbax's names are understood."""
+"""Flax NNX: a variable is a leaf at its own path, modules are saved and restored, and Orbax's paths are recognized."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_specs_and_shardings_as_nnx_gives_them(tmp_path: Path, module: Network) 
     assert {leaf.devices().pop() for leaf in jax.tree.leaves(restored)} == {jax.devices()[5]}
 
 
-def test_what_orbax_wrote_has_a_level_more_and_is_found_by_a_target(tmp_path: Path, module: Network) -> None:
+def test_orbaxs_extra_level_is_matched_with_a_target(tmp_path: Path, module: Network) -> None:
     with ocp.StandardCheckpointer() as theirs:
         theirs.save(tmp_path / "a", nnx.state(module))
     assert list(jaxckpt.open(tmp_path / "a")) == [f"{path}/value" for path in PATHS]
@@ -91,7 +91,7 @@ def test_what_orbax_wrote_has_a_level_more_and_is_found_by_a_target(tmp_path: Pa
         )
 
 
-def test_a_variable_that_two_modules_share_is_saved_by_its_state(tmp_path: Path, module: Network) -> None:
+def test_a_variable_of_two_modules_is_saved_through_its_state(tmp_path: Path, module: Network) -> None:
     module.layers[1].kernel = module.layers[0].kernel
     with pytest.raises(jaxckpt.TreeError, match="'layers/0/kernel' and 'layers/1/kernel' are the same Variable"):
         jaxckpt.save(tmp_path / "a", module)

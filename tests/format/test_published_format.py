@@ -30,7 +30,7 @@ FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 SAVE_BLOCK, READER_BLOCK = re.findall(r"^```python\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)
 EXAMPLE = json.loads(re.findall(r"^```json\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)[0])
 
-# The definitions of the page's reader, without the lines that try them on the example.
+# The definitions of the page's reader, without the lines that apply them to the example.
 READER = READER_BLOCK[: READER_BLOCK.index('manifest = read_manifest("example")')]
 
 CHILD = f"""
@@ -55,7 +55,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def read_with_zarr(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """For each of the options, and for eight devices, every leaf as the page's reader reads it, in one process that can
+    """Every leaf that the page's reader reads, for each of the options and for eight devices. The reader's process can
     import neither jaxckpt nor tensorstore."""
     folder = tmp_path_factory.mktemp("published")
     for name, options in OPTIONS.items():
@@ -101,7 +101,7 @@ def tree_of_all_kinds() -> dict[str, Any]:
 
 
 def leaf_of_eight_devices() -> dict[str, Any]:
-    """Pieces above the size below which rows are packed: an object of its own for each device."""
+    """Pieces too large for packing, so each device writes its own object."""
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     host = np.arange(8 * 1024 * 1100, dtype=np.float32).reshape(8 * 1024, 1100)
     return {"w": jax.device_put(host, NamedSharding(mesh, P("data", "model")))}
@@ -132,7 +132,7 @@ def test_a_leaf_that_eight_devices_wrote_is_one_array(read_with_zarr: Callable[[
 
 
 def crc32c(content: bytes) -> int:
-    """Castagnoli's, bit by bit: x^32 + x^28 + x^27 + x^26 + x^25 + … in its reflected form 0x82F63B78."""
+    """Castagnoli's CRC, bit by bit: x^32 + x^28 + x^27 + x^26 + x^25 + … in its reflected form 0x82F63B78."""
     crc = 0xFFFFFFFF
     for byte in content:
         crc ^= byte
@@ -141,7 +141,7 @@ def crc32c(content: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def test_crc32c_is_the_one_meant() -> None:
+def test_crc32c_has_the_check_value() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # the check value of RFC 3720's CRC
 
 
@@ -159,7 +159,7 @@ def object_parts(stack: dict[str, Any], content: bytes) -> Iterator[tuple[bytes,
 
 
 def require_object(stack: dict[str, Any], length: int, digest: str, content: bytes) -> int:
-    """Check an object by the page's words; returns how many chunks are absent."""
+    """Check an object as the page specifies; returns the number of absent chunks."""
     assert len(content) == length
     parts = list(object_parts(stack, content))
     present = [part for part in parts if part is not None]
@@ -176,7 +176,7 @@ def require_seal(content: bytes) -> None:
 
 
 def zarr_json(stack: dict[str, Any]) -> bytes:
-    """The page's text for zarr.json, with what its list says is to vary."""
+    """The page's text for zarr.json, with the members that vary filled in."""
     template = re.search(r'^    (\{"zarr_format".*\})$', FORMAT_PAGE, re.MULTILINE)
     assert template is not None
     record = json.loads(template.group(1))
@@ -207,8 +207,8 @@ def zarr_json(stack: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
-def test_seal_digests_and_zarr_json_are_as_the_page_says(tmp_path: Path, compression: Any) -> None:
-    # Five rows of one chunk each, three to an object: the second object's third chunk lies outside of the array.
+def test_seal_digests_and_zarr_json_match_the_page(tmp_path: Path, compression: Any) -> None:
+    # Five rows of one chunk each, three per object, so the second object's third chunk is outside the array.
     rows = [np.full((64, 64), number, np.float32) for number in range(5)]
     tree = {**tree_of_all_kinds(), "rows": rows}
     options = jaxckpt.Options(object_bytes=3 * 16384, chunk_bytes=16384, compression=compression)
@@ -230,20 +230,20 @@ def test_seal_digests_and_zarr_json_are_as_the_page_says(tmp_path: Path, compres
         assert found == places
         for place, (length, digest) in stack["objects"].items():
             absent += require_object(stack, length, digest, (folder / "c" / place).read_bytes())
-    assert absent, "no object of this test sticks out of its array by a whole chunk"
+    assert absent, "no object of this test exceeds its array by a whole chunk"
 
 
 # The worked example ---------------------------------------------------------------------------------------
 
 
 def fields(value: Any) -> Any:
-    """A manifest with its values left out: member names and their types, all the way down."""
+    """A manifest without its values: the names and types of all members."""
     if isinstance(value, dict):
         return {name: fields(found) for name, found in value.items()}
     return [fields(found) for found in value] if isinstance(value, list) else type(value).__name__
 
 
-def test_the_worked_example_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worked_example_matches_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(SAVE_BLOCK, "docs/format.md", "exec"), {"__name__": "docs"})
     fresh = json.loads(Path("example/manifest.json").read_bytes())
@@ -259,11 +259,11 @@ def test_the_worked_example_is_what_is_written(tmp_path: Path, monkeypatch: pyte
     )
 
 
-def test_the_worked_example_has_a_true_seal() -> None:
+def test_the_worked_example_has_a_valid_seal() -> None:
     require_seal(json.dumps(EXAMPLE, separators=(",", ":")).encode())
 
 
-# A writer by the page alone -------------------------------------------------------------------------------
+# A writer that follows the page ---------------------------------------------------------------------------
 
 
 def write_by_hand(path: Path, dtype: str, rows: np.ndarray[Any, Any], **changes: Any) -> None:
@@ -326,7 +326,7 @@ def write_by_hand(path: Path, dtype: str, rows: np.ndarray[Any, Any], **changes:
     (path / "manifest.json").write_bytes(body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}')
 
 
-def test_what_is_written_by_the_page_alone_is_read(tmp_path: Path) -> None:
+def test_a_checkpoint_written_from_the_page_is_read(tmp_path: Path) -> None:
     bits = np.arange(2 * 3 * 4, dtype="<u2").reshape(2, 3, 4) + 0x3F80
     write_by_hand(tmp_path, "bfloat16", bits)
     tree = jaxckpt.load_numpy(tmp_path)
@@ -343,7 +343,7 @@ def test_what_is_written_by_the_page_alone_is_read(tmp_path: Path) -> None:
     require_same_bits(on_device["layers"][1], bits[1].view(ml_dtypes.bfloat16))
 
 
-def test_a_newer_version_says_so_even_where_the_seal_is_gone(tmp_path: Path) -> None:
+def test_a_newer_version_is_reported_even_without_a_seal(tmp_path: Path) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), version=2)
     manifest = tmp_path / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"nan"', b'"new"'))
@@ -369,7 +369,7 @@ def test_an_unknown_member_is_refused(tmp_path: Path) -> None:
         {"phase_seconds": {"write": [1, 2.5], "</script>": [0, 1e12]}},
     ],
 )
-def test_phases_are_optional_and_any_writers_own(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_phases_are_optional_and_defined_by_the_writer(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), **changes)
     require_same_bits(jaxckpt.load_numpy(tmp_path)["layers"][0], np.zeros(2, np.uint16))
     page = jaxckpt.report(tmp_path)
@@ -389,7 +389,7 @@ def test_phases_are_optional_and_any_writers_own(tmp_path: Path, changes: dict[s
         (None, "phase_seconds"),
     ],
 )
-def test_phases_that_are_none_are_refused(tmp_path: Path, phases: Any, message: str) -> None:
+def test_invalid_phases_are_refused(tmp_path: Path, phases: Any, message: str) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), phase_seconds=phases)
     with pytest.raises(jaxckpt.ManifestError, match=message):
         jaxckpt.open(tmp_path)

@@ -1,4 +1,4 @@
-"""Which spec leaves get on a mesh, from shapes and specs alone: no devices."""
+"""The specs that leaves get on a mesh, computed from shapes and specs without devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AXES = {"data": 4, "model": 2}
 OPTIONS = jaxckpt.Options()
 
 
-def test_own_specs_are_carried_over_by_axis_name_and_given_ones_are_used() -> None:
+def test_saved_specs_are_carried_over_by_axis_name_and_given_ones_are_used() -> None:
     groups = [
         LeafGroup(["a"], (8, 8), own=(("old", "data"), ("model",))),
         LeafGroup(["b"], (8, 8), own=(("data",),), given=((), ("model",))),
@@ -32,7 +32,7 @@ def test_every_leaf_of_a_group_that_does_not_fit_is_a_problem_with_a_remedy() ->
 
 
 @pytest.mark.parametrize("given", [(("nope",),), (("data", "data"),), ((), (), ("data",))])
-def test_what_no_option_mends_has_no_remedy(given: tuple[tuple[str, ...], ...]) -> None:
+def test_a_problem_that_no_option_solves_has_no_remedy(given: tuple[tuple[str, ...], ...]) -> None:
     for options in (OPTIONS, jaxckpt.Options(indivisible="replicate")):
         (problem,) = assign_specs(AXES, [LeafGroup(["a"], (8, 8), given=given)], options)[1]
         assert (problem.leaf, problem.remedy) == ("a", "")
@@ -43,7 +43,7 @@ def test_a_mesh_without_any_of_the_axes_is_an_error_that_names_the_leaves() -> N
     with pytest.raises(jaxckpt.SpecError, match="none of the axes") as caught:
         assign_specs(AXES, groups, OPTIONS)
     assert caught.value.paths == ("a", "b")
-    assign_specs({"data": 1}, groups, OPTIONS)  # one device holds everything anyway
+    assign_specs({"data": 1}, groups, OPTIONS)  # a single device holds everything in any case
 
 
 def test_a_mesh_in_place_of_specs_is_an_error() -> None:

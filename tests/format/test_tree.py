@@ -42,11 +42,11 @@ def from_json(text: bytes | str) -> _tree.Structure:
 
 
 class Mark:
-    """A leaf that is equal to nothing but itself."""
+    """A leaf that is equal only to itself."""
 
 
 @given(st.recursive(st.one_of(st.builds(Mark), st.none()), strategies.containers, max_leaves=15))
-def test_a_tree_comes_back_from_json_with_every_leaf_in_its_place(tree: Any) -> None:
+def test_a_tree_comes_back_from_json_with_its_leaves_in_order(tree: Any) -> None:
     leaves, structure = _tree.flatten(tree)
     back = _tree.unflatten(from_json(to_json(structure)), [leaf.value for leaf in leaves])
     assert strategies.shape_of(back) == strategies.shape_of(tree)
@@ -59,7 +59,7 @@ def test_a_tree_comes_back_from_json_with_every_leaf_in_its_place(tree: Any) -> 
 
 
 @given(st.recursive(st.builds(Mark), strategies.containers, max_leaves=15))
-def test_every_path_leads_to_its_leaf(tree: Any) -> None:
+def test_every_path_identifies_its_leaf(tree: Any) -> None:
     leaves, structure = _tree.flatten(tree)
     for number, leaf in enumerate(leaves):
         assert _tree.subtree(structure, leaf.path) == number or leaf.path == ""
@@ -69,7 +69,7 @@ awkward = st.text(st.sampled_from("~/012a"), max_size=4)
 
 
 @given(st.one_of(st.text(), awkward), st.one_of(st.text(), awkward))
-def test_no_two_keys_are_written_alike_and_none_holds_a_slash(one: str, other: str) -> None:
+def test_different_keys_have_different_texts_without_a_slash(one: str, other: str) -> None:
     assert (_paths.escape_key(one) == _paths.escape_key(other)) == (one == other)
     assert "/" not in _paths.escape_key(one)
     assert _paths.escape_key(one), "'' is the path of the tree itself"
@@ -95,26 +95,26 @@ keys = st.recursive(
 
 
 @given(keys)
-def test_a_key_of_any_type_comes_back_as_it_was(key: Any) -> None:
+def test_a_key_of_any_type_comes_back(key: Any) -> None:
     (leaf,), structure = _tree.flatten({key: Mark()})
     (back,) = _tree.unflatten(from_json(to_json(structure)), [leaf.value])
     assert typed(back) == typed(key)
 
 
 def typed(key: Any) -> Any:
-    """A key with its types, so that 1, 1.0 and True are not equal, nor -0.0 and 0.0."""
+    """A key with its types, so that 1, 1.0 and True differ, and so do -0.0 and 0.0."""
     if isinstance(key, tuple):
         return tuple(map(typed, key))
     return type(key), struct.pack(">d", key) if isinstance(key, float) else key
 
 
 @pytest.mark.parametrize("key", [frozenset(), object, 1 << 63, "\ud800", (1, None), 1j])
-def test_a_key_that_cannot_be_written_down_is_refused(key: Any) -> None:
+def test_a_key_without_a_text_is_refused(key: Any) -> None:
     with pytest.raises(TreeError, match="keys may be"):
         _tree.flatten({"a": {key: 1}})
 
 
-def test_keys_that_are_written_alike_are_refused_by_path() -> None:
+def test_keys_with_the_same_text_are_refused_by_path() -> None:
     tree = {"x": collections.OrderedDict([(1, "int"), ("1", "str"), ("a~1b", 0)])}
     with pytest.raises(TreeError, match=r"(?s)share a path.*'x/1'"):
         _tree.flatten(tree)
@@ -126,7 +126,7 @@ def test_keys_that_jax_cannot_order_are_refused_by_path() -> None:
             _tree.flatten({"x": unordered})
 
 
-def test_nothing_is_too_shallow_and_only_the_absurd_too_deep() -> None:
+def test_only_very_deep_trees_are_refused() -> None:
     def nest(depth: int) -> Any:
         tree: Any = 1
         for _ in range(depth):
@@ -143,7 +143,7 @@ def test_nothing_is_too_shallow_and_only_the_absurd_too_deep() -> None:
 
 @pytest.mark.parametrize("most", [(1 << 20, 1 << 26), (1000, 1 << 60)], ids=["characters", "leaves"])
 def test_more_paths_than_allowed_are_not_built(most: tuple[int, int]) -> None:
-    """A megabyte of key above a million leaves: a terabyte of paths."""
+    """A key of one megabyte above a million leaves: the paths would take a terabyte."""
     leaves = _tree.Container(type="list", children=tuple(range(1_000_000)))
     structure = _tree.Container(type="dict", keys=("k" * (1 << 20),), children=(leaves,))
     tracemalloc.start()
@@ -253,7 +253,7 @@ Generic.__name__ = Generic.__qualname__ = "Generic[float32]"
 
 
 class Underscored(tuple):
-    """A tuple that JAX takes for a namedtuple, of fields that no namedtuple can have."""
+    """A tuple that JAX treats as a namedtuple, with fields that no namedtuple can have."""
 
     _fields = ("_a", "b")
 
@@ -262,7 +262,7 @@ class Underscored(tuple):
 
 
 class Keyed:
-    """A registered node of any keys."""
+    """A registered node with any keys."""
 
     def __init__(self, keys: list[Any], children: list[Any]) -> None:
         self.keys, self.children = keys, children
@@ -294,7 +294,7 @@ W = 2.5
     ],
     ids=lambda value: "Keyed" if isinstance(value, Keyed) else str(value),  # an address differs in each run
 )
-def test_an_odd_node_is_saved_so_that_it_is_read_or_refused_by_path(tree: Any, expected: Any, tmp_path: Path) -> None:
+def test_an_unusual_node_is_saved_readably_or_refused_by_path(tree: Any, expected: Any, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"old": 1})
     if expected is None:
         with pytest.raises(TreeError, match="the container at 'node'"):
@@ -322,7 +322,7 @@ def odd_nodes(below: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(st.one_of(st.builds(Mark), st.none()), odd_nodes, max_leaves=10))
-def test_what_is_not_refused_is_read(tree: Any) -> None:
+def test_a_tree_that_is_not_refused_can_be_read(tree: Any) -> None:
     try:
         leaves, structure = _tree.flatten(tree)
     except TreeError:
@@ -337,7 +337,7 @@ class Real(float, enum.Enum):
 
 
 class Text(str):
-    """Equal to nothing but itself."""
+    """Text that is equal only to itself."""
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -365,9 +365,7 @@ def nested_key(depth: int) -> Any:
     ],
     ids=lambda keys: repr(keys)[:30],
 )
-def test_odd_keys_are_saved_so_that_they_are_read_or_refused_by_path(
-    keys: list[Any], back: Any, tmp_path: Path
-) -> None:
+def test_unusual_keys_are_saved_readably_or_refused_by_path(keys: list[Any], back: Any, tmp_path: Path) -> None:
     tree = {"at": collections.OrderedDict((key, number) for number, key in enumerate(keys))}
     for _ in range(_tree.MAX_DEPTH - 2):
         tree = {"a": tree}
@@ -384,7 +382,7 @@ def test_odd_keys_are_saved_so_that_they_are_read_or_refused_by_path(
     assert jaxckpt.restore(tmp_path / "c", tree) is not None
 
 
-def test_a_manifest_that_no_reader_takes_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_no_reader_accepts_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "c", {"old": 1})
     flatten = _tree.flatten
 
@@ -424,8 +422,8 @@ def test_unselected_leaves_leave_no_trace_in_dicts_and_none_in_sequences() -> No
     values = {number: leaves[number].value for number in kept}
     pruned = _tree.prune(structure, kept)
     assert _tree.unflatten(pruned, values) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
-    anew = _tree.prune(structure, {1: 0, 3: 1})
-    assert _tree.unflatten(anew, [2, 4]) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
+    pruned = _tree.prune(structure, {1: 0, 3: 1})
+    assert _tree.unflatten(pruned, [2, 4]) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
     assert _tree.prune(0, {}) is None
 
 
@@ -499,7 +497,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_whatever_json_is_walked_it_is_a_tree_or_a_value_error(record: Any) -> None:
+def test_any_json_is_a_tree_or_a_value_error(record: Any) -> None:
     try:
         structure = from_json(json.dumps(record))
         _, numbers = _tree.paths_of(structure, 100, 1000)
@@ -536,7 +534,7 @@ def test_every_python_value_comes_back_from_json_bit_for_bit(value: Any) -> None
     kind, text = json.loads(json.dumps(encoded))
     back = _values.decode_value(kind, text)
     assert strategies.raw(back) == strategies.raw(value)
-    assert _values.encode_value(back) == encoded, "there is one way to write a value"
+    assert _values.encode_value(back) == encoded, "each value has one encoding"
 
 
 @pytest.mark.parametrize(
@@ -567,7 +565,7 @@ def test_other_values_are_not_written_into_the_manifest(value: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_malformed_value_is_a_value_error(kind: str, text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - whichever parser refuses it
+    with pytest.raises(ValueError):  # noqa: PT011 - any of several parsers may refuse it
         _values.decode_value(kind, text)
 
 
@@ -575,14 +573,14 @@ def test_a_malformed_value_is_a_value_error(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", _dtypes.DTYPES)
-def test_a_dtype_is_stored_in_one_of_its_own_width(name: str) -> None:
+def test_a_dtype_is_stored_in_one_of_the_same_width(name: str) -> None:
     assert _dtypes.DTYPES[name].name == name
     assert np.dtype(_dtypes.stored_dtype(name)).itemsize == _dtypes.DTYPES[name].itemsize
 
 
 def test_every_dtype_that_jax_computes_with_can_be_stored() -> None:
     scalar_types = [value for value in vars(jnp).values() if isinstance(value, type(jnp.float32))]
-    narrowest = re.compile("u?int1|float6_.*")  # what JAX 0.10 names and hardly computes with; refused, not changed
+    narrowest = re.compile("u?int1|float6_.*")  # JAX 0.10 barely supports these; they are refused
     found = {value.dtype.name for value in scalar_types}
     assert {"float32", "bfloat16", "int4", "complex128", "bool"} <= found
     assert {name for name in found if not narrowest.fullmatch(name)} <= set(_dtypes.DTYPES)
@@ -592,7 +590,7 @@ WIDE = [name for name, dtype in _dtypes.DTYPES.items() if dtype.itemsize > 2]
 
 
 @given(st.sampled_from(WIDE), st.sampled_from(list(_dtypes.DTYPES)), st.integers(0, 99))
-def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: str, target: str, seed: int) -> None:
+def test_a_cast_counts_as_lossless_only_if_values_survive(source: str, target: str, seed: int) -> None:
     dtype = _dtypes.DTYPES[source]
     if not _dtypes.is_lossless(dtype, _dtypes.DTYPES[target]):
         assert source != target
@@ -619,7 +617,7 @@ def test_a_wide_dtype_is_called_lossless_only_where_its_values_survive(source: s
         ("complex64", "complex128"), ("int32", "complex128"),
     ],
 )  # fmt: skip
-def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> None:
+def test_lossless_casts_are_recognized(source: str, target: str) -> None:
     assert _dtypes.is_lossless(_dtypes.DTYPES[source], _dtypes.DTYPES[target])
 
 
@@ -627,9 +625,9 @@ def test_casts_that_lose_nothing_are_known_as_such(source: str, target: str) -> 
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="*?["), max_size=5), min_size=1, max_size=4))
-def test_a_plain_path_selects_its_leaf_and_what_is_below_it_alone(parts: list[str]) -> None:
+def test_a_plain_path_selects_only_its_leaf_and_those_below_it(parts: list[str]) -> None:
     path = "/".join(map(_paths.escape_key, parts))
-    for head in strategies.neighbours(path):
+    for head in strategies.ancestors(path):
         assert _select.parse_select(head)(path)
     assert not _select.parse_select(path)(f"{path}x")
     assert not _select.parse_select(f"{path}/x")(path)
@@ -674,7 +672,7 @@ def test_globs_expressions_and_functions_select(pattern: Any, chosen: set[str]) 
     ],
 )
 def test_renames_move_leaves_and_containers(rename: Any, path: str, expected: str) -> None:
-    others = {"a/0", "a/b/0"} - {path}  # each name of the mapping must be there
+    others = {"a/0", "a/b/0"} - {path}  # each name of the mapping must exist
     assert _select.rename_paths(rename, [path, *others])[0] == expected
 
 
@@ -682,7 +680,7 @@ PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
 
 
 @given(st.dictionaries(st.one_of(st.just(""), PATHS), st.one_of(st.just(""), PATHS), max_size=4), PATHS)
-def test_origins_are_what_a_rename_takes_to_a_path(rename: dict[str, str], path: str) -> None:
+def test_origins_are_the_paths_that_a_rename_maps_to_a_path(rename: dict[str, str], path: str) -> None:
     assert path in (_select.origins(rename, _select._rename_path(rename, path)) or [])
     assert all(_select._rename_path(rename, old) == path for old in _select.origins(rename, path) or [])
     assert _select.origins(str.upper, path) is None
@@ -702,7 +700,7 @@ def test_each_entry_of_a_select_must_match(paths: list[str], select: list[str]) 
         assert _select.parse_select(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
 
 
-def test_renamed_leaves_make_nested_dicts_unless_one_lies_below_another() -> None:
+def test_renamed_leaves_form_nested_dicts_unless_one_is_below_another() -> None:
     assert _tree.nested_dicts({"a/b~1c": 1, "a/~0": 2}) == {"a": {"b/c": 1, "~": 2}}
     assert _tree.nested_dicts({"": 1}) == 1
     for clash in ({"a": 1, "a/b": 2}, {"a/b": 2, "a": 1}):
@@ -710,6 +708,6 @@ def test_renamed_leaves_make_nested_dicts_unless_one_lies_below_another() -> Non
             _tree.nested_dicts(clash)
 
 
-def test_a_path_that_was_mistyped_is_answered_with_near_ones() -> None:
+def test_similar_paths_are_suggested_for_a_mistyped_one() -> None:
     assert _paths.closest_hint("params/kernal", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
     assert _paths.closest_hint("zzz", ["params/kernel"]) == ""

@@ -20,7 +20,7 @@ def test_a_value_comes_back_from_its_text(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [np.float32(1), np.zeros(2), "\ud800", "x" * 5000, b"x" * 5000, None])
-def test_others_have_no_text(value: Any) -> None:
+def test_other_values_have_no_text(value: Any) -> None:
     assert encode_value(value) is None
 
 
@@ -29,11 +29,11 @@ def test_others_have_no_text(value: Any) -> None:
     [("bool", "yes"), ("int", "x"), ("float", "0xff"), ("complex", "1"), ("bytes", "?"), ("jax", "1"), ("new", "1")],
 )
 def test_malformed_text_is_refused(kind: str, text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - a reader says of which leaf
+    with pytest.raises(ValueError):  # noqa: PT011 - the caller adds the leaf's path
         decode_value(kind, text)
 
 
-def test_what_is_stored_as_an_array_comes_back_as_its_kind() -> None:
+def test_values_that_are_stored_as_arrays_come_back_as_their_kind() -> None:
     stored = {"str": np.frombuffer("é".encode(), np.uint8), "bytes": np.frombuffer(b"ab", np.uint8)}
     assert KINDS["str"].from_array(stored["str"]) == "é"
     assert KINDS["bytes"].from_array(stored["bytes"]) == b"ab"

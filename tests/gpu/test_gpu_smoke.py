@@ -1,4 +1,4 @@
-"""`make gpu` works: on CPU devices with small arrays, so that it does not fail for a slip when a GPU is at hand."""
+"""`make gpu` works on CPU devices with small arrays, so that simple mistakes are found without a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_section_runs_on_cpu_devices(tmp_path: Path) -> None:
     assert (tmp_path / "save_async.trace.json.gz").stat().st_size > 0
 
 
-def test_without_an_accelerator_it_says_so(tmp_path: Path) -> None:
+def test_a_missing_accelerator_is_reported(tmp_path: Path) -> None:
     done = make_gpu(tmp_path)
     assert done.returncode != 0
     assert "no accelerator" in done.stderr

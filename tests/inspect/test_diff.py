@@ -113,13 +113,13 @@ def test_structure_shapes_and_missing_leaves(tmp_path: Path) -> None:
         (3, 3.0, 0),
     ],
 )
-def test_values_that_lie_in_the_manifest(tmp_path: Path, a: Any, b: Any, differing: int) -> None:
+def test_values_in_the_manifest(tmp_path: Path, a: Any, b: Any, differing: int) -> None:
     (leaf,) = jaxckpt.diff(saved(tmp_path / "a", {"x": a}), saved(tmp_path / "b", {"x": b})).leaves
     assert (leaf.size, leaf.differing) == (1, differing)
     assert leaf.identical == (not differing and type(a) is type(b))
 
 
-def test_a_selection_may_match_in_one_alone(tmp_path: Path) -> None:
+def test_a_selection_may_match_in_only_one_checkpoint(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", {"x": np.ones(3), "y": 1}), saved(tmp_path / "b", {"x": np.zeros(3)})
     assert [str(leaf) for leaf in jaxckpt.diff(a, b, select="y").leaves] == ["'y': only in a (int)"]
     assert [str(leaf) for leaf in jaxckpt.diff(b, a, select="y").leaves] == ["'y': only in b (int)"]
@@ -152,7 +152,7 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
         for name in "ab":
             jaxckpt.save({str(tmp_path)!r} + "/" + name, tree, options=jaxckpt.Options(sync=False))
             tree["w"][5_000_000] += 1
-            small += 1  # all of them: eight bytes each as numbers that can be subtracted
+            small += 1  # all elements differ; each takes eight bytes as a number that can be subtracted
         """,
         devices=1,
     )
@@ -166,7 +166,7 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
             ("small", 32 << 20, 1.0), ("w", 1, 1.0)
         ], delta
         most = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-        print(most * 1024 - before >> 20)  # ru_maxrss would begin with the parent's memory
+        print(most * 1024 - before >> 20)  # ru_maxrss would include the parent's memory
         """,
         devices=1,
     )

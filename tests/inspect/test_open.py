@@ -98,7 +98,7 @@ def test_a_leaf_of_one_number_is_that_number(path: Path, tmp_path: Path) -> None
             float(jaxckpt.open(path)[leaf])
 
 
-def test_leaves_say_what_they_were(path: Path) -> None:
+def test_leaves_describe_the_saved_values(path: Path) -> None:
     checkpoint = jaxckpt.open(path)
     kinds = {name: leaf.kind for name, leaf in checkpoint.leaves.items()}
     assert kinds == {
@@ -126,7 +126,7 @@ def test_leaves_say_what_they_were(path: Path) -> None:
         len(checkpoint["step"])
 
 
-def test_a_leafs_value_is_what_was_saved(path: Path, tree: Any) -> None:
+def test_a_leafs_value_is_the_saved_value(path: Path, tree: Any) -> None:
     checkpoint = jaxckpt.open(path)
     lazy = checkpoint.tree()
     assert strategies.shape_of(lazy) == strategies.shape_of(tree)
@@ -140,7 +140,7 @@ def test_a_leafs_value_is_what_was_saved(path: Path, tree: Any) -> None:
     assert float(np.mean(checkpoint["params/w"])) == float(np.mean(np.asarray(tree["params"]["w"])))
 
 
-def test_the_value_of_a_numpy_scalar_is_one(tmp_path: Path) -> None:
+def test_the_value_of_a_numpy_scalar_is_a_numpy_scalar(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"scalar": np.float32(1.5), "array": np.array(1.5, np.float32)})
     checkpoint = jaxckpt.open(tmp_path / "c")
     assert (type(checkpoint["scalar"].value), checkpoint["scalar"].value) == (np.float32, 1.5)
@@ -223,7 +223,7 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> jaxckpt.Checkpoint:
 
 
 def outcome(array: Any, index: Any) -> Any:
-    """What indexing gives, to the bit, or that it is an IndexError."""
+    """The exact bits that indexing returns, or that it raises IndexError."""
     try:
         found = np.asarray(array[index])
     except IndexError:
@@ -232,7 +232,7 @@ def outcome(array: Any, index: Any) -> Any:
 
 
 @given(st.data())
-def test_indexing_is_numpys(arrays: jaxckpt.Checkpoint, data: st.DataObject) -> None:
+def test_indexing_matches_numpy(arrays: jaxckpt.Checkpoint, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(ARRAYS)))
     index = data.draw(indices(ARRAYS[name].shape))
     assert outcome(arrays[name], index) == outcome(ARRAYS[name], index)
@@ -245,15 +245,15 @@ def test_indexing_is_numpys(arrays: jaxckpt.Checkpoint, data: st.DataObject) -> 
         np.s_[[0, -1]], np.s_[[]], np.s_[[True, False, True, False, True]], np.s_[:, [3, 0], [[1], [2]]],
         np.s_[0, :, [1, 2]], np.s_[[0, 1], :, [1, 2]], np.s_[np.eye(5, 4) > 0], np.s_[np.zeros((5, 4, 7), bool)],
         np.s_[..., np.arange(7) % 2 == 0], np.s_[np.array(2)], np.s_[np.uint8([4, 0]), 1], np.s_[10**6:],
-        # beyond the array, or no index of it
+        # out of bounds, or not an index
         np.s_[5], np.s_[-6], np.s_[[5]], np.s_[[-6]], np.s_[0, 0, 0, 0], np.s_[..., 0, 0, 0, 0], np.s_[[True]],
         np.s_[np.zeros((4, 5), bool)], np.s_[[0, 1], [0, 1, 2]], np.s_[..., ..., 0], np.s_[0, ..., 0, ..., 0, 0],
-        # an Ellipsis that stands for no dimension keeps index arrays apart
+        # an Ellipsis for zero dimensions still separates index arrays
         np.s_[:, [0, 1], ..., [0, 1]], np.s_[[0, 1], ..., [0, 1], 2], np.s_[:, 0, ..., [1]], np.s_[1, 2, 3, ...],
     ],
     ids=repr,
 )  # fmt: skip
-def test_indexing_by_hand_is_numpys(arrays: jaxckpt.Checkpoint, index: Any) -> None:
+def test_selected_indices_match_numpy(arrays: jaxckpt.Checkpoint, index: Any) -> None:
     assert outcome(arrays["a"], index) == outcome(ARRAYS["a"], index)
 
 
@@ -265,11 +265,11 @@ def test_indexing_by_hand_is_numpys(arrays: jaxckpt.Checkpoint, index: Any) -> N
     ],
     ids=repr,
 )  # fmt: skip
-def test_odd_indices_are_numpys_too(arrays: jaxckpt.Checkpoint, index: Any) -> None:
+def test_unusual_indices_match_numpy(arrays: jaxckpt.Checkpoint, index: Any) -> None:
     assert outcome(arrays["a"], index) == outcome(ARRAYS["a"], index)
 
 
-def test_a_slice_of_no_step_is_refused_as_numpy_refuses_it(arrays: jaxckpt.Checkpoint) -> None:
+def test_a_slice_step_of_zero_is_refused_like_in_numpy(arrays: jaxckpt.Checkpoint) -> None:
     with pytest.raises(ValueError, match="step"):
         arrays["a"][::0]
 
@@ -326,7 +326,7 @@ def test_opening_reads_no_array(path: Path, bytes_read: Callable[[], int]) -> No
 
 @pytest.fixture
 def weights(tmp_path: Path, mesh: Mesh) -> tuple[Path, dict[str, Any]]:
-    """Leaves above 1 MiB, of which devices read just their pieces."""
+    """Leaves above 1 MiB, of which each device reads only its pieces."""
     value = np.random.default_rng(0).random((1024, 1536), np.float32)
     tree = {
         "w": jax.device_put(value, NamedSharding(mesh, P("data", "model"))),
@@ -342,7 +342,7 @@ def weights(tmp_path: Path, mesh: Mesh) -> tuple[Path, dict[str, Any]]:
     [((8,), None), ((4, 2), None), ((2, 3), None), ((8,), P()), ((3,), P(None, "data")), ((1, 8), P("model"))],
     ids=str,
 )
-def test_a_plan_promises_what_the_restore_then_reads(
+def test_a_plan_predicts_what_the_restore_reads(
     sizes: tuple[int, ...], specs: Any, weights: tuple[Path, dict[str, Any]], bytes_read: Callable[[], int]
 ) -> None:
     path, tree = weights
@@ -369,7 +369,7 @@ def test_a_plan_promises_what_the_restore_then_reads(
     assert narrow.needed_bytes == needed
 
 
-def test_a_plan_for_a_target_is_that_of_its_shardings(weights: tuple[Path, dict[str, Any]], mesh: Mesh) -> None:
+def test_a_plan_for_a_target_uses_its_shardings(weights: tuple[Path, dict[str, Any]], mesh: Mesh) -> None:
     path, tree = weights
     checkpoint = jaxckpt.open(path)
     assert checkpoint.plan(tree).needed_bytes == checkpoint.plan().needed_bytes == checkpoint.nbytes
@@ -380,7 +380,7 @@ def test_a_plan_for_a_target_is_that_of_its_shardings(weights: tuple[Path, dict[
         checkpoint.plan({"x": tree["w"]})
 
 
-def test_a_plan_for_512_devices_needs_none_of_them(tmp_path: Path) -> None:
+def test_a_plan_for_512_devices_needs_no_devices(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     tree = {
         "w": jax.device_put(np.ones((512, 512), np.float32), NamedSharding(mesh, P("data", "model"))),
@@ -432,7 +432,7 @@ def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[
 # Without a backend ----------------------------------------------------------------------------------------
 
 
-def test_looking_and_loading_start_no_jax_backend(path: Path, run_python: RunPython) -> None:
+def test_inspecting_and_loading_start_no_jax_backend(path: Path, run_python: RunPython) -> None:
     out = run_python(
         f"""
         import jax, jaxckpt
@@ -464,8 +464,8 @@ def test_loading_reads_only_what_is_selected(tmp_path: Path, bytes_read: Callabl
     np.testing.assert_array_equal(loaded["layer3"], tree["layer3"])
 
 
-def test_a_lazy_leaf_outlives_nothing_but_the_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint that was replaced is an error when read, never the new one's bytes under the old one's names."""
+def test_a_lazy_leaf_of_a_replaced_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """Reading from a replaced checkpoint is an error; it never returns the new checkpoint's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "c")
         jaxckpt.save(path, {"a": np.zeros(9)})

@@ -55,7 +55,7 @@ def page_file(checkpoint: Path) -> Path:
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="drives the browser")
     if CHROMIUM is None:
-        pytest.skip("no chromium here: apt-get install chromium")
+        pytest.skip("chromium is not installed: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000)
         yield found
@@ -63,7 +63,7 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page, and what its console said."""
+    """A page and its console messages."""
 
     def __init__(
         self, browser: Any, file: Path, *, width: int = 1440, height: int = 900, scheme: str = "light"
@@ -88,7 +88,7 @@ class Opened:
         return self.page.locator("#rows .line").all_inner_texts()
 
 
-def test_it_renders_without_a_word_or_a_request(browser: Any, page_file: Path) -> None:
+def test_it_renders_without_console_messages_or_requests(browser: Any, page_file: Path) -> None:
     with Opened(browser, page_file) as opened:
         page = opened.page
         assert page.locator("#map .cell").count() > 10
@@ -101,7 +101,7 @@ def test_it_renders_without_a_word_or_a_request(browser: Any, page_file: Path) -
 
 
 def test_a_run_in_a_report(browser: Any, tmp_path: Path) -> None:
-    """Metrics at the top, one rectangle for a chain of single children, labels explained, a panel that is not cut."""
+    """Metrics at the top, one rectangle for a chain of single children, explained labels, and a complete panel."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     ones = jax.device_put(np.ones((512, 64), np.float32), NamedSharding(mesh, P("data", "model")))
     state = {"params": {"embed": {"kernel": ones}, "head": {"mlp": {"a": np.zeros(9000), "b": np.zeros(9000)}}}}
@@ -126,7 +126,7 @@ def test_a_run_in_a_report(browser: Any, tmp_path: Path) -> None:
         panel = page.evaluate(
             "(({ scrollHeight, clientHeight }) => [scrollHeight, clientHeight])(document.querySelector('aside'))"
         )
-        assert panel[0] <= panel[1], "the panel is cut"
+        assert panel[0] <= panel[1], "the panel is truncated"
         page.locator("#map .cell", has_text="head/mlp").click(position={"x": 5, "y": 5})
         page.keyboard.press("Backspace")
         assert page.locator("#crumbs button").last.inner_text() == "params"  # not "head", which has one child
@@ -149,7 +149,7 @@ def test_search_and_sorting(browser: Any, page_file: Path) -> None:
         assert opened.said == []
 
 
-def test_hovering_and_choosing_tell_of_a_leaf(browser: Any, page_file: Path) -> None:
+def test_hovering_and_selecting_show_a_leaf(browser: Any, page_file: Path) -> None:
     with Opened(browser, page_file) as opened:
         page = opened.page
         page.fill("#search", "params/embed")
@@ -213,7 +213,7 @@ def test_areas_of_the_treemap_are_bytes(browser: Any, page_file: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_need_not_scroll_sideways(browser: Any, page_file: Path, scheme: str) -> None:
+def test_no_horizontal_scrolling_on_a_phone(browser: Any, page_file: Path, scheme: str) -> None:
     with Opened(browser, page_file, width=390, height=844, scheme=scheme) as opened:
         opened.page.fill("#search", "embed")
         opened.page.locator("#rows .line").first.click()
@@ -221,16 +221,16 @@ def test_a_phone_need_not_scroll_sideways(browser: Any, page_file: Path, scheme:
         assert opened.said == []
 
 
-def test_the_dark_is_dark(browser: Any, page_file: Path) -> None:
+def test_the_dark_scheme_is_dark(browser: Any, page_file: Path) -> None:
     found: dict[str, float] = {}
     for scheme in ("light", "dark"):
         with Opened(browser, page_file, scheme=scheme) as opened:
-            colour = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
-            found[scheme] = sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(",")))
+            color = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            found[scheme] = sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(",")))
     assert found["dark"] < 150 < 600 < found["light"]
 
 
-def test_what_a_checkpoint_says_is_text(browser: Any, page_file: Path) -> None:
+def test_content_of_a_checkpoint_is_shown_as_text(browser: Any, page_file: Path) -> None:
     with Opened(browser, page_file) as opened:
         opened.page.fill("#search", "onerror")
         assert len(opened.rows()) == 1
@@ -244,9 +244,9 @@ def test_what_a_checkpoint_says_is_text(browser: Any, page_file: Path) -> None:
         assert opened.said == []
 
 
-def test_even_markup_that_slipped_through_would_run_nothing(browser: Any, page_file: Path) -> None:
+def test_injected_markup_runs_no_script(browser: Any, page_file: Path) -> None:
     with Opened(browser, page_file) as opened:
-        # It would run once the picture has failed.
+        # It would run after the image has failed to load.
         with opened.page.expect_console_message(lambda said: "script-src" in said.text, timeout=TIMEOUT) as refused:
             opened.page.evaluate("(markup) => document.body.insertAdjacentHTML('beforeend', markup)", HOSTILE)
         assert opened.page.locator("img").count() == 1
@@ -261,7 +261,7 @@ def test_twenty_thousand_leaves_stay_usable(browser: Any, tmp_path: Path) -> Non
     file.write_text(jaxckpt.report(tmp_path / "ckpt"), encoding="utf-8")
     assert file.stat().st_size < 3_000_000
     with Opened(browser, file) as opened:
-        assert opened.page.evaluate("document.querySelectorAll('*').length") < 6000  # only what is seen is drawn
+        assert opened.page.evaluate("document.querySelectorAll('*').length") < 6000  # only the visible part is drawn
         assert opened.page.locator("#map .cell", has_text="499").count() == 1
         opened.page.locator("#rows").focus()
         opened.page.keyboard.press("End")
@@ -272,7 +272,7 @@ def test_twenty_thousand_leaves_stay_usable(browser: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
-def test_of_other_formats_too(browser: Any, checkpoint: Path, tmp_path: Path, format: str) -> None:
+def test_reports_of_other_formats(browser: Any, checkpoint: Path, tmp_path: Path, format: str) -> None:
     jaxckpt.convert(checkpoint, tmp_path / f"w.{format}", format=format, select="params")
     file = tmp_path / "report.html"
     file.write_text(
@@ -289,7 +289,7 @@ def test_of_other_formats_too(browser: Any, checkpoint: Path, tmp_path: Path, fo
 
 
 class Balanced(HTMLParser):
-    """Fails where elements are not closed in order, or where one could run a script."""
+    """Fails if elements are not closed in order, or if one could run a script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def shown(value: Any) -> str:
     return parser.text
 
 
-def test_notebooks_show_the_same_drawings(checkpoint: Path) -> None:
+def test_notebooks_show_the_same_charts(checkpoint: Path) -> None:
     opened = jaxckpt.open(checkpoint)
     whole = shown(opened)
     assert "params/embed: 65,536 B" in whole

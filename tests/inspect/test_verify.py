@@ -1,4 +1,4 @@
-"""`verify` finds every damage, and says which leaf and which part of it is hit."""
+"""`verify` finds all damage, and reports the affected leaf and box."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_undamaged_checkpoint_is_ok(path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
-def test_a_flipped_bit_is_placed_in_its_leaf_and_box(tmp_path: Path, compression: Any) -> None:
+def test_a_flipped_bit_is_reported_with_its_leaf_and_box(tmp_path: Path, compression: Any) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     w = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
     options = jaxckpt.Options(chunk_bytes=128, object_bytes=1024, compression=compression)
@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_placed_in_its_leaf_and_box(tmp_path: Path, compression
     np.testing.assert_array_equal(leaf[:top], w[:top])
 
 
-def test_every_kind_of_file_is_looked_at(path: Path) -> None:
+def test_every_kind_of_file_is_checked(path: Path) -> None:
     for pattern, leaf, reason in (
         ("*float32-64/c/0/0", "layers/0", "is missing"),
         ("*float32-64/zarr.json", None, "is missing"),
@@ -118,7 +118,7 @@ def test_a_packed_object_names_all_its_leaves(path: Path) -> None:
     assert "bytes long, expected" in str(report)
 
 
-def test_objects_that_changed_places(path: Path) -> None:
+def test_swapped_objects(path: Path) -> None:
     first, second = sorted(path.glob("data-*/*float32-32x32/c/0/*/0"))[:2]
     content = first.read_bytes()
     assert second.stat().st_size == len(content)
@@ -140,7 +140,7 @@ def test_a_damaged_manifest_is_a_problem(path: Path) -> None:
         jaxckpt.verify(path / "nothing")
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_during_verify_is_not_damaged(path: Path, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "copy")
 
     def delete(_: jaxckpt.Progress) -> None:
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(path: Path
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
-def test_a_chunk_larger_than_what_is_looked_at_at_once(tmp_path: Path, compression: Any) -> None:
+def test_a_chunk_larger_than_one_read(tmp_path: Path, compression: Any) -> None:
     side = 1_299_709  # a prime, so that each of the six pieces of 10 MiB is one chunk
     sharding = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P("x"))
     values = np.random.default_rng(0).normal(size=(3, 2 * side)).astype(np.complex64)
@@ -165,7 +165,7 @@ def test_a_chunk_larger_than_what_is_looked_at_at_once(tmp_path: Path, compressi
     file = sorted(file for file in (tmp_path / "c").glob("data-*/*/c/**/*") if file.is_file())[-1]
     content = bytearray(file.read_bytes())
     row = "w/2"
-    size = int(np.frombuffer(content[-20:-4], "<u8")[1])  # of the object's last chunk
+    size = int(np.frombuffer(content[-20:-4], "<u8")[1])  # the size of the object's last chunk
     end = int(np.frombuffer(content[-20:-4], "<u8").sum())
     for place in (end - size, end - size // 2, end - 5, end - 4, end - 1):
         content[place] ^= 1
@@ -176,7 +176,7 @@ def test_a_chunk_larger_than_what_is_looked_at_at_once(tmp_path: Path, compressi
         assert "damaged chunk" in first.reason
 
 
-def test_what_has_no_elements_or_one(tmp_path: Path) -> None:
+def test_leaves_without_elements_and_scalars(tmp_path: Path) -> None:
     tree = {
         "zero": [np.empty((0, 3)), np.empty((2, 0), np.int8)],
         "scalars": [np.float32(i) for i in range(5000)],
@@ -202,7 +202,7 @@ def test_what_has_no_elements_or_one(tmp_path: Path) -> None:
             file.write_bytes(content)
 
 
-def test_only_what_was_read_counts_as_checked(path: Path) -> None:
+def test_only_bytes_that_were_read_count_as_checked(path: Path) -> None:
     file = one(path, "*float32-64/c/0/0")
     whole = jaxckpt.verify(path).checked_bytes
     size = file.stat().st_size
@@ -212,7 +212,7 @@ def test_only_what_was_read_counts_as_checked(path: Path) -> None:
     assert report.checked_bytes == seen[-1].done_bytes == seen[-1].total_bytes == whole - size
 
 
-def test_a_manifest_that_is_no_plain_file_is_a_problem(path: Path) -> None:
+def test_a_manifest_that_is_not_a_regular_file_is_a_problem(path: Path) -> None:
     (path / "manifest.json").rename(path / "moved.json")
     for make in (lambda file: file.mkdir(), lambda file: file.symlink_to(path / "moved.json")):
         make(path / "manifest.json")
@@ -225,8 +225,8 @@ def test_a_manifest_that_is_no_plain_file_is_a_problem(path: Path) -> None:
             (path / "manifest.json").rmdir()
 
 
-def test_it_stops_soon_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many objects: a Ctrl-C must not wait for all of them."""
+def test_it_stops_quickly_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many objects, Ctrl-C must not wait for all of them."""
     jaxckpt.save(tmp_path / "c", {"w": np.arange(500 * 16)}, options=jaxckpt.Options(chunk_bytes=128, object_bytes=128))
     read: list[str] = []
     original = Folder.range_reader
@@ -242,7 +242,7 @@ def test_it_stops_soon_when_interrupted(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
-def test_a_folder_that_may_not_be_looked_into(run_python: RunPython) -> None:
+def test_a_folder_without_read_permission(run_python: RunPython) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         jaxckpt.save(f"{folder}/c", {"w": np.arange(10)})
@@ -283,7 +283,7 @@ def test_progress_and_memory(run_python: RunPython, tmp_path: Path) -> None:
         report = jaxckpt.verify(path, options=jaxckpt.Options(progress=seen.append))
         assert report.ok and seen[-1].done_bytes == seen[-1].total_bytes == report.checked_bytes > 384 << 20
         most = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-        print(most * 1024 - before >> 20)  # ru_maxrss would begin with the parent's memory
+        print(most * 1024 - before >> 20)  # ru_maxrss would include the parent's memory
         """,
         devices=1,
     )
@@ -301,7 +301,7 @@ def test_on_a_pipe_it_does_not_hang(path: Path) -> None:
         jaxckpt.load_numpy(path)
 
 
-def test_the_printed_report_has_a_line_for_a_file(path: Path) -> None:
+def test_the_printed_report_has_one_line_per_file(path: Path) -> None:
     one(path, "*float32-64/c/0/0").unlink()
     report = jaxckpt.verify(path)
     assert not report

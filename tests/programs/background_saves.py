@@ -110,7 +110,7 @@ def process_0_fails_while_others_write(folder: str) -> None:
     options = jaxckpt.Options(timeout_seconds=20, object_bytes=256, chunk_bytes=256)
     tree = {"x": made(P("a", "b"), 1), "y": [made(P("a", "b"), n) for n in range(4)]}
     for blocking, spec in itertools.product((True, False), (P("a", "b"), P(None, "a"))):
-        path = f"{folder}/{'save' if blocking else 'save_async'}-{'as it lies' if spec == P('a', 'b') else 'exchanged'}"
+        path = f"{folder}/{'save' if blocking else 'save_async'}-{'own layout' if spec == P('a', 'b') else 'exchanged'}"
         with writing(0.5 if process_id else None):
             try:
                 if blocking:

@@ -16,7 +16,7 @@ for run in runs:
     run.save(0, {"w": np.arange(3)})
 if sys.argv[2] == "another on top":
     before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *told: before(*told))
+    signal.signal(signal.SIGTERM, lambda *arguments: before(*arguments))
 for run in runs if sys.argv[2] != "last first" else reversed(runs):
     run.close()
 print("closed", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)

@@ -28,11 +28,11 @@ try:
     jaxckpt.save(f"{args}/c", tree, mesh=first, specs=P(), options=jaxckpt.Options(timeout_seconds=60))
 except jaxckpt.JaxckptError as error:
     print("raised", type(error).__name__, error, flush=True)
-told = Path(args, "told")
+reported = Path(args, "reported")
 if process_id == 1:
-    told.touch()
+    reported.touch()
 else:  # this process runs JAX's service: if it ended first, the other process would fail
     deadline = time.monotonic() + 60
-    while not told.exists() and time.monotonic() < deadline:
+    while not reported.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
 os._exit(0)

@@ -43,7 +43,7 @@ def check(tree, step):
     assert "opt" not in tree or (tree["opt"]["m"] == -step).all()
 
 
-def train(until, told):
+def train(until, writer):
     with checkpointer() as checkpoints:
         last, tree = checkpoints.restore_or_init(lambda: state(0))
         if last is not None:
@@ -51,10 +51,10 @@ def train(until, told):
             assert "opt" in tree  # the newest step is complete
         for step in range(0 if last is None else last + 1, until):
             checkpoints.save(step, state(step), metrics={"loss": losses[step]})
-            os.write(told, b".")
+            os.write(writer, b".")
 
 
-def look(tidy):
+def check_steps(tidy):
     there = sorted(name for name in os.listdir(folder) if os.path.exists(f"{folder}/{name}/manifest.json"))
     for name in there:  # each published step is complete, regardless of the moment of the kill
         check(jaxckpt.load_numpy(f"{folder}/{name}"), int(name))
@@ -77,44 +77,44 @@ def look(tidy):
 
 
 def fork(work, *args):
-    heard, told = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(told, str(work(*args, *([told] if work is train else []))).encode())
+            os.write(writer, str(work(*args, *([writer] if work is train else []))).encode())
         except BaseException:
             traceback.print_exc()
             os._exit(9)
         os._exit(0)
-    os.close(told)
-    return child, heard
+    os.close(writer)
+    return child, reader
 
 
-def looked(tidy):
-    child, heard = fork(look, tidy)
+def newest_step(tidy):
+    child, reader = fork(check_steps, tidy)
     assert os.waitpid(child, 0)[1] == 0
-    found = int(os.read(heard, 100))
-    os.close(heard)
+    found = int(os.read(reader, 100))
+    os.close(reader)
     return found
 
 
 os.makedirs(folder)
 newest = -1
 for kill in range(kills):
-    child, heard = fork(train, 10 * steps)  # reaches about `steps` before the last kill
+    child, reader = fork(train, 10 * steps)  # reaches about `steps` before the last kill
     for _ in range(rng.randint(1, steps // kills - 2)):
-        assert os.read(heard, 1), "it ended by itself"
+        assert os.read(reader, 1), "it ended before the kill"
     time.sleep(rng.random() * 0.02)
     os.kill(child, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    os.close(heard)
-    found = looked(tidy=False)
+    os.close(reader)
+    found = newest_step(tidy=False)
     assert found >= newest, (found, newest)  # published steps stay
     newest = found
     if kill % 5 == 4:
-        assert looked(tidy=True) == newest
-child, heard = fork(train, steps)
-while os.read(heard, 4096):
+        assert newest_step(tidy=True) == newest
+child, reader = fork(train, steps)
+while os.read(reader, 4096):
     pass
 assert os.waitpid(child, 0)[1] == 0
-print("killed", kills, "times; the newest step is", looked(tidy=True))
+print("killed", kills, "times; the newest step is", newest_step(tidy=True))

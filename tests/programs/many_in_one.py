@@ -15,7 +15,7 @@ COUNT = 130
 assert process_id == 0
 
 
-def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: float) -> list[object]:
+def run_meeting(name: str, act: Callable[[Meeting, int], object], timeout_seconds: float) -> list[object]:
     """The result or the error of each process."""
     outcomes: list[object] = [None] * COUNT
 
@@ -24,7 +24,7 @@ def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: flo
         group = Group(index, COUNT, timeout_seconds, client, f"jaxckpt/{name}", call, Watch(timeout_seconds))
         try:
             with group.meeting("testing") as meeting:
-                outcomes[index] = play(meeting, index)
+                outcomes[index] = act(meeting, index)
         except Exception as error:
             outcomes[index] = f"{type(error).__name__}: {error}"
 
@@ -36,32 +36,32 @@ def held(name: str, play: Callable[[Meeting, int], object], timeout_seconds: flo
     return outcomes
 
 
-def all_come(meeting: Meeting, index: int) -> str:
-    heard = meeting.gather(f"text {index}")
-    assert heard == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
-    return meeting.broadcast("heard")
+def all_arrive(meeting: Meeting, index: int) -> str:
+    received = meeting.gather(f"text {index}")
+    assert received == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
+    return meeting.broadcast("received")
 
 
 def one_fails(meeting: Meeting, index: int) -> str:
     if index == 70:
         raise OSError("no space left")
-    return all_come(meeting, index)
+    return all_arrive(meeting, index)
 
 
-def two_do_not_come(meeting: Meeting, index: int) -> str:
-    return "absent" if index in (1, 129) else all_come(meeting, index)
+def two_do_not_arrive(meeting: Meeting, index: int) -> str:
+    return "absent" if index in (1, 129) else all_arrive(meeting, index)
 
 
-assert held("all", all_come, 60) == ["heard"] * COUNT
+assert run_meeting("all", all_arrive, 60) == ["received"] * COUNT
 
-failed = held("fails", one_fails, 60)
+failed = run_meeting("fails", one_fails, 60)
 assert failed.pop(70) == "OSError: no space left"
 assert set(failed) == {"PeerFailedError: process 70 failed with OSError: no space left"}, set(failed)
 
-silent = held("silent", two_do_not_come, 4)
+silent = run_meeting("silent", two_do_not_arrive, 4)
 assert silent.pop(129) == silent.pop(1) == "absent"
 (message,) = set(silent)
 assert str(message).startswith("PeerTimeoutError: processes 1, 129 of 130 did not respond for 4 s while testing"), (
     message
 )
-print("held")
+print("done")

@@ -125,5 +125,5 @@ def n_data_folders() -> int:
     return len([name for name in os.listdir(path) if name.startswith("data-")])
 
 
-def tell(**said: Any) -> None:
-    print("told", json.dumps(said), flush=True)
+def report(**said: Any) -> None:
+    print("report", json.dumps(said), flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from peer import args, attempt, meet, n_data_folders, operate, path, process_id, tell, there
+from peer import args, attempt, meet, n_data_folders, operate, path, process_id, report, there
 
 operate("save", 0, 60)
 ballast = os.path.join(os.path.dirname(path), "ballast")
@@ -22,4 +22,4 @@ for number, room in enumerate(args["rounds"], 1):
     now, folders = there(), n_data_folders()
     meet(f"over{number}")
     after, _ = attempt("save", number, 60)
-    tell(said=said, there=now, after=after, folders=folders)
+    report(said=said, there=now, after=after, folders=folders)

@@ -17,9 +17,9 @@ from peer import (
     note,
     operate,
     process_id,
+    report,
     signal_self,
     sleep_until,
-    tell,
 )
 
 operate("save", 1, 60)
@@ -27,11 +27,11 @@ victim, phase = args["victim"], args["phase"]
 meet("ready")
 others = sorted(set(range(count)) - {victim})
 if process_id == victim:
-    stop = sleep_until([f"told-{process}" for process in others], "KILL")
+    stop = sleep_until([f"reported-{process}" for process in others], "KILL")
     at(phase, stop if args["stop"] else lambda: signal_self(signal.SIGKILL))
 said, seconds = attempt(PHASES[phase][0], 2, args["timeout"])
-tell(said=said, seconds=seconds)
-note("told")
+report(said=said, seconds=seconds)
+note("reported")
 with contextlib.suppress(AssertionError):  # if process 0 is the victim, JAX aborts some of the others
-    await_notes("told", others, 15)
+    await_notes("reported", others, 15)
 os._exit(0)

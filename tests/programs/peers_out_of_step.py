@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from peer import args, at, attempt, await_notes, count, make, meet, note, operate, path, process_id, tell, there
+from peer import args, at, attempt, await_notes, count, make, meet, note, operate, path, process_id, report, there
 from phases import PHASES
 
 import jaxckpt
@@ -21,7 +21,7 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
         if what.startswith("slow"):
             back = at("fetching" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
         elif what == "makes no call":
-            await_notes(f"told{number}", set(range(count)) - {victim})
+            await_notes(f"reported{number}", set(range(count)) - {victim})
             processes.Group.for_call(None, processes.Call.of("save", path))  # like a call that raised
             said = "none"
         else:
@@ -34,9 +34,9 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
                 said = f"{type(error).__name__}: {error}"
     if said is None:
         said, _ = attempt(kind, number, args["timeout"])
-    note(f"told{number}")
+    note(f"reported{number}")
     back()
     meet(f"over{number}")
     now = there()
     after, _ = attempt("save", number, 60)
-    tell(said=said, there=now, after=after)
+    report(said=said, there=now, after=after)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peer import args, attempt, meet, n_data_folders, operate, process_id, tell, there
+from peer import args, attempt, meet, n_data_folders, operate, process_id, report, there
 from tracing import trace
 
 operate("save", 0, 60)
@@ -17,4 +17,4 @@ for number, (call, nth, victim) in enumerate(args["rounds"], 1):
     meet(f"over{number}")
     now, folders = there(), n_data_folders()
     after, _ = attempt("save", number, 60)
-    tell(said=said, there=now, after=after, folders=folders)
+    report(said=said, there=now, after=after, folders=folders)

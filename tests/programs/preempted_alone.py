@@ -18,7 +18,7 @@ if "stuck" in how:
     FileWriter.write = lambda *_: time.sleep(1000)
 earlier = []
 if how == "chained":
-    signal.signal(signal.SIGTERM, lambda *_: earlier.append("told"))
+    signal.signal(signal.SIGTERM, lambda *_: earlier.append("notified"))
 local = {"local": f"{sys.argv[1]}-local", "local_every": 1000, "copies": 0} if how == "stuck locally" else {}
 with jaxckpt.Checkpointer(
     sys.argv[1],
@@ -34,10 +34,10 @@ with jaxckpt.Checkpointer(
             begun = time.monotonic()
         try:
             saved = checkpoints.save(step, {"x": np.full(1000, step), "y": np.full(10, step)})
-        except jaxckpt.Preempted as told:
-            print(step, *earlier, told, flush=True)
+        except jaxckpt.Preempted as stop:
+            print(step, *earlier, stop, flush=True)
             raise
         if checkpoints.preempted:
-            print(step, saved, "goes on", flush=True)
+            print(step, saved, "continues", flush=True)
             assert not checkpoints.save(step + 1, {"x": np.full(1000, step + 1)})
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from renumbered import index
 
-from peer import args, at, attempt, count, meet, note, operate, process_id, sleep_until, tell, there  # isort: skip
+from peer import args, at, attempt, count, meet, note, operate, process_id, sleep_until, report, there  # isort: skip
 
 operate("save", 0, 60)
 stops = process_id == 0
@@ -17,4 +17,4 @@ back()
 meet("over")
 now = there()
 after, _ = attempt("save", 2, 60)
-tell(index=index, stops=stops, said=said, seconds=seconds, there=now, after=after)
+report(index=index, stops=stops, said=said, seconds=seconds, there=now, after=after)

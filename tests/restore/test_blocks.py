@@ -173,7 +173,7 @@ def test_cpu_devices_take_blocks_of_thousands_of_leaves(
 
 
 def test_cpu_devices_take_leaves_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "place_rows", lambda *given: pytest.fail("blocks do not pay there"))
+    monkeypatch.setattr(placing, "place_rows", lambda *given: pytest.fail("blocks are not faster there"))
     hosts = [np.float32([number]) for number in range(LEAVES)]
     there_and_back(hosts, NamedSharding(jax.make_mesh((8,), ("d",)), P()), tmp_path / "c")
 

@@ -91,7 +91,7 @@ def test_an_object_keeps_its_identity_and_gets_the_saved_state(path: Path) -> No
     assert float(restored["w"][0]) == 1
 
 
-def test_without_the_object_its_state_is_a_part_of_the_tree(path: Path) -> None:
+def test_without_the_object_its_state_is_part_of_the_tree(path: Path) -> None:
     for tree in (jaxckpt.restore(path), jaxckpt.load_numpy(path)):
         assert tree["data"]["epoch"] == 3
         assert tree["data"]["seen"][5] == 1 << 90
@@ -105,7 +105,7 @@ def test_without_the_object_its_state_is_a_part_of_the_tree(path: Path) -> None:
     assert jaxckpt.verify(path).ok
 
 
-def test_a_state_that_was_saved_as_a_plain_tree_goes_into_an_object(tmp_path: Path) -> None:
+def test_a_state_that_was_saved_as_a_plain_tree_is_loaded_into_an_object(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ckpt", {"data": used().state_dict()})
     loader = Loader()
     jaxckpt.restore(tmp_path / "ckpt", {"data": loader})
@@ -113,7 +113,7 @@ def test_a_state_that_was_saved_as_a_plain_tree_goes_into_an_object(tmp_path: Pa
 
 
 @pytest.mark.parametrize("state", [None, {}, b"\x00grain", 5, "text", [1, [2]], (np.ones(3), 2), {3: {"a": 1}}])
-def test_a_state_of_any_form_comes_back_as_it_was(tmp_path: Path, state: Any) -> None:
+def test_a_state_of_any_form_comes_back(tmp_path: Path, state: Any) -> None:
     class Box:
         def get_state(self) -> Any:
             return state
@@ -131,7 +131,7 @@ def test_a_state_of_any_form_comes_back_as_it_was(tmp_path: Path, state: Any) ->
 
 
 def test_the_objects_of_other_libraries(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="it is no dependency, and has no CPU build for each Python")
+    torch = pytest.importorskip("torch", reason="it is not a dependency, and lacks CPU builds for some Python versions")
 
     def batches() -> Any:
         return iter(grain.MapDataset.range(100).seed(1).shuffle().repeat().batch(4).to_iter_dataset())
@@ -173,7 +173,7 @@ def test_the_objects_of_other_libraries(tmp_path: Path) -> None:
     assert objects["schedule"].state_dict() == scheduler.state_dict()
 
 
-def test_what_happens_after_save_async_returns_stays_out(tmp_path: Path) -> None:
+def test_changes_after_save_async_returns_are_not_saved(tmp_path: Path) -> None:
     loader = used()
     pending = jaxckpt.save_async(tmp_path / "ckpt", {"data": loader, "big": jnp.ones(1 << 20)})
     loader.epoch = 99
@@ -221,7 +221,7 @@ def test_a_restore_that_fails_changes_no_object(path: Path) -> None:
     assert equal(loader, Loader())
 
 
-def test_what_an_object_raises_names_the_leaf(path: Path) -> None:
+def test_an_error_of_an_object_names_the_leaf(path: Path) -> None:
     class Loader:
         def state_dict(self) -> Any:
             raise RuntimeError("no workers")
@@ -388,7 +388,7 @@ def test_registered_values_come_back_with_and_without_a_target(tmp_path: Path) -
     leaf_types._TYPES.clear()
     leaf_types._NAMES.clear()
     plain = {"rate": "0.10", "colors": ["BLUE", "RED"], "at": moment.isoformat(), "n": 1}
-    assert jaxckpt.restore(tmp_path / "ckpt") == plain, "nothing is made that was not registered"
+    assert jaxckpt.restore(tmp_path / "ckpt") == plain, "unregistered types are not created"
 
 
 def test_a_registered_type_changes_in_place_if_it_can(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_registered_type_changes_in_place_if_it_can(tmp_path: Path) -> None:
     assert fresh.random() == random.random()
 
 
-def test_a_registration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_registration_is_refused(tmp_path: Path) -> None:
     def register(cls: Any = Money, **arguments: Any) -> None:
         jaxckpt.register_leaf(cls, **{"to_state": vars, "from_state": Money, **arguments})
 
@@ -429,7 +429,7 @@ def test_a_registration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         jaxckpt.save(tmp_path / "ckpt", {"a": collections.OrderedDict(b=1)})
 
 
-def test_a_class_that_a_notebook_defines_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+def test_a_class_that_a_notebook_redefines_replaces_the_first(tmp_path: Path) -> None:
     def define() -> Any:
         class Money:
             def __init__(self, cents: int) -> None:
@@ -446,7 +446,7 @@ def test_a_class_that_a_notebook_defines_again_takes_the_place_of_the_first(tmp_
     assert restored.cents == 5
 
 
-def test_what_from_state_raises_names_the_leaf(tmp_path: Path) -> None:
+def test_an_error_of_from_state_names_the_leaf(tmp_path: Path) -> None:
     def refuse(state: Any) -> Any:
         raise ValueError("not enough")
 
@@ -458,7 +458,7 @@ def test_what_from_state_raises_names_the_leaf(tmp_path: Path) -> None:
         assert "'a/b" in caught.value.__notes__[0]
 
 
-def test_names_that_were_given_to_types_are_compared_as_a_whole(tmp_path: Path) -> None:
+def test_names_of_registered_types_are_compared_completely(tmp_path: Path) -> None:
     def register(name: str) -> Any:
         cls = type("Amount", (Money,), {})
         cls.__qualname__ = name
@@ -471,7 +471,7 @@ def test_names_that_were_given_to_types_are_compared_as_a_whole(tmp_path: Path) 
         jaxckpt.restore(tmp_path / "ckpt", {"a": weight(0)})
 
 
-def test_objects_that_rename_puts_among_other_leaves_become_their_leaves(tmp_path: Path) -> None:
+def test_objects_that_rename_merges_become_plain_leaves(tmp_path: Path) -> None:
     jaxckpt.register_leaf(Money, to_state=lambda one: one.cents, from_state=Money)
     jaxckpt.save(tmp_path / "a", {"a": Money({"x": 1}), "b": Money({"y": 2}), "z": 3})
     for read in (jaxckpt.restore, jaxckpt.load_numpy):

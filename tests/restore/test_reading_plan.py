@@ -1,4 +1,4 @@
-"""Property tests of who reads which box, without devices or a disk."""
+"""Property tests of the reading plan, without devices or a disk."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def wanted_boxes(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[Box, ...]]:
     return st.lists(strategies.boxes(shape), min_size=1, max_size=3, unique=True).map(tuple)
 
 
-def carried_out(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[int, int, Box], Any]:
+def executed(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[int, int, Box], Any]:
     """The content of each wanted box after the steps; each stored element's value is its index."""
     filled: dict[tuple[int, int, Box], Any] = {}
     for step in steps:
@@ -82,9 +82,9 @@ host_sizes = st.sampled_from([1, 100, 400, 4000, 1 << 30])
 
 
 @given(reads(), host_sizes)
-def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
+def test_every_wanted_box_is_filled_completely(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
     stacks, wants = case
-    filled = carried_out(stacks, _plan.plan_read(stacks, wants, host_bytes))
+    filled = executed(stacks, _plan.plan_read(stacks, wants, host_bytes))
     wanted = {(want.stack, row, box) for want in wants for row in range(*want.rows) for box in want.boxes}
     assert set(filled) == wanted
     for (number, row, box), found in filled.items():
@@ -94,7 +94,7 @@ def test_every_wanted_box_is_served_whole(case: tuple[list[Stack], list[WantedRo
 
 
 @given(reads(), host_sizes)
-def test_no_chunk_is_read_twice_nor_one_that_is_not_needed(
+def test_each_needed_chunk_is_read_once_and_no_other(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
@@ -119,7 +119,7 @@ def chunk_bytes(stack: Stack, box: Box) -> int:
 
 
 @given(reads(), host_sizes)
-def test_a_step_is_no_larger_than_asked_unless_one_row_of_chunks_is(
+def test_a_step_stays_within_its_limit_unless_it_is_one_row_of_chunks(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
@@ -133,7 +133,7 @@ def test_a_step_is_no_larger_than_asked_unless_one_row_of_chunks_is(
 
 
 @given(reads(), host_sizes)
-def test_a_read_is_of_a_quarter_of_the_bytes_that_may_be_held_unless_one_chunk_is_more(
+def test_a_read_is_at_most_a_quarter_of_host_bytes_or_one_chunk(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
@@ -147,7 +147,7 @@ def test_a_read_is_of_a_quarter_of_the_bytes_that_may_be_held_unless_one_chunk_i
 
 
 @given(reads(), host_sizes)
-def test_what_is_parted_is_read_object_by_object(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
+def test_divided_steps_are_read_object_by_object(case: tuple[list[Stack], list[WantedRows]], host_bytes: int) -> None:
     stacks, wants = case
     for step in _plan.plan_read(stacks, wants, host_bytes):
         if len(step.reads) == 1:
@@ -161,7 +161,7 @@ def test_what_is_parted_is_read_object_by_object(case: tuple[list[Stack], list[W
 
 
 @given(reads(), host_sizes)
-def test_what_goes_to_devices_has_no_buffer_larger_than_a_read(
+def test_leaves_on_devices_have_no_buffer_larger_than_a_read(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
@@ -174,7 +174,7 @@ def test_what_goes_to_devices_has_no_buffer_larger_than_a_read(
         assert step.held_bytes == held
 
 
-def test_rows_that_want_the_same_share_a_buffer_and_a_request() -> None:
+def test_equal_rows_share_a_buffer_and_a_request() -> None:
     stack = Stack("s", "float32", (8,), 6, (2, 8), (6, 8))
     (step,) = _plan.plan_read([stack], [WantedRows(0, (row, row + 1), (((0, 8),),)) for row in range(6)], HOST_BYTES)
     assert [run.rows for run in step.runs] == [(0, 6)]
@@ -184,7 +184,7 @@ def test_rows_that_want_the_same_share_a_buffer_and_a_request() -> None:
 
 
 @given(reads(), host_sizes)
-def test_what_serves_one_buffer_is_read_into_it_and_all_else_is_staged(
+def test_a_region_of_one_buffer_is_read_into_it_and_others_are_staged(
     case: tuple[list[Stack], list[WantedRows]], host_bytes: int
 ) -> None:
     stacks, wants = case
@@ -206,7 +206,7 @@ def test_what_serves_one_buffer_is_read_into_it_and_all_else_is_staged(
             assert read.held_bytes == stored + staged or (cast and read.held_bytes > stored + staged)
 
 
-def test_a_large_leaf_in_other_boxes_is_read_by_whole_objects() -> None:
+def test_a_large_leaf_in_another_layout_is_read_in_whole_objects() -> None:
     """From rows to columns: each object is one request, regardless of the boxes that it covers."""
     stack = Stack("s", "float32", (4096, 4096), 1, (1, 256, 256), (1, 512, 4096))
     columns = tuple(((0, 4096), (512 * i, 512 * (i + 1))) for i in range(8))
@@ -226,15 +226,13 @@ def test_a_large_leaf_in_other_boxes_is_read_by_whole_objects() -> None:
 
 @pytest.mark.parametrize("options", [Options(), Options(chunk_bytes=256, object_bytes=4096)])
 @pytest.mark.parametrize("shape", [(8192, 2048), (4096, 1024), (64, 32), (512,)])
-def test_an_aligned_read_costs_what_it_needs_with_checksums_and_indexes(
-    shape: tuple[int, ...], options: Options
-) -> None:
+def test_an_aligned_read_costs_its_data_checksums_and_indexes(shape: tuple[int, ...], options: Options) -> None:
     axes, spec = {"a": 8}, (("a",),)
     layout = PlannedSharding((("a", 8),), spec, 1).layout(shape)
     plan = plan_save([ArrayLeaf(n, "float32", shape, layout) for n in range(3)], options, 0, 8)
     (stack,) = plan.stacks
     cost = _plan.ReadCost()
-    for box in _grid.spec_boxes(axes, spec, shape):  # the box that its writer reads again
+    for box in _grid.spec_boxes(axes, spec, shape):  # the boxes that the writers wrote
         steps = _plan.plan_read(plan.stacks, [WantedRows(0, (row, row + 1), (box,)) for row in range(3)], HOST_BYTES)
         cost += _plan.read_cost(plan.stacks, steps, HOST_BYTES)
     needed = 3 * math.prod(shape) * 4
@@ -269,7 +267,7 @@ def test_a_cost_counts_each_chunk_and_the_index_of_each_object(
 
 
 @given(stacks(), st.data())
-def test_objects_of_a_box_are_those_that_it_meets(stack: Stack, data: st.DataObject) -> None:
+def test_objects_of_a_box_are_those_that_it_intersects(stack: Stack, data: st.DataObject) -> None:
     box = data.draw(strategies.boxes(stack.array_shape))
     expected = [
         (index, part, obj) for index, obj in stack.objects() if (part := _grid.intersection(box, obj)) is not None
@@ -277,7 +275,7 @@ def test_objects_of_a_box_are_those_that_it_meets(stack: Stack, data: st.DataObj
     assert list(_stacks.indexed_objects_of(stack, box)) == expected
 
 
-def test_nothing_wanted_is_nothing_read() -> None:
+def test_an_empty_request_reads_nothing() -> None:
     stack = Stack("s", "float32", (0, 3), 2, (1, 1, 3), (2, 1, 3))
     assert (
         _plan.plan_read([stack], [WantedRows(0, (0, 1), (((0, 0), (0, 3)),)), WantedRows(0, (1, 2), ())], HOST_BYTES)

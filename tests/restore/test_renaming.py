@@ -25,7 +25,7 @@ def test_a_leaf_is_not_the_root_of_a_tree_with_others(read: Any, saved: Path) ->
         read(saved, rename={"w": ""})
 
 
-def test_nothing_is_converted_with_a_leaf_as_the_root_of_others(saved: Path) -> None:
+def test_a_conversion_with_a_leaf_as_the_root_of_others_is_refused(saved: Path) -> None:
     with pytest.raises(jaxckpt.TreeError, match="the whole tree"):
         jaxckpt.convert(saved, saved.parent / "d", rename={"w": ""})
     assert not (saved.parent / "d").exists()
@@ -39,7 +39,7 @@ def test_a_single_selected_leaf_becomes_the_tree(saved: Path) -> None:
     assert np.array_equal(jaxckpt.load_numpy(saved.parent / "d"), W)
 
 
-def test_leaves_that_are_not_selected_are_not_in_the_way_of_new_names(saved: Path) -> None:
+def test_unselected_leaves_do_not_conflict_with_new_names(saved: Path) -> None:
     tree = jaxckpt.restore(saved, select="w", rename={"w": "a/b/c"})
     assert list(tree) == ["a"]
     assert np.array_equal(tree["a"]["b"]["c"], W)

@@ -134,7 +134,7 @@ def same(a: Any, b: Array) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_rules_give_what_numpy_computes_and_their_inverse_gives_the_source_back(data: st.DataObject) -> None:
+def test_any_rules_match_numpy_and_their_inverse_restores_the_source(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 3))
     found = [data.draw(cases(f"c{number}")) for number in range(count)]
     source = {path: leaf for case in found for path, leaf in case.source.items()}
@@ -260,14 +260,14 @@ def test_scale_offset_cast_tied_and_dropped(tmp_path: Path) -> None:
     assert delta.identical, delta
 
 
-def test_the_repr_of_a_rule_shows_what_was_given() -> None:
+def test_the_repr_of_a_rule_shows_its_arguments() -> None:
     rule = Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out", scale=2.0)
     assert repr(rule) == "Rule(source='h.{i}.w', target='layers/w', layout='out in -> i in out', scale=2.0)"
     assert eval(repr(rule)) == rule
     assert repr(Rules([rule], drop=["x", "y"])) == "<Rules: 1 rule, 2 dropped paths>"
 
 
-def test_plan_and_select_see_the_leaves_that_rules_make(tmp_path: Path) -> None:
+def test_plan_and_select_use_the_target_leaves_of_rules(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {f"h.{i}": np.ones((8, 4), "float32") for i in range(3)})
     rules = Rules([Rule(source="h.{i}", target="layers/w", layout="a b -> i b a", sizes={"i": 3})])
     plan = jaxckpt.open(tmp_path / "a").plan(mesh={"x": 4}, specs=P(None, "x"), rename=rules)
@@ -278,7 +278,7 @@ def test_plan_and_select_see_the_leaves_that_rules_make(tmp_path: Path) -> None:
 # Errors -----------------------------------------------------------------------------------------------------
 
 
-def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
+def test_one_error_lists_all_mismatches(tmp_path: Path) -> None:
     tree = {f"h.{i}.q": np.ones((6, 4)) for i in (0, 1, 3)} | {
         "norm": np.ones(3),
         "embed": np.ones(2),
@@ -340,12 +340,12 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
         ({"source": "a", "target": "b", "scales": "s", "block": ("1", 2)}, "block= must be a whole number"),
     ],
 )
-def test_a_rule_that_cannot_be_meant_is_an_error(arguments: dict[str, Any], expected: str) -> None:
+def test_an_invalid_rule_is_an_error(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(jaxckpt.InputError, match=expected):
         Rule(**arguments)
 
 
-def test_rules_that_cannot_be_meant_are_an_error(tmp_path: Path) -> None:
+def test_invalid_rules_are_an_error(tmp_path: Path) -> None:
     rule = Rule(source="q", target="w")
     with pytest.raises(jaxckpt.InputError, match="takes a list of Rule"):
         Rules(rule)  # pyright: ignore
@@ -359,7 +359,7 @@ def test_rules_that_cannot_be_meant_are_an_error(tmp_path: Path) -> None:
         jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule], drop=["q"]))
 
 
-def test_an_enormous_number_in_a_path_costs_no_memory(tmp_path: Path) -> None:
+def test_a_huge_number_in_a_path_takes_no_memory(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {f"h.{number}": np.ones(2) for number in (0, 1, 10**12)})
     for rule, expected in (
         (Rule(source="h.{i}", target="w", layout="a -> i a"), "999999999998 of 1000000000001 leaves .* with i = 2"),
@@ -381,7 +381,7 @@ def test_an_enormous_number_in_a_path_costs_no_memory(tmp_path: Path) -> None:
         ("complex64", (2, 2), "must be real numbers, found complex64"),
     ],
 )
-def test_scales_that_are_not_those_of_the_blocks_are_an_error(
+def test_scales_that_do_not_match_the_blocks_are_an_error(
     tmp_path: Path, weight: str, scale: tuple[int, ...] | None, expected: str
 ) -> None:
     scales = {} if scale is None else {"s": np.ones(scale, "float32")}
@@ -392,7 +392,7 @@ def test_scales_that_are_not_those_of_the_blocks_are_an_error(
 
 
 @pytest.mark.parametrize("how", [{"scale": 0.1}, {"offset": 0.5}])
-def test_integers_are_scaled_to_a_dtype_that_the_rule_names(tmp_path: Path, how: dict[str, float]) -> None:
+def test_scaled_integers_need_a_dtype(tmp_path: Path, how: dict[str, float]) -> None:
     source = np.arange(-3, 4, dtype="int8")
     jaxckpt.save(tmp_path / "a", {"q": source})
     with pytest.raises(jaxckpt.MismatchError, match="'q' is int8, and scale and offset produce floats"):
@@ -402,7 +402,7 @@ def test_integers_are_scaled_to_a_dtype_that_the_rule_names(tmp_path: Path, how:
     assert same(jaxckpt.load_numpy(tmp_path / "a", rename=rules)["w"], expected)
 
 
-# What a view keeps of the checkpoint ------------------------------------------------------------------------
+# Properties of the checkpoint that a view keeps -------------------------------------------------------------
 
 
 def test_meshes_and_specs_are_carried_through_rules(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_meshes_and_specs_are_carried_through_rules(tmp_path: Path) -> None:
     assert moved["q"].sharding.spec == P(None, None, None, "y")
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read_through_rules_is_said_to_be(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_during_a_read_through_rules_is_reported(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {"w": np.arange(6.0)})
     view = jaxckpt.open(tmp_path / "a", rename=Rules([Rule(source="w", target="v")]))
     jaxckpt.save(tmp_path / "a", {"w": np.arange(7.0)}, overwrite=True)
@@ -448,7 +448,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_through_rules_is_said_to_
 
 
 @pytest.mark.child
-def test_rules_are_read_while_the_interpreter_ends(tmp_path: Path, run_python: RunPython) -> None:
+def test_rules_work_during_interpreter_shutdown(tmp_path: Path, run_python: RunPython) -> None:
     jaxckpt.save(tmp_path / "a", {"w": np.arange(6.0)})
     code = f"""
     import atexit, jaxckpt
@@ -462,7 +462,7 @@ def test_rules_are_read_while_the_interpreter_ends(tmp_path: Path, run_python: R
 
 
 @pytest.mark.parametrize("rows", [3, 5, 8])
-def test_a_resized_axis_gets_zeros_or_loses_its_end(rows: int, tmp_path: Path) -> None:
+def test_a_resized_axis_is_padded_with_zeros_or_truncated(rows: int, tmp_path: Path) -> None:
     embed = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
     jaxckpt.save(tmp_path / "a", {"embed": embed})
     rule = Rule(source="embed", target="head", layout="v m -> m v", sizes={"v": 5}, resized={"v": rows})
@@ -495,7 +495,7 @@ def test_a_size_that_cannot_be_changed_is_an_error(arguments: dict[str, Any]) ->
 # Quantized sources ------------------------------------------------------------------------------------------
 
 
-def quantised(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
+def quantized(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
     """Random values without NaNs."""
     values = np.random.default_rng(seed).normal(size=shape) * 50
     return values.astype(DTYPES[dtype])
@@ -503,7 +503,7 @@ def quantised(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_box_of_a_quantised_leaf_is_what_numpy_computes(data: st.DataObject) -> None:
+def test_any_box_of_a_quantized_leaf_equals_numpys_result(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["int8", "float8_e4m3fn"]))
     shape = data.draw(st.sampled_from([(12,), (7, 10), (4, 3, 5)]))
     block = tuple(data.draw(st.integers(1, side + 2)) for side in shape)
@@ -514,7 +514,7 @@ def test_any_box_of_a_quantised_leaf_is_what_numpy_computes(data: st.DataObject)
         "whole": data.draw(st.sampled_from([(), (1,), (1,) * len(shape)])),
         "leading": shape[:1],
     }[kind]
-    values, scales = quantised(dtype, shape, 1), np.random.default_rng(2).uniform(0.5, 2, sides).astype("float32")
+    values, scales = quantized(dtype, shape, 1), np.random.default_rng(2).uniform(0.5, 2, sides).astype("float32")
     grown = scales if scales.size > 1 else scales.reshape((1,) * len(shape))
     grown = grown.reshape(grown.shape + (1,) * (len(shape) - grown.ndim))
     for dim, (n, step) in enumerate(zip(shape, block, strict=True)):
@@ -535,8 +535,8 @@ def test_any_box_of_a_quantised_leaf_is_what_numpy_computes(data: st.DataObject)
     assert same(leaf[index], np.ascontiguousarray(expected.T[index]))
 
 
-def test_quantised_layers_stack_with_others_and_go_back_as_floats(tmp_path: Path) -> None:
-    tree = {f"h.{i}.w": quantised("int8", (6, 4), i) for i in range(2)} | {"h.2.w": np.ones((6, 4), "float16")}
+def test_quantized_layers_stack_with_others_and_are_exported_as_floats(tmp_path: Path) -> None:
+    tree = {f"h.{i}.w": quantized("int8", (6, 4), i) for i in range(2)} | {"h.2.w": np.ones((6, 4), "float16")}
     tree |= {f"h.{i}.w_scale": np.full((6, 1), 0.5 + i, "float32") for i in range(2)}
     jaxckpt.save(tmp_path / "a", tree)
     rules = Rules([Rule(source="h.{i}.w", target="w", layout="a b -> i b a", scales="h.{i}.w_scale", dtype="bfloat16")])
@@ -560,7 +560,7 @@ def test_quantised_layers_stack_with_others_and_go_back_as_floats(tmp_path: Path
     ],
 )
 def test_scales_that_do_not_fit_are_an_error(scales: Any, block: Any, expected: str) -> None:
-    tree = {"w": quantised("int8", (6, 6), 0)} | ({} if scales is None else {"s": np.ones(scales, "float32")})
+    tree = {"w": quantized("int8", (6, 6), 0)} | ({} if scales is None else {"s": np.ones(scales, "float32")})
     rules = Rules([Rule(source="w", target="w", scales="s", block=block)])
     with pytest.raises(jaxckpt.MismatchError, match=expected):
         jaxckpt.open(compose("memory", tree, "counted"), rename=rules)
@@ -570,12 +570,12 @@ def test_scales_that_do_not_fit_are_an_error(scales: Any, block: Any, expected: 
     "arguments",
     [{"block": (2, 2)}, {"scales": "s", "block": (0, 2)}, {"scales": ("s", "t")}, {"scales": "s.{i}"}],
 )
-def test_scales_that_cannot_be_meant_are_an_error(arguments: dict[str, Any]) -> None:
+def test_invalid_scales_are_an_error(arguments: dict[str, Any]) -> None:
     with pytest.raises(jaxckpt.InputError, match=r"block=|scales="):
         Rule(source="w", target="w", **arguments)
 
 
-def test_a_quantised_leaf_passes_through_memory_in_parts() -> None:
+def test_a_quantized_leaf_passes_through_memory_in_parts() -> None:
     array = np.zeros((4096, 4096), "int8")  # 16 MiB, 64 MiB as float32
     scales = np.ones((32, 32), "float32")
     tree = {"w": ForeignArray("int8", array.shape, Counted(array)), "s": scales}

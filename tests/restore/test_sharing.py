@@ -1,4 +1,4 @@
-"""Options(read="shared"): the job reads each chunk from the storage once, and every bit reaches every process."""
+"""Options(read="shared"): the job reads each chunk from the storage once, and all data reaches every process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wanted_by(process: int, found: list[Stack], sought: Sought) -> list[tuple[Wa
 
 
 @given(jobs(), st.sampled_from([1, 200, 1 << 20]))
-def test_each_chunk_is_read_once_and_all_that_is_wanted_arrives(job: tuple[list[Stack], Sought], host: int) -> None:
+def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Stack], Sought], host: int) -> None:
     found, sought = job
     wanted = [wanted_by(process, found, sought) for process in range(COUNT)]
     divided = [share(found, wanted[process], process) for process in range(COUNT)]
@@ -171,7 +171,7 @@ def test_every_bit_arrives_on_any_layout(
             assert 4 * total <= n_read <= 4.04 * total
 
 
-def test_one_that_fails_or_differs_is_raised_by_all(run_processes: RunProcesses, checkpoint: Path) -> None:
+def test_a_failure_or_disagreement_is_raised_by_all_processes(run_processes: RunProcesses, checkpoint: Path) -> None:
     given = {"path": str(checkpoint)}
     done = run_processes(PROGRAMS / "shared_failures.py", processes=3, devices_per_process=2, args=given)
     noted = [json.loads(process.stdout.splitlines()[-1]) for process in done]

@@ -89,7 +89,7 @@ def test_a_near_name_is_suggested(path: Path) -> None:
         jaxckpt.restore(path, {"params": {"W": jax.ShapeDtypeStruct((8, 8), "float32")}})
 
 
-def test_casts_that_lose_nothing_are_made_others_on_demand(tmp_path: Path) -> None:
+def test_lossless_casts_are_made_and_others_only_on_request(tmp_path: Path) -> None:
     saved = {"h": jnp.arange(4, dtype="bfloat16"), "i": jnp.arange(4, dtype="int8"), "f": jnp.array([1.7, -2.2])}
     jaxckpt.save(tmp_path / "c", saved)
     wider = {"h": "float32", "i": "int32", "f": "float32"}
@@ -187,7 +187,7 @@ def test_numbers_do_not_silently_become_others(value: Any, target: Any, tmp_path
         jaxckpt.restore(tmp_path / "c", {"x": target})
 
 
-def test_a_number_that_no_cast_can_make_is_an_error_with_its_path(tmp_path: Path) -> None:
+def test_a_number_that_cannot_be_cast_is_an_error_with_its_path(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"x": 1 << 2000})
     with pytest.raises(jaxckpt.MismatchError, match="'x'"):
         jaxckpt.restore(tmp_path / "c", {"x": jnp.float32(0)}, options=jaxckpt.Options(cast="unsafe"))
@@ -195,7 +195,7 @@ def test_a_number_that_no_cast_can_make_is_an_error_with_its_path(tmp_path: Path
 
 @pytest.mark.parametrize("cast", ["safe", "unsafe"])
 @pytest.mark.parametrize("dtype", [object, "U9", "S9", "m8[s]", "M8[s]", "V4", [("a", "f4")]], ids=str)
-def test_a_dtype_that_no_checkpoint_holds_is_refused_in_a_target(dtype: Any, cast: Any, tmp_path: Path) -> None:
+def test_a_dtype_that_cannot_be_stored_is_refused_in_a_target(dtype: Any, cast: Any, tmp_path: Path) -> None:
     tree = {"i8": np.arange(3, dtype=np.int8), "bf16": jnp.arange(3, dtype=jnp.bfloat16), "number": 12}
     jaxckpt.save(tmp_path / "c", tree)
     target = {name: np.zeros(np.shape(leaf), dtype) for name, leaf in tree.items()}
@@ -237,7 +237,7 @@ def test_keys_of_an_implementation_without_a_name_are_refused(tmp_path: Path) ->
     assert jaxckpt.load_numpy(tmp_path / "d")["model"]["k"].dtype == "uint32"
 
 
-def test_numbers_and_arrays_stand_for_each_other_only_where_nothing_is_lost(tmp_path: Path) -> None:
+def test_numbers_and_arrays_convert_only_without_loss(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"step": 7, "lr": 0.1, "count": jnp.int32(3), "name": "x"})
     restored = jaxckpt.restore(tmp_path / "c", {"step": jnp.int32(0), "lr": 0.0, "count": 0, "name": ""})
     assert restored == {"step": 7, "lr": 0.1, "count": 3, "name": "x"}
@@ -358,7 +358,7 @@ def test_python_numbers_beyond_32_bits_do_not_silently_become_arrays_of_32(tmp_p
 
 
 @pytest.mark.parametrize("odd", ["a.b", "a/b", "a~1b", "a~b"])
-def test_names_that_look_alike_stay_apart(tmp_path: Path, odd: str) -> None:
+def test_similar_names_stay_distinct(tmp_path: Path, odd: str) -> None:
     tree = {odd: jnp.float32(1), "a": {"b": jnp.float32(2)}, "/etc": {"..": jnp.float32(3)}}
     jaxckpt.save(tmp_path / "c", tree)
     assert jaxckpt.restore(tmp_path / "c") == tree
@@ -382,7 +382,7 @@ def test_an_empty_key_at_the_root_survives_a_rename(tmp_path: Path) -> None:
 # Meshes and specs -----------------------------------------------------------------------------------------
 
 
-def test_an_indivisible_dimension_names_leaf_dimension_and_way_out(path: Path) -> None:
+def test_an_indivisible_dimension_is_reported_with_leaf_and_remedy(path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
     with pytest.raises(
         jaxckpt.SpecError, match=r"'params/w' cannot .*: dimension 0 of \(8, 8\) is not divisible by 3"
@@ -418,7 +418,7 @@ def test_a_mesh_to_save_for_without_any_axis_of_the_leaves_is_an_error(tmp_path:
     assert jaxckpt.open(tmp_path / "c")["params/w"].spec == P()
 
 
-def test_a_mesh_must_be_one_with_devices(path: Path, mesh: Mesh) -> None:
+def test_a_mesh_must_have_devices(path: Path, mesh: Mesh) -> None:
     for wrong in ({"data": 2, "model": 4}, (2, 4), mesh.abstract_mesh, NamedSharding(mesh, P())):
         with pytest.raises(
             jaxckpt.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
@@ -474,7 +474,7 @@ def test_a_layout_whose_devices_do_not_exist_names_three_remedies(path: Path, ru
 # Paths ----------------------------------------------------------------------------------------------------
 
 
-def test_what_exists_is_not_overwritten(path: Path, tree: Any, tmp_path: Path) -> None:
+def test_existing_paths_are_not_overwritten(path: Path, tree: Any, tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.CheckpointExistsError, match="overwrite=True"):
         jaxckpt.save(path, {"other": 1})
     assert jaxckpt.restore(path)["step"] == 7
@@ -490,7 +490,7 @@ def test_what_exists_is_not_overwritten(path: Path, tree: Any, tmp_path: Path) -
             jaxckpt.save(tmp_path / "file", tree, overwrite=overwrite)
 
 
-def test_what_is_no_checkpoint_says_why(path: Path, tmp_path: Path) -> None:
+def test_the_reason_why_a_path_is_not_a_checkpoint_is_reported(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / f"data-{0:032x}").mkdir()
@@ -603,7 +603,7 @@ def test_options_are_checked() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 1e6, float("inf"), "1", True, np.True_, np.float64(5), [5]])
 @pytest.mark.parametrize("name", ["object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"])
-def test_bytes_are_whole_numbers(name: str, size: Any) -> None:
+def test_sizes_in_bytes_are_whole_numbers(name: str, size: Any) -> None:
     with pytest.raises(jaxckpt.InputError, match=f"Options.{name} must be a whole number above zero, found "):
         jaxckpt.Options(**{name: size})
 
@@ -641,7 +641,7 @@ def test_options_of_numpy_are_plain_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"sync": False}, "fast", 5, jaxckpt.Options], ids=str)
-def test_options_that_are_none(tmp_path: Path, options: Any) -> None:
+def test_invalid_options(tmp_path: Path, options: Any) -> None:
     jaxckpt.save(tmp_path / "c", {"x": 1})
     checkpoint = jaxckpt.open(tmp_path / "c")
     for call in (
@@ -674,7 +674,7 @@ class Name(str, enum.Enum):  # noqa: UP042
 @pytest.mark.parametrize(
     "value", [np.float64(0.5), Level.HIGH, Name.LONG, np.str_("s"), 1 << 70, -(1 << 90), 1e22, -0.0]
 )
-def test_what_json_takes_for_its_own_comes_back_as_that(tmp_path: Path, value: Any) -> None:
+def test_subclasses_of_json_types_come_back_as_json_types(tmp_path: Path, value: Any) -> None:
     given = {"v": value, "list": [value]}
     jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, metadata=given, process_state={"s": given})
     checkpoint = jaxckpt.open(tmp_path / "c")
@@ -700,7 +700,7 @@ def test_what_json_takes_for_its_own_comes_back_as_that(tmp_path: Path, value: A
     ],
     ids=ascii,
 )
-def test_what_is_no_json_is_refused_before_data_is_written(tmp_path: Path, value: Any) -> None:
+def test_metadata_that_is_not_json_is_refused_before_data_is_written(tmp_path: Path, value: Any) -> None:
     with pytest.raises(jaxckpt.InputError, match="metadata must be plain JSON"):
         jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, metadata=[value])
     with pytest.raises(jaxckpt.InputError, match=r"process_state\['s'\] must be plain JSON"):
@@ -729,7 +729,7 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
         jaxckpt.restore(tmp_path / "c", {"w": unsummed.sharding})
 
 
-def test_functions_of_the_target_stay_and_functions_are_not_saved(tmp_path: Path) -> None:
+def test_functions_in_a_target_are_kept_and_functions_are_not_saved(tmp_path: Path) -> None:
     module = {"weight": jnp.ones(3), "activation": jax.nn.gelu}
     with pytest.raises(jaxckpt.TreeError, match=r"'activation' is of type .*; leave functions out, as eqx\.filter"):
         jaxckpt.save(tmp_path / "ckpt", module)
@@ -760,7 +760,7 @@ def test_select_by_glob_expression_and_function(path: Path) -> None:
         jaxckpt.load_numpy(path, select="nothing/**")
 
 
-def test_select_with_a_target_keeps_the_rest(path: Path, tree: Any) -> None:
+def test_select_with_a_target_keeps_the_other_leaves(path: Path, tree: Any) -> None:
     mine = jax.tree.map(lambda leaf: leaf * 0, tree)
     restored = jaxckpt.restore(path, mine, select="params/w")
     np.testing.assert_array_equal(restored["params"]["w"], tree["params"]["w"])
@@ -933,7 +933,7 @@ def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
     assert "strict=False" not in str(caught.value)
 
 
-def test_a_sharding_stands_for_a_subtree_without_leaves_too(tmp_path: Path) -> None:
+def test_a_sharding_may_be_given_for_a_subtree_without_leaves(tmp_path: Path) -> None:
     tree = {"w": jnp.ones(8), "opt": (optax.EmptyState(), None, {}), "none": None}
     jaxckpt.save(tmp_path / "c", tree)
     for target in (DEVICE, {"w": DEVICE, "opt": DEVICE, "none": DEVICE}, {**tree, "w": DEVICE, "opt": (DEVICE,) * 3}):
@@ -965,7 +965,7 @@ def test_restore_while_jax_traces_is_an_error(path: Path) -> None:
         jaxckpt.restore(path, {"step": traced[0]}, strict=False)
 
 
-def test_a_format_is_taken_for_its_sharding(path: Path, mesh: Mesh) -> None:
+def test_the_sharding_of_a_format_is_used(path: Path, mesh: Mesh) -> None:
     from jax.experimental import layout
 
     array = jax.device_put(jnp.zeros((8, 8)), NamedSharding(mesh, P("data")))
@@ -990,7 +990,7 @@ def test_a_format_is_taken_for_its_sharding(path: Path, mesh: Mesh) -> None:
 def test_the_default_order_of_a_device_may_be_given(
     default: Any, order: Any, tiling: Any, path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arrays of a TPU are tiled, and so are their formats."""
+    """Arrays on a TPU are tiled, and their formats too."""
     layout = pytest.importorskip("jax.experimental.layout")
     if not hasattr(layout, "Layout"):
         pytest.skip("jax before 0.7 has another name for it")
@@ -1005,7 +1005,7 @@ def test_the_default_order_of_a_device_may_be_given(
                 jaxckpt.restore(path, {"params": {"w": target}}, select="params/w")
 
 
-def test_devices_and_partition_specs_in_a_target_are_what_device_put_takes_them_for(path: Path, mesh: Mesh) -> None:
+def test_devices_and_partition_specs_in_a_target_work_as_in_device_put(path: Path, mesh: Mesh) -> None:
     device = jax.devices()[3]
     restored = jaxckpt.restore(path, device)
     assert {leaf.devices().pop() for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)} == {device}
@@ -1050,7 +1050,7 @@ class OwnDict(dict[str, Any]):
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("kind", [OwnDict, collections.UserDict, types.MappingProxyType, jax.nn.gelu])
-def test_what_jax_takes_for_a_leaf_is_not_left_as_it_is_for_a_container(path: Path, kind: Any, strict: bool) -> None:
+def test_a_leaf_in_a_target_does_not_replace_a_saved_container(path: Path, kind: Any, strict: bool) -> None:
     inner = kind if kind is jax.nn.gelu else kind({"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)})
     for target in ({"params": inner, "step": 0}, inner):
         where = "params" if isinstance(target, dict) and "step" in target else ""
@@ -1072,7 +1072,7 @@ def test_a_leaf_in_place_of_a_container_is_never_kept(path: Path, value: Any) ->
     assert jaxckpt.restore(path, {"params": value, "step": 0}, strict=False, select="step")["params"] is value
 
 
-def test_specs_that_can_be_called_are_a_pytree_still(tmp_path: Path) -> None:
+def test_callable_specs_may_still_be_a_pytree(tmp_path: Path) -> None:
     layer = eqx.nn.Linear(8, 8, key=jax.random.key(0))
     mesh = Mesh(np.array(jax.devices()), ("data",))
     specs = jax.tree.map(lambda leaf: P("data"), layer)
@@ -1082,7 +1082,7 @@ def test_specs_that_can_be_called_are_a_pytree_still(tmp_path: Path) -> None:
     assert jaxckpt.restore(tmp_path / "c", mesh=mesh, specs=specs)["bias"].sharding.spec == P("data")
 
 
-def test_a_prefix_of_shardings_serves_for_all_below(path: Path, mesh: Mesh) -> None:
+def test_a_prefix_of_shardings_applies_to_all_leaves_below(path: Path, mesh: Mesh) -> None:
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("model"))
     everything = jaxckpt.restore(path, replicated)
     assert everything["params"]["w"].sharding == replicated

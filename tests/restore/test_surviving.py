@@ -38,7 +38,7 @@ COUNT = 5
 # Plans ----------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_save_comes_first_and_of_one_step_the_one_that_more_folders_publish() -> None:
+def test_saves_are_ordered_by_step_then_by_the_number_of_folders() -> None:
     old, rare, common = (Candidate(step, save, "sha") for step, save in ((9, "z"), (12, "y"), (12, "x")))
     assert candidates([[old, common], [common, rare], [old, old]]) == [common, rare, old]
 
@@ -220,7 +220,7 @@ def test_any_host_may_be_lost(job: Job, processes: int) -> None:
 
 
 @pytest.mark.child
-def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path) -> None:
+def test_damaged_stale_and_foreign_data_is_never_used(job: Job, tmp_path: Path) -> None:
     expected: list[tuple[int, str]] = []
 
     def case(hosts: list[Path], like: int, said: str, **more: Any) -> None:
@@ -289,7 +289,7 @@ def test_what_is_damaged_stale_or_foreign_is_never_used(job: Job, tmp_path: Path
 
 
 @pytest.mark.child
-def test_a_process_is_asked_only_for_what_it_can_read_itself(job: Job) -> None:
+def test_a_process_is_asked_only_for_data_that_it_can_read(job: Job) -> None:
     """Processes see the same folder, or a copy of it with the same id, but can read different parts of it."""
     for number in range(0, 12, 3):  # only one process reads the damaged object; the others consider it valid
         hosts = job.hosts()
@@ -311,7 +311,7 @@ def test_a_process_is_asked_only_for_what_it_can_read_itself(job: Job) -> None:
 
 
 @pytest.mark.child
-def test_only_what_a_process_lacks_is_passed_on_and_only_to_it(job: Job) -> None:
+def test_only_missing_data_is_sent_and_only_to_the_process_that_lacks_it(job: Job) -> None:
     hosts = job.hosts()
     wipe(hosts[3])
     job.case(hosts, select="layer *")

@@ -1,4 +1,4 @@
-"""Errors as data: what they are about, and how that reads."""
+"""Errors: their structured problems and their messages."""
 
 from __future__ import annotations
 

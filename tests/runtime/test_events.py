@@ -16,15 +16,15 @@ import jaxckpt
 
 @pytest.fixture
 def events() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    heard: list[tuple[str, dict[str, Any]]] = []
+    received: list[tuple[str, dict[str, Any]]] = []
 
     def listen(event: str, seconds: float, **counts: Any) -> None:
         if event.startswith("/jaxckpt/"):
             assert seconds > 0
-            heard.append((event, counts))
+            received.append((event, counts))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield heard
+    yield received
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
@@ -40,7 +40,7 @@ def test_saves_and_restores_are_logged_and_recorded(
     assert events == [("/jaxckpt/save", {"bytes": 16, "leaves": 2}), ("/jaxckpt/restore", {"leaves": 1})]
 
 
-def test_what_is_linked_and_swept_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_linked_and_swept_data_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="jaxckpt")
     frozen = jnp.ones(4)
     with jaxckpt.Checkpointer(tmp_path / "run", background=False) as checkpoints:
@@ -54,7 +54,7 @@ def test_what_is_linked_and_swept_is_logged(tmp_path: Path, caplog: pytest.LogCa
     assert message == f"deleted {tmp_path}/run/00000002/data-{'0' * 32}, left by a save that failed or was replaced"
 
 
-def test_a_listener_that_fails_is_no_failure_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_listener_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(event: str, seconds: float, **counts: Any) -> None:
         if event == "/jaxckpt/save":
             raise ValueError("full")

@@ -1,4 +1,4 @@
-"""This process's place in the job."""
+"""The job: numbers of processes, and the coordination service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import PROGRAMS, RunProcesses, RunPython
 import jaxckpt
 
 
-def test_processes_are_numbered_as_their_devices_are(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_processes_have_the_numbers_of_their_devices(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = PROGRAMS / "renumbered_job.py"
     done = run_processes(program, processes=4, devices_per_process=2, args=str(tmp_path), timeout=240)
     assert all("the same bits" in one.stdout for one in done)
@@ -24,7 +24,7 @@ def test_the_service_may_stop_in_another_process_than_process_0(run_processes: R
     args = {"path": str(tmp_path / "ckpt"), "folder": str(tmp_path), "timeout": 3.0}
     program = PROGRAMS / "renumbered_stopped.py"
     done = run_processes(program, processes=4, devices_per_process=1, args=args, timeout=120)
-    reports: list[dict[str, Any]] = [json.loads(one.stdout.splitlines()[-1].removeprefix("told ")) for one in done]
+    reports: list[dict[str, Any]] = [json.loads(one.stdout.splitlines()[-1].removeprefix("report ")) for one in done]
     assert [one["index"] for one in reports if one["stops"]] == [1]
     for one in reports:
         assert one["stops"] or (one["said"].startswith("Peer") and one["seconds"] < 40), reports
@@ -32,7 +32,7 @@ def test_the_service_may_stop_in_another_process_than_process_0(run_processes: R
         assert one["after"] == "", reports
 
 
-def test_devices_of_processes_that_are_not_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_processes_are_not_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a host of a TPU slice."""
     jax.devices()
     jaxckpt.save(tmp_path / "c", {"w": np.arange(3)})
@@ -64,7 +64,7 @@ def test_processes_that_share_no_devices(run_processes: RunProcesses, tmp_path: 
     done = run_processes(
         """
         import jaxckpt, numpy
-        jax.process_count = lambda: 1  # each has a backend of its own
+        jax.process_count = lambda: 1  # each process has a separate backend
         try:
             jaxckpt.save(args, {"w": numpy.arange(3)})
         except jaxckpt.InputError as error:

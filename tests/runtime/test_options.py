@@ -1,4 +1,4 @@
-"""The one home of every setting."""
+"""The class that holds all settings."""
 
 from __future__ import annotations
 

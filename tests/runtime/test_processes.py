@@ -1,4 +1,4 @@
-"""The helpers that start processes, themselves tested."""
+"""Tests of the helpers that start processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from processes import RunProcesses, RunPython, finish
 
 
-def test_a_child_has_the_devices_it_was_given(run_python: RunPython) -> None:
+def test_a_child_has_the_requested_devices(run_python: RunPython) -> None:
     assert run_python("import jax; print(len(jax.devices()))", devices=3).strip() == "3"
 
 
@@ -27,9 +27,9 @@ def test_processes_form_one_job(run_processes: RunProcesses) -> None:
         """
         from jax.experimental import multihost_utils
         import numpy as np
-        heard = multihost_utils.process_allgather(np.array([process_id + args]))
-        print(heard.ravel().tolist(), jax.device_count())
-        print(hash("as different as in any other job"), np.random.random())
+        gathered = multihost_utils.process_allgather(np.array([process_id + args]))
+        print(gathered.ravel().tolist(), jax.device_count())
+        print(hash("a string hash that differs between processes"), np.random.random())
         """,
         processes=2,
         devices_per_process=2,
@@ -46,7 +46,7 @@ def test_processes_form_one_job(run_processes: RunProcesses) -> None:
     ("end", "status", "message"),
     [("sys.exit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError"), ("os.kill(os.getpid(), 9)", -9, ""), ("", 0, "")],
 )
-def test_a_program_ends_as_under_python(
+def test_a_program_ends_as_with_python(
     env: dict[str, str], end: str, status: int, message: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
@@ -63,8 +63,8 @@ def test_a_program_ends_as_under_python(
     assert done.stdout == ("" if status < 0 else "a thread\nthe end\n")
 
 
-def test_a_process_that_fails_is_shown(run_processes: RunProcesses) -> None:
-    # Process 0 is the coordinator: the others may not survive its end, so it alone has an exit status to rely on.
+def test_the_output_of_a_failed_process_is_shown(run_processes: RunProcesses) -> None:
+    # Process 0 is the coordinator. The others may not survive its end, so only its exit status is reliable.
     with pytest.raises(AssertionError, match=r"(?s)=== process 0: exit 3.*the reason.*=== process 1: exit"):
         run_processes(
             """
@@ -79,7 +79,7 @@ def test_a_process_that_fails_is_shown(run_processes: RunProcesses) -> None:
         )
 
 
-def test_a_process_may_write_much_while_another_waits_for_it(run_processes: RunProcesses) -> None:
+def test_a_process_may_print_much_output_while_another_waits_for_it(run_processes: RunProcesses) -> None:
     done = run_processes(
         """
         from jax.experimental import multihost_utils
@@ -94,13 +94,13 @@ def test_a_process_may_write_much_while_another_waits_for_it(run_processes: RunP
     assert "x" * 1_000_000 in done[1].stdout
 
 
-def test_a_hang_is_a_failure_that_says_where(
+def test_a_hang_is_reported_with_its_place(
     run_python: RunPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, wait = tmp_path / "hangs", processes._wait
 
     def wait_until_it_hangs(children: Any, timeout: float) -> None:
-        while not hangs.exists():  # starting takes long on a busy machine
+        while not hangs.exists():  # starting may be slow on a busy machine
             time.sleep(0.01)
         wait(children, timeout)
 
@@ -124,7 +124,7 @@ def test_a_stopped_process_is_killed_too(run_python: RunPython) -> None:
         run_python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", timeout=0.5)
 
 
-def test_what_a_child_leaves_running_is_killed_with_it(run_python: RunPython) -> None:
+def test_processes_that_a_child_started_are_killed_with_it(run_python: RunPython) -> None:
     started = time.monotonic()
     left = run_python(
         "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).pid)",
@@ -137,7 +137,7 @@ def test_what_a_child_leaves_running_is_killed_with_it(run_python: RunPython) ->
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs; one that is dead and waits for its parent to notice does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

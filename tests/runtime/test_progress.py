@@ -1,4 +1,4 @@
-"""Progress while bytes move: to a callback, to a terminal, to a log, to stderr."""
+"""Progress reports to a callback, a terminal, a log, or stderr."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_callback_is_called_until_all_bytes_have_moved(tmp_path: Path) -> None
         assert all(one.seconds > 0 for one in message)
 
 
-def test_rates_and_what_is_left() -> None:
+def test_rates_and_remaining_time() -> None:
     half = jaxckpt.Progress("save", 3 << 30, 4 << 30, 6.0)
     assert half.bytes_per_second == 2**29
     assert half.remaining_seconds == 2.0
@@ -44,7 +44,7 @@ def test_rates_and_what_is_left() -> None:
     assert str(begun) == "restore: 0 B of 4.0 KiB, 0 B/s"
 
 
-def test_lines_go_to_the_log_where_somebody_listens(
+def test_lines_go_to_the_log_if_it_has_a_handler(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, "jaxckpt"):
@@ -55,7 +55,7 @@ def test_lines_go_to_the_log_where_somebody_listens(
     assert capsys.readouterr().err == ""
 
 
-def test_lines_are_logged_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_logged_periodically(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _progress._LineLogger()
     for second in range(31):
         lines(jaxckpt.Progress("save", second, 30, float(second)))
@@ -98,7 +98,7 @@ def test_silent_by_default(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".zarr", ""])
-def test_a_conversion_reports_progress_until_all_is_written(tmp_path: Path, suffix: str) -> None:
+def test_a_conversion_reports_progress_to_the_end(tmp_path: Path, suffix: str) -> None:
     jaxckpt.save(tmp_path / "c", TREE, options=jaxckpt.Options(chunk_bytes=64 << 10))
     seen: list[jaxckpt.Progress] = []
     options = jaxckpt.Options(progress=seen.append, object_bytes=1 << 18, chunk_bytes=64 << 10, host_bytes=1 << 18)
@@ -106,11 +106,11 @@ def test_a_conversion_reports_progress_until_all_is_written(tmp_path: Path, suff
     done = [one.done_bytes for one in seen]
     assert {one.verb for one in seen} == {"convert"}
     assert done == sorted(done)
-    assert len(done) > 3  # now and then, not at the end alone
+    assert len(done) > 3  # not only at the end
     assert done[-1] == seen[-1].total_bytes == N_BYTES
 
 
-def test_histograms_tell_what_they_have_read(tmp_path: Path) -> None:
+def test_histograms_report_progress(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {**TREE, "not counted": np.arange(3)})
     seen: list[jaxckpt.Progress] = []
     jaxckpt.report(tmp_path / "c", histograms=True, options=jaxckpt.Options(progress=seen.append))

@@ -87,7 +87,7 @@ def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
     return pending
 
 
-def test_it_returns_before_it_is_written_and_reports_its_progress(tmp_path: Path, gate: Gate) -> None:
+def test_it_returns_before_data_is_written_and_reports_progress(tmp_path: Path, gate: Gate) -> None:
     pending = jaxckpt.save_async(tmp_path / "c", TREE, metadata={"run": 1})
     assert not pending.done
     assert pending.progress.done_bytes == 0
@@ -110,7 +110,7 @@ def test_it_returns_before_it_is_written_and_reports_its_progress(tmp_path: Path
     assert jaxckpt.open(tmp_path / "c").metadata == {"run": 1}
 
 
-def test_what_can_be_checked_at_once_is_reported_at_once(tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_immediately(tmp_path: Path) -> None:
     deleted = jnp.ones(3)
     deleted.delete()
     for tree, kind in (({"x": deleted}, jaxckpt.TreeError), ({"x": object()}, jaxckpt.TreeError)):
@@ -154,7 +154,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     assert first.wait().seconds > 0.15
 
 
-def test_or_is_skipped(tmp_path: Path, gate: Gate) -> None:
+def test_a_second_save_may_be_skipped(tmp_path: Path, gate: Gate) -> None:
     options = jaxckpt.Options(when_busy="skip")
     first = jaxckpt.save_async(tmp_path / "c", TREE, options=options)
     second = jaxckpt.save_async(tmp_path / "d", TREE, options=options)
@@ -217,7 +217,7 @@ atexit.register(print, "theirs")
 
 
 @pytest.mark.child
-def test_a_failure_that_was_not_waited_for_is_reported_at_exit(tmp_path: Path) -> None:
+def test_an_unobserved_failure_is_reported_at_exit(tmp_path: Path) -> None:
     program = """
 def fail(*_): raise jaxckpt.StorageError(28, "no space")
 FileWriter.write = fail
@@ -234,7 +234,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 
 @pytest.mark.child
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('mine')"])
-def test_a_save_under_way_is_finished_at_exit(tmp_path: Path, end: str) -> None:
+def test_a_running_save_is_finished_at_exit(tmp_path: Path, end: str) -> None:
     program = f"""
 import sys, time
 write = FileWriter.write
@@ -318,14 +318,14 @@ def test_steps_with_collectives_run_while_it_is_written(cases: dict[str, list[An
         np.testing.assert_array_equal(tree["y"], wanted)
 
 
-def test_what_fails_in_one_is_raised_by_wait_in_all(cases: dict[str, list[Any]], folder: Path) -> None:
+def test_a_failure_in_one_process_is_raised_by_wait_in_all(cases: dict[str, list[Any]], folder: Path) -> None:
     (others,), (own,) = cases["one_fails"]
     assert others.startswith("PeerFailedError process 1 failed with StorageError: [Errno 28] no space")
     assert own.startswith("StorageError [Errno 28] no space")
     assert not (folder / "one_fails" / "c" / "manifest.json").exists()
 
 
-def test_one_that_cannot_even_begin_is_named_by_the_others(cases: dict[str, list[Any]], folder: Path) -> None:
+def test_a_process_that_cannot_start_its_save_is_named_by_the_others(cases: dict[str, list[Any]], folder: Path) -> None:
     (others,), (own,) = cases["one_cannot_begin"]
     assert others.startswith("PeerFailedError process 1 failed with TreeError")
     assert own.startswith("TreeError")
@@ -349,7 +349,7 @@ def test_skipping_is_agreed_on(cases: dict[str, list[Any]], folder: Path) -> Non
     assert saved == [n for n, one in enumerate(skipped) if not one]
 
 
-def test_what_others_still_write_when_process_0_fails_is_deleted_too(cases: dict[str, list[Any]], folder: Path) -> None:
+def test_if_process_0_fails_data_that_others_still_write_is_deleted(cases: dict[str, list[Any]], folder: Path) -> None:
     assert cases["process_0_fails_while_others_write"] == [["StorageError"] * 4, ["PeerFailedError"] * 4]
     attempts = list((folder / "process_0_fails_while_others_write").iterdir())
     assert len(attempts) == 4  # save and save_async, with leaves in their own layout and exchanged
@@ -419,7 +419,7 @@ class Bag:
         return cls(names, list(values))
 
 
-def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Path) -> None:
+def test_a_node_that_changed_in_place_is_detected(tmp_path: Path) -> None:
     bag = Bag(["a", "b"], [jnp.zeros(2), jnp.ones(2)])
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, {"bag": bag})
@@ -434,7 +434,7 @@ def test_a_node_that_changes_in_place_is_not_taken_for_what_it_was(tmp_path: Pat
     assert first.records is second.records
 
 
-def test_no_tree_is_taken_for_another() -> None:
+def test_different_trees_are_distinguished() -> None:
     trees = similar()
     expected = [message(tree, _draft.DraftCache()) for tree in trees]
     recent = _draft.DraftCache()
@@ -468,7 +468,7 @@ def test_static_fields_need_not_compare(tmp_path: Path) -> None:
         assert checkpoints.restore(1)["w"].tolist() == [1, 1, 1]
 
 
-def test_nothing_of_a_tree_outlives_its_save_or_its_checkpointer(tmp_path: Path) -> None:
+def test_a_tree_is_not_kept_alive_after_its_save(tmp_path: Path) -> None:
     models = [Model(), Model()]
     gone = [weakref.ref(model) for model in models]
     jaxckpt.save(tmp_path / "one", State(jnp.ones(3), models[0]))
@@ -479,7 +479,7 @@ def test_nothing_of_a_tree_outlives_its_save_or_its_checkpointer(tmp_path: Path)
     assert [model() for model in gone] == [None, None]
 
 
-def test_a_checkpointer_plans_once_for_like_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpointer_plans_once_for_similar_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     made = _prepare.plan_save
 
@@ -544,7 +544,7 @@ def test_a_save_from_inside_a_save(tmp_path: Path, save: Any) -> None:
 
 def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -> None:
     def handler(*_: Any) -> None:
-        threading.Timer(0.1, gate.opened.set).start()  # so that the next line ends even if it waits
+        threading.Timer(0.1, gate.opened.set).start()  # so that the next line cannot hang
         jaxckpt.save(tmp_path / "inner", TREE)
 
     previous = signal.signal(signal.SIGUSR1, handler)
@@ -581,7 +581,7 @@ def test_a_blocking_save_that_is_interrupted_leaves_nothing(tmp_path: Path, gate
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
-def test_what_was_given_just_before_the_feeder_left_is_taken() -> None:
+def test_an_object_added_just_before_the_feeder_ends_is_received() -> None:
     """A wait that times out just as the other thread adds its last object and leaves still finds the object."""
 
     class Late(queue.SimpleQueue[Any]):
@@ -630,7 +630,7 @@ def test_blocking_saves_of_two_threads_run_at_once(tmp_path: Path, monkeypatch: 
         np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / name)["x"], np.arange(3))
 
 
-def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) -> None:
+def test_a_save_in_its_own_thread_is_tracked_until_it_ends(tmp_path: Path) -> None:
     gates, started = ([threading.Event() for _ in range(3)] for _ in range(2))
     info = jaxckpt.save(tmp_path / "a", TREE)
 
@@ -650,7 +650,7 @@ def test_a_save_in_a_thread_of_its_own_is_known_until_it_ends(tmp_path: Path) ->
     gates[0].set()
     gates[2].set()
     first.wait(60)
-    third.wait(60)  # the thread has come across the second save, which another thread runs
+    third.wait(60)  # the thread has passed the second save, which another thread runs
     assert [job.pending for job in _background._jobs] == [second]
     gates[1].set()
     assert _background.await_cleanup(second)
@@ -674,7 +674,7 @@ def test_an_interrupt_while_waiting_loses_neither_the_save_nor_its_error(tmp_pat
         assert checkpoints.pending is None
 
 
-def test_the_rate_of_a_save_in_the_background_is_bounded(tmp_path: Path) -> None:
+def test_the_rate_of_a_background_save_is_limited(tmp_path: Path) -> None:
     tree = {"w": np.zeros(1 << 20, np.uint8)}
     options = jaxckpt.Options(max_bytes_per_second=2 << 20, object_bytes=1 << 17, chunk_bytes=1 << 15)
     slow = jaxckpt.save_async(tmp_path / "slow", tree, options=options).wait()
@@ -712,7 +712,7 @@ def test_on_done_is_called_once_when_the_checkpoint_is_published(tmp_path: Path,
     assert len(called) == 1
 
 
-def test_what_on_done_raises_is_raised_by_wait_and_the_checkpoint_stays(tmp_path: Path) -> None:
+def test_an_error_of_on_done_is_raised_by_wait_and_the_checkpoint_stays(tmp_path: Path) -> None:
     def on_done(_: jaxckpt.SaveInfo) -> None:
         raise ZeroDivisionError("of the callback")
 

@@ -61,9 +61,7 @@ def require_equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("save", [jaxckpt.save, lambda *given, **how: jaxckpt.save_async(*given, **how).wait()])
-def test_floats_are_cast_and_nothing_else(
-    tmp_path: Path, save: Any, stacked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_floats_are_cast(tmp_path: Path, save: Any, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "STACK_PIECES", 2 if stacked else 1 << 30)
     tree = state()
     info = save(tmp_path / "a", tree, dtype=jnp.bfloat16)
@@ -104,7 +102,7 @@ def test_a_prefix_and_a_function_choose(tmp_path: Path) -> None:
 
     jaxckpt.save(tmp_path / "b", tree, dtype=choose)
     require_equal(jaxckpt.restore(tmp_path / "b"), wanted)
-    assert {"key", "lr", "name"}.isdisjoint(seen), "neither keys nor values of Python's are offered"
+    assert {"key", "lr", "name"}.isdisjoint(seen), "PRNG keys and Python values are not passed to the function"
     jaxckpt.save(tmp_path / "c", tree)
     for dtype in ({"params": jnp.bfloat16}, choose):
         require_equal(jaxckpt.restore(tmp_path / "c", dtype=dtype), wanted)
@@ -186,7 +184,7 @@ def test_a_function_sees_the_number_of_dimensions(tmp_path: Path) -> None:
         (np.dtype("U3"), "expected a dtype such as jnp.bfloat16"),
     ],
 )
-def test_what_cannot_be_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str) -> None:
+def test_an_impossible_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str) -> None:
     tree = state()
     jaxckpt.save(tmp_path / "a", tree)
     for act in (
@@ -200,7 +198,7 @@ def test_what_cannot_be_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str
     assert not (tmp_path / "b").exists()
 
 
-def test_lossy_casts_are_done_if_they_are_allowed(tmp_path: Path) -> None:
+def test_lossy_casts_are_made_if_they_are_allowed(tmp_path: Path) -> None:
     tree = {"n": jnp.array([1, 300]), "x": jnp.array([1.5, -2.5])}
     unsafe = jaxckpt.Options(cast="unsafe")
     jaxckpt.save(tmp_path / "a", tree, dtype={"n": np.uint8, "x": np.int32}, options=unsafe)
@@ -212,7 +210,7 @@ def test_lossy_casts_are_done_if_they_are_allowed(tmp_path: Path) -> None:
     [("complex64", "float32"), ("int4", "uint4"), ("float8_e4m3fn", "float8_e8m0fnu"), ("float8_e8m0fnu", "int4")],
 )
 @pytest.mark.filterwarnings("error")
-def test_numpy_arrays_are_cast_also_where_numpy_has_no_cast(tmp_path: Path, own: str, wanted: str) -> None:
+def test_numpy_arrays_are_cast_even_if_numpy_has_no_such_cast(tmp_path: Path, own: str, wanted: str) -> None:
     source, target = DTYPES[own], DTYPES[wanted]
     values = np.array([1, 2, 4, 1], np.float32).astype(source)
     options = jaxckpt.Options(cast="unsafe")
@@ -260,7 +258,7 @@ def test_weak_types_become_strong(tmp_path: Path) -> None:
         assert (found.dtype, found.weak_type) == (BF16, False)
 
 
-def test_it_is_cast_whatever_the_caller_has_asked_of_jax(tmp_path: Path) -> None:
+def test_casts_under_any_configuration_of_jax(tmp_path: Path) -> None:
     tree = {"w": state()["params"]["w"], "x": jnp.array([np.nan, 1.0])}
     with jax.set_mesh(jax.make_mesh((2,), ("q",))), jax.debug_nans(True), jax.transfer_guard("disallow"):
         jaxckpt.save(tmp_path / "a", tree, dtype=jnp.bfloat16)

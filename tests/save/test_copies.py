@@ -43,7 +43,7 @@ def planned(domains: Domains, leaves: list[ArrayLeaf]) -> list[tuple[SavePlan, S
 
 
 @given(jobs())
-def test_every_object_lies_in_as_many_domains_as_asked_for(job: tuple[Domains, list[ArrayLeaf]]) -> None:
+def test_every_object_is_in_as_many_domains_as_requested(job: tuple[Domains, list[ArrayLeaf]]) -> None:
     domains, leaves = job
     held = collections.defaultdict(list)
     for process, (own, written, copies) in enumerate(planned(domains, leaves)):
@@ -58,7 +58,7 @@ def test_every_object_lies_in_as_many_domains_as_asked_for(job: tuple[Domains, l
 
 
 @given(jobs())
-def test_what_is_sent_over_a_channel_is_what_its_other_end_gets(job: tuple[Domains, list[ArrayLeaf]]) -> None:
+def test_both_ends_of_a_channel_agree(job: tuple[Domains, list[ArrayLeaf]]) -> None:
     domains, leaves = job
     plans = planned(domains, leaves)
     for _, _, copies in plans:
@@ -70,7 +70,7 @@ def test_what_is_sent_over_a_channel_is_what_its_other_end_gets(job: tuple[Domai
 
 
 @given(jobs())
-def test_only_what_no_other_domain_holds_by_its_sharding_is_sent(job: tuple[Domains, list[ArrayLeaf]]) -> None:
+def test_only_data_that_no_other_domain_holds_is_sent(job: tuple[Domains, list[ArrayLeaf]]) -> None:
     domains, leaves = job
     replicated = [
         leaf
@@ -95,7 +95,7 @@ def test_peers_share_the_copies_evenly(labels: str, copies: int) -> None:
     assert {found.sent_bytes for _, _, found in plans} == {copies * 4000}
 
 
-def test_domains_of_other_sizes_are_loaded_by_their_sizes() -> None:
+def test_domains_of_unequal_size() -> None:
     leaf = ArrayLeaf(0, "float32", (4000,), Layout((4,), tuple((p,) for p in range(4))))
     plans = planned(Domains(("a", "a", "a", "b"), 1), [leaf])
     assert [found.written_bytes for _, _, found in plans] == [4000, 0, 0, 12000]

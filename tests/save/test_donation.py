@@ -163,7 +163,7 @@ def test_arrays_offloaded_to_host_memory(
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["host memory", "other devices"])
-def test_what_is_saved_is_let_go_of(
+def test_saved_arrays_are_released_early(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     """The save releases its inputs early, so that a step that does not donate frees them before the save ends."""

@@ -1,4 +1,4 @@
-"""Property tests of who writes which object, without devices or a disk."""
+"""Property tests of which process writes which object, without devices or a disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_all(
     """The part of the plan that all processes share, and (process, object) for all objects."""
     plans = [plan_save(leaves, options, process, processes) for process in range(processes)]
     for plan in plans:
-        assert shared(plan) == shared(plans[0]), "no process decides otherwise than the others"
+        assert shared(plan) == shared(plans[0]), "all processes make the same plan"
     found = [(process, obj) for process, plan in enumerate(plans) for obj in plan.objects]
     return plans[0], sorted(found, key=lambda one: (one[1].stack, one[1].index))
 
@@ -58,7 +58,7 @@ def check_cover(leaves: Sequence[ArrayLeaf], options: Options, processes: int) -
         assert stack.rows == len(members)
         assert {(leaves[leaf].dtype, leaves[leaf].shape) for leaf in members} == {(stack.dtype, stack.shape)}
         of_stack = [(process, obj) for process, obj in found if obj.stack == number]
-        assert [(obj.index, obj.box) for _, obj in of_stack] == list(stack.objects()), "each once, where Zarr looks"
+        assert [(obj.index, obj.box) for _, obj in of_stack] == list(stack.objects()), "each once, at Zarr's index"
         assert (strategies.paint(stack.array_shape, [obj.box for _, obj in of_stack]) == 1).all()
         (layout,) = {leaves[leaf].layout for leaf in members}
         cells = [cell for _, cell in _grid.grid_cells(stack.shape, _grid.cell_shape(layout, stack.shape))]
@@ -74,7 +74,7 @@ def check_cover(leaves: Sequence[ArrayLeaf], options: Options, processes: int) -
 
 @pytest.mark.slow
 @given(strategies.array_leaves(), options)
-def test_who_holds_an_element_writes_it_once(leaves: list[ArrayLeaf], options: Options) -> None:
+def test_every_element_is_written_once_by_a_holder(leaves: list[ArrayLeaf], options: Options) -> None:
     check_cover(leaves, options, 4)
 
 
@@ -95,7 +95,7 @@ def meshes_of_leaves(draw: st.DrawFn) -> tuple[list[ArrayLeaf], int]:
 
 
 @given(meshes_of_leaves(), options, st.sampled_from([1, 64, 32 << 10]))
-def test_who_holds_an_element_on_an_odd_mesh_writes_it_once(
+def test_every_element_on_an_unusual_mesh_is_written_once_by_a_holder(
     case: tuple[list[ArrayLeaf], int], options: Options, shared_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -106,7 +106,7 @@ def test_who_holds_an_element_on_an_odd_mesh_writes_it_once(
 
 
 @given(strategies.array_leaves(), options)
-def test_chunks_tile_objects_and_no_stack_is_named_twice(leaves: list[ArrayLeaf], options: Options) -> None:
+def test_chunks_tile_objects_and_names_of_stacks_are_unique(leaves: list[ArrayLeaf], options: Options) -> None:
     plan = plan_save(leaves, options, 0, 4)
     assert len({stack.name for stack in plan.stacks}) == len(plan.stacks)
     for stack in plan.stacks:
@@ -123,14 +123,14 @@ def test_equal_layouts_make_equal_plans(leaves: list[ArrayLeaf], options: Option
     assert plan_save(again, options, 1, 4) == plan_save(leaves, options, 1, 4)
 
 
-def test_leaves_of_no_elements_have_a_row_and_no_object() -> None:
+def test_leaves_without_elements_have_a_row_and_no_object() -> None:
     leaves = [ArrayLeaf(n, "float32", (0, 3), Layout((1, 1), ((0,),))) for n in range(2)]
     plan = plan_save(leaves, Options(), 0, 1)
     assert plan.members == ((0, 1),)
     assert (plan.objects, plan.n_objects, plan.process_bytes) == ((), 0, (0,))
 
 
-def test_leaves_that_are_exchanged_are_kept_apart_from_those_that_are_not() -> None:
+def test_exchanged_leaves_have_separate_stacks() -> None:
     layout = Layout((1,), ((0, 1),))
     leaves = [ArrayLeaf(n, "float32", (8,), layout, is_exchanged=n % 2 == 1) for n in range(6)]
     plan = plan_save(leaves, Options(), 0, 2)
@@ -142,7 +142,7 @@ def test_leaves_that_are_exchanged_are_kept_apart_from_those_that_are_not() -> N
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 200), st.integers(1, 20))
-def test_equal_objects_are_dealt_as_one_by_one_to_the_least_burdened(loads: list[int], count: int, size: int) -> None:
+def test_equal_objects_are_assigned_to_the_process_with_the_least_load(loads: list[int], count: int, size: int) -> None:
     (shares,) = _save_plan._water_fill(np.array([loads]), count, size).tolist()
     one_by_one = list(loads)
     for _ in range(count):
@@ -192,7 +192,7 @@ def test_a_training_state_is_shared_evenly(processes: int, model: int) -> None:
     assert_even(plan_save(training_state(processes, 4, model), Options(), 0, processes))
 
 
-def replicas_alone(processes: int) -> SavePlan:
+def replicated_state(processes: int) -> SavePlan:
     """Data parallelism: every process holds everything, and each writes its share."""
     everyone = tuple(range(processes))
     shapes = [shape for shape, _ in MODEL.values()] + [(WIDTH,)] * 50
@@ -201,12 +201,12 @@ def replicas_alone(processes: int) -> SavePlan:
 
 
 @pytest.mark.parametrize("processes", [*range(2, 9), 64])
-def test_replicas_alone_are_shared_evenly(processes: int) -> None:
-    assert_even(replicas_alone(processes))
+def test_replicated_state_is_shared_evenly(processes: int) -> None:
+    assert_even(replicated_state(processes))
 
 
 @pytest.mark.parametrize(("count", "processes", "objects"), [(1, 4, 4), (1, 2, 2), (16, 4, 16), (1, 3, 128)])
-def test_replicated_leaves_are_as_few_objects_as_make_even_shares(count: int, processes: int, objects: int) -> None:
+def test_replicated_leaves_are_split_into_few_even_objects(count: int, processes: int, objects: int) -> None:
     """Leaves of 64 MiB: each of four processes writes 16 MiB of each leaf, not 64 objects of 256 KiB."""
     everyone = Layout((1, 1), (tuple(range(processes)),))
     plan, found = plan_all(
@@ -219,7 +219,7 @@ def test_replicated_leaves_are_as_few_objects_as_make_even_shares(count: int, pr
 @pytest.mark.parametrize("processes", [256, 1000, 4096])
 def test_many_replicas_write_few_objects(processes: int) -> None:
     """Each replica later reads all objects, and object stores limit requests. 4,096 replicas once wrote 40 each."""
-    plan = replicas_alone(processes)
+    plan = replicated_state(processes)
     assert plan.n_objects <= 2 * _save_plan.SHARED_OBJECTS
     largest = max(math.prod(stack.object) * stack.itemsize for stack in plan.stacks)
     assert max(plan.process_bytes) <= sum(plan.process_bytes) / processes + largest
@@ -235,7 +235,7 @@ def test_sets_of_holders_that_overlap_share_evenly() -> None:
 # Sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_training_state_is_a_few_stacks_and_objects_of_the_size_asked() -> None:
+def test_a_training_state_has_few_stacks_and_objects_of_the_requested_size() -> None:
     plan, found = plan_all(training_state(4, 4, 2), Options(), 4)
     assert len(plan.stacks) == 2 * len(MODEL) + 1
     assert max(obj.n_bytes for _, obj in found) <= Options().object_bytes
@@ -252,7 +252,7 @@ def test_small_leaves_are_packed_many_to_an_object(shape: tuple[int, ...]) -> No
     assert math.prod(plan.stacks[0].chunk) * 4 <= max(4 * _plan.TINY_BYTES, math.prod(shape) * 4)
 
 
-def test_how_devices_of_one_process_split_small_leaves_does_not_show_on_disk() -> None:
+def test_small_leaves_are_stored_alike_for_any_split_in_one_process() -> None:
     planned = PlannedSharding((("data", 4), ("model", 8)), (("model",), ("data",)), 16)
     leaves = [ArrayLeaf(n, "float32", (64, 64), planned.layout((64, 64))) for n in range(100)]
     _, found = plan_all(leaves, Options(), 2)
@@ -260,7 +260,7 @@ def test_how_devices_of_one_process_split_small_leaves_does_not_show_on_disk() -
     assert [(process, obj.box) for process, obj in found] == list(enumerate(boxes))
 
 
-def test_chunks_lie_within_pieces_that_are_not_small() -> None:
+def test_chunks_are_within_pieces_that_are_not_small() -> None:
     """Eight devices of one process share an object but no chunk, so each chunk is written directly from its piece."""
     layout = PlannedSharding((("x", 2), ("y", 4)), (("x",), ("y",)), 8)
     for side, chunk in ((1024, (1, 128, 256)), (128, (1, 128, 128))):
@@ -270,7 +270,7 @@ def test_chunks_lie_within_pieces_that_are_not_small() -> None:
         assert (stack.chunk, stack.object) == (chunk, (2, side, side))
 
 
-def test_large_pieces_are_objects_of_their_own_so_that_they_are_written_from_where_they_lie() -> None:
+def test_large_pieces_are_separate_objects() -> None:
     layout = PlannedSharding((("data", 8),), (("data",),), 8).layout((8192, 1024))
     plan = plan_save([ArrayLeaf(n, "float32", (8192, 1024), layout) for n in range(2)], Options(), 0, 1)
     pieces = [((row, row + 1), (1024 * i, 1024 * (i + 1)), (0, 1024)) for row in range(2) for i in range(8)]
@@ -281,7 +281,7 @@ def test_large_pieces_are_objects_of_their_own_so_that_they_are_written_from_whe
 
 
 @pytest.mark.parametrize(("fsdp", "replica"), [(2048, 1), (128, 16), (1, 2048)])
-def test_a_process_of_thousands_lists_only_its_own(fsdp: int, replica: int) -> None:
+def test_a_process_of_a_large_job_lists_only_its_own_objects(fsdp: int, replica: int) -> None:
     processes, width = 4096, 16384
     axes = (("replica", replica), ("fsdp", fsdp), ("tensor", 8))
     kinds: list[tuple[tuple[int, ...], Spec]] = [
@@ -305,4 +305,4 @@ def test_a_process_of_thousands_lists_only_its_own(fsdp: int, replica: int) -> N
         assert sum(obj.n_bytes for obj in own.objects) == own.process_bytes[process]
         assert 0 < len(own.objects) <= 3 * plan.n_objects / processes
     indices = [(obj.stack, obj.index) for own in of_some.values() for obj in own.objects]
-    assert len(set(indices)) == len(indices), "what one writes none of the others does"
+    assert len(set(indices)) == len(indices), "each object has one writer"

@@ -69,7 +69,7 @@ def test_a_frozen_base_is_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> N
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
-def test_steps_are_deleted_without_those_that_share_their_objects(tmp_path: Path) -> None:
+def test_deleting_a_step_keeps_steps_that_share_its_objects(tmp_path: Path) -> None:
     base = frozen(1)
     with jaxckpt.Checkpointer(tmp_path / "run", keep_last=1) as run:
         for step in range(4):
@@ -81,7 +81,7 @@ def test_steps_are_deleted_without_those_that_share_their_objects(tmp_path: Path
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
-def test_what_may_have_changed_is_written(run: jaxckpt.Checkpointer) -> None:
+def test_data_that_may_have_changed_is_written(run: jaxckpt.Checkpointer) -> None:
     host = np.zeros(5)
     saved(run, 0, {"host": host, "x": jnp.zeros(3), "y": (y := jnp.zeros((3, 3)))})
     host[:] = 1
@@ -107,7 +107,7 @@ def test_an_object_is_written_if_one_of_its_leaves_changed(run: jaxckpt.Checkpoi
     require_equal(run.restore(2), swapped)
 
 
-def test_a_tree_that_grew_keeps_what_it_had(run: jaxckpt.Checkpointer) -> None:
+def test_old_leaves_of_a_tree_that_grew_are_linked(run: jaxckpt.Checkpointer) -> None:
     base = {f"m{n}": jnp.full((1100, 1024), n) for n in range(2)}
     saved(run, 0, {"base": base})
     info = saved(run, 1, {"base": {"a": jnp.zeros((1100, 1024)), **base}, "more": jnp.ones(3)})
@@ -126,7 +126,7 @@ def test_another_dtype_or_sharding_is_another_object(tmp_path: Path) -> None:
         assert not info.reused_bytes
 
 
-def test_a_save_that_fails_is_not_built_on(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
+def test_objects_of_a_failed_save_are_not_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     saved(run, 0, tree)
     (tmp_path / "run/00000001").write_text("in the way")
@@ -137,8 +137,8 @@ def test_a_save_that_fails_is_not_built_on(run: jaxckpt.Checkpointer, tmp_path: 
     assert shared(tmp_path / "run/00000000", tmp_path / "run/00000002")
 
 
-@pytest.mark.parametrize("harm", ["deleted", "cut", "a link", "gone amid the save"])
-def test_an_original_that_is_gone_is_written_again(
+@pytest.mark.parametrize("harm", ["deleted", "cut", "a link", "deleted during the save"])
+def test_a_deleted_original_is_written_again(
     run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     tree = {"w": jnp.arange(1000.0), "v": jnp.arange(1000)}
@@ -161,9 +161,7 @@ def test_an_original_that_is_gone_is_written_again(
     assert jaxckpt.verify(tmp_path / "run/00000001").ok
 
 
-def test_storage_without_links_gets_everything_in_full(
-    run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_all_data_is_written(run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(old: str, *_: Any, **__: Any) -> None:
         tries.extend(["object"] if "/c/" in old else [])  # otherwise a manifest
         raise PermissionError(1, "Operation not permitted")
@@ -188,7 +186,7 @@ def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpoi
     require_equal(run.restore(2), tree)
 
 
-def test_an_original_that_is_lost_after_its_arrays_were_donated_is_an_error(
+def test_a_lost_original_of_donated_arrays_is_an_error(
     run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = {"w": jnp.arange(1000.0)}
@@ -205,14 +203,14 @@ def test_an_original_that_is_lost_after_its_arrays_were_donated_is_an_error(
     assert run.steps() == [0]
 
 
-def test_none_writes_everything(tmp_path: Path) -> None:
+def test_reuse_none_writes_everything(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse=None)) as run:
         assert [saved(run, step, tree).reused_bytes for step in range(3)] == [0] * 3
     assert not shared(tmp_path / "run/00000000", tmp_path / "run/00000001")
 
 
-def test_a_step_that_is_overwritten_lends_its_objects(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
+def test_objects_of_an_overwritten_step_are_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0), "v": 1}
     saved(run, 0, tree)
     before = objects(tmp_path / "run/00000000")
@@ -259,7 +257,7 @@ def test_a_new_job_compares_with_the_newest_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
-def test_the_digest_is_of_the_content_whatever_the_layout_in_memory(tmp_path: Path, spec: P) -> None:
+def test_the_digest_does_not_depend_on_the_layout_in_memory(tmp_path: Path, spec: P) -> None:
     """Column pieces are gathered and row pieces are written in place, but the objects have the same digest."""
     values = np.arange(4 * 64.0, dtype=np.float32).reshape(4, 64)
     mesh = jax.make_mesh((4,), ("x",))
@@ -271,7 +269,7 @@ def test_the_digest_is_of_the_content_whatever_the_layout_in_memory(tmp_path: Pa
     assert len(digests) == 1
 
 
-def test_a_digest_is_what_the_format_says(tmp_path: Path) -> None:
+def test_a_digest_is_as_the_format_specifies(tmp_path: Path) -> None:
     xxhash = pytest.importorskip("xxhash")
     values = np.arange(10, dtype="<u2")
     jaxckpt.save(tmp_path / "a", values, options=COMPARE)
@@ -280,7 +278,7 @@ def test_a_digest_is_what_the_format_says(tmp_path: Path) -> None:
     assert manifest.stacks[0].contents == {"0/0": xxhash.xxh3_128(entry).hexdigest()}
 
 
-def test_a_damaged_checkpoint_is_replaced_by_one_in_full(tmp_path: Path) -> None:
+def test_replacing_a_damaged_checkpoint_writes_everything(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     jaxckpt.save(tmp_path / "a", tree, options=COMPARE)
     manifest = tmp_path / "a/manifest.json"
@@ -290,7 +288,7 @@ def test_a_damaged_checkpoint_is_replaced_by_one_in_full(tmp_path: Path) -> None
     assert jaxckpt.verify(tmp_path / "a").ok
 
 
-def test_an_object_store_gets_everything_in_full() -> None:
+def test_on_an_object_store_all_data_is_written() -> None:
     tree = {"w": jnp.arange(1000.0)}
     with jaxckpt.Checkpointer("memory://reuse/run", options=COMPARE) as run:
         assert [saved(run, step, tree).reused_bytes for step in range(3)] == [0] * 3

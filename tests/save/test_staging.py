@@ -63,7 +63,7 @@ def test_the_callers_mesh_does_not_matter(own: Any, others: Any, tmp_path: Path,
     assert (jaxckpt.load_numpy(tmp_path / "c")["w7"] == array).all()
 
 
-def test_numbers_at_which_jax_is_configured_to_stop_are_saved(tmp_path: Path, stacked: list[str]) -> None:
+def test_nan_checks_of_jax_do_not_affect_a_save(tmp_path: Path, stacked: list[str]) -> None:
     tree = stackable(np.array([np.nan, -np.inf] * 4, np.float32), jax.make_mesh((8,), ("d",)))
     with contextlib.ExitStack() as strict:
         strict.enter_context(jax.debug_nans(True))
@@ -73,7 +73,7 @@ def test_numbers_at_which_jax_is_configured_to_stop_are_saved(tmp_path: Path, st
 
 
 @pytest.mark.parametrize("on_accelerator", [False, True])
-def test_numpy_arrays_may_be_among_many_leaves_like_them(
+def test_numpy_arrays_may_share_a_stack_with_jax_arrays(
     on_accelerator: bool, tmp_path: Path, stacked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NumPy arrays share a stack with leaves of the same shape and dtype that are not split."""

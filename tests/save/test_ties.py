@@ -62,7 +62,7 @@ def test_tied_leaves_are_stored_once(tmp_path: Path) -> None:
     assert jaxckpt.open(tmp_path / "a")["head"][1, 2] == 10
 
 
-def test_tied_leaves_are_one_only_if_they_are_wanted_alike(tmp_path: Path) -> None:
+def test_tied_leaves_are_one_array_only_if_their_targets_are_equal(tmp_path: Path) -> None:
     tree = tied_tree()
     jaxckpt.save(tmp_path / "a", tree)
     mesh = jax.make_mesh((2,), ("y",))
@@ -74,7 +74,7 @@ def test_tied_leaves_are_one_only_if_they_are_wanted_alike(tmp_path: Path) -> No
     require_equal(found, {"head": tree["head"]})
 
 
-def test_every_reader_sees_both(tmp_path: Path) -> None:
+def test_every_reader_returns_both(tmp_path: Path) -> None:
     tree = tied_tree()
     del tree["keys"]  # other formats cannot store it
     jaxckpt.save(tmp_path / "a", tree)
@@ -90,7 +90,7 @@ def test_every_reader_sees_both(tmp_path: Path) -> None:
     assert {leaf.path for leaf in plan.leaves} >= {"embed", "head", "alike"}
 
 
-def test_damage_is_reported_of_both(tmp_path: Path) -> None:
+def test_damage_is_reported_for_both(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {"embed": (w := jnp.arange(9.0)), "head": w})
     (victim,) = (tmp_path / "a").glob("data-*/*/c/0/0")
     victim.write_bytes(bytes(victim.stat().st_size))
@@ -98,7 +98,7 @@ def test_damage_is_reported_of_both(tmp_path: Path) -> None:
     assert {problem.leaf for problem in report.problems} == {"embed", "head"}
 
 
-def test_what_may_be_dropped_is_tied_to_nothing_else(tmp_path: Path) -> None:
+def test_droppable_components_are_not_tied_to_other_leaves(tmp_path: Path) -> None:
     w = jnp.arange(9.0)
     with jaxckpt.Checkpointer(tmp_path / "run", components={"opt": 1}) as run:
         for step in range(2):
@@ -119,7 +119,7 @@ def test_a_checkpointer_notices_which_leaves_are_one(tmp_path: Path) -> None:
             require_equal(run.restore(step), tree)
 
 
-def test_a_row_has_so_many_leaves_at_most(tmp_path: Path) -> None:
+def test_the_number_of_leaves_per_row_is_limited(tmp_path: Path) -> None:
     w = jnp.ones(3)
     jaxckpt.save(tmp_path / "a", [w] * (2 * MAX_TIED + 1))
     manifest, _ = load_manifest(store_at(tmp_path / "a", jaxckpt.Options()))

@@ -1,4 +1,4 @@
-"""Steps: which are saved, which are kept, which parts of them are kept, and what a crash may leave."""
+"""Steps of a run: saving, retention of steps and subtrees, and the state after a crash."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_steps_are_kept_by_last_interval_and_best(tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(checkpoints.path(14))["step"] == 14
 
 
-def test_without_rules_all_are_kept_and_with_keep_for_the_young(tmp_path: Path) -> None:
+def test_without_rules_all_steps_are_kept_and_with_keep_for_recent_ones(tmp_path: Path) -> None:
     assert filled(tmp_path / "a", range(5)).steps() == [0, 1, 2, 3, 4]
     assert filled(tmp_path / "b", range(5), keep_for=datetime.timedelta(hours=1)).steps() == [0, 1, 2, 3, 4]
     assert filled(tmp_path / "c", range(5), keep_for=datetime.timedelta(0)).steps() == [4]
 
 
-def test_dtype_and_tied_mean_what_they_mean_to_save_and_restore(tmp_path: Path) -> None:
+def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
     shared = jnp.full(4, 0.5)
     with jaxckpt.Checkpointer(tmp_path) as steps:
         steps.save(1, {"a": shared, "b": shared, "n": 3}, dtype=jnp.bfloat16)
@@ -80,7 +80,7 @@ def test_dtype_and_tied_mean_what_they_mean_to_save_and_restore(tmp_path: Path) 
         assert restored["a"] is restored["b"]
 
 
-def test_a_failed_save_costs_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_deletes_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(2), keep_last=1)
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(5, "no")))
@@ -124,7 +124,7 @@ def test_old_steps_lose_subtrees_and_their_data(tmp_path: Path) -> None:
     assert [step for step in range(5) if "opt_state" in jaxckpt.load_numpy(checkpoints.path(step))] == [3, 4]
 
 
-def test_subtrees_that_are_not_stored_apart_are_left_whole(tmp_path: Path) -> None:
+def test_subtrees_that_are_not_stored_separately_are_kept(tmp_path: Path) -> None:
     filled(tmp_path, range(3))
     checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_state": 1, "nothing": 1}, options=FAST)
     assert all("opt_state" in jaxckpt.load_numpy(checkpoints.path(step)) for step in range(3))
@@ -135,7 +135,7 @@ class Crash(BaseException):
 
 
 @pytest.mark.parametrize("survived", range(3))
-def test_a_crash_between_publishing_less_and_deleting_its_data(
+def test_a_crash_between_dropping_a_subtree_and_deleting_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
     steps = tmp_path / "steps"
@@ -182,7 +182,7 @@ def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names_in(tmp_path) == ["00000001", "00000002"]
 
 
-def test_what_is_not_a_step_is_not_touched(tmp_path: Path) -> None:
+def test_other_files_are_not_touched(tmp_path: Path) -> None:
     for name in ("notes", "123", "-0000001", "000000001", "00000007x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "data-x").mkdir()
@@ -193,7 +193,7 @@ def test_what_is_not_a_step_is_not_touched(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/data-x"))) == 5
 
 
-def test_listing_looks_at_nothing_but_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_reads_only_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(5))
     (tmp_path / "00000009").mkdir()  # an unpublished save
     seen: list[str] = []
@@ -216,7 +216,7 @@ def test_steps_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store", [Folder, Bucket])
-def test_a_second_checkpointer_deletes_nothing_of_a_save_under_way(
+def test_a_second_checkpointer_deletes_nothing_of_a_running_save(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An evaluation opens the directory while the training saves. Object stores have no locks."""
@@ -247,7 +247,7 @@ def test_a_second_checkpointer_deletes_nothing_of_a_save_under_way(
 
 
 @pytest.mark.parametrize("kind", [Folder, Bucket])
-def test_an_older_step_that_is_published_meanwhile_stays(
+def test_an_older_step_that_another_job_publishes_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]
 ) -> None:
     """Another job publishes it while this job deletes steps that it saw unpublished."""
@@ -333,7 +333,7 @@ def grown(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("jitted", [True, False])
-def test_init_makes_what_the_checkpoint_lacks(tmp_path: Path, jitted: bool) -> None:
+def test_init_computes_missing_leaves(tmp_path: Path, jitted: bool) -> None:
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
@@ -390,7 +390,7 @@ def test_a_new_optimizer_continues_an_old_run(tmp_path: Path) -> None:
             checkpoints.restore_or_init(init, strict=False, rename={"param": "params"})
 
 
-def test_what_init_made_is_let_go_of_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_init_are_released_before_the_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(8)})
     made: list[Any] = []
@@ -421,7 +421,7 @@ def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     assert checkpoints.restore(np.int64(checkpoints.best_step() or 0))["step"] == 1
 
 
-def test_processes_make_what_the_checkpoint_lacks(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_init_computes_missing_leaves_in_a_job(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
 import jax, jax.numpy as jnp, numpy as np, jaxckpt
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -453,7 +453,7 @@ print("ok")
     assert [one.stdout.strip() for one in done] == ["ok", "ok"]
 
 
-def test_restore_waits_for_the_save_under_way(tmp_path: Path) -> None:
+def test_restore_waits_for_the_running_save(tmp_path: Path) -> None:
     slow = jaxckpt.Options(progress=lambda _: time.sleep(0.2))
     with jaxckpt.Checkpointer(tmp_path, options=slow) as checkpoints:
         for step in (1, 2, 3):
@@ -469,7 +469,7 @@ def test_restore_waits_for_the_save_under_way(tmp_path: Path) -> None:
             assert restored["step"][0] == step
 
 
-def test_an_equinox_module_is_restored_whole(tmp_path: Path) -> None:
+def test_an_equinox_module_is_restored_completely(tmp_path: Path) -> None:
     eqx = pytest.importorskip("equinox")
 
     def init() -> Any:
@@ -484,7 +484,7 @@ def test_an_equinox_module_is_restored_whole(tmp_path: Path) -> None:
                 checkpoints.save(1, eqx.filter(model, eqx.is_array))
 
 
-def test_going_back_is_not_done_unnoticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_an_older_step_is_logged_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = filled(tmp_path, range(5))
     with pytest.raises(jaxckpt.CheckpointExistsError, match="step 3"):
         checkpoints.save(3, state(3))
@@ -577,7 +577,7 @@ def test_fail_fast_raises_the_error_of_a_flush(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("end", ["wait", "close"])
-def test_a_save_that_failed_hides_nothing_of_what_else_must_end(
+def test_a_failed_save_does_not_skip_the_rest_of_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     checkpoints = two_tiers(tmp_path)
@@ -593,7 +593,7 @@ def test_a_save_that_failed_hides_nothing_of_what_else_must_end(
     checkpoints.close()
 
 
-def test_a_callback_that_waits_for_its_own_save_ends_it_with_an_error(tmp_path: Path) -> None:
+def test_a_callback_that_waits_for_its_own_save_is_an_error(tmp_path: Path) -> None:
     returned = threading.Event()
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         checkpoints.save(1, state(1), on_done=lambda _: returned.wait(60) and checkpoints.wait())
@@ -606,7 +606,7 @@ def test_a_callback_that_waits_for_its_own_save_ends_it_with_an_error(tmp_path: 
         assert checkpoints.pending is None
 
 
-def test_processes_that_hear_of_a_failure_at_different_steps_stay_in_step(
+def test_processes_that_notice_a_failure_at_different_steps_stay_in_step(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     program = """
@@ -634,7 +634,7 @@ def fail_once(then):
 release = _claim.Claim.release
 def late(*arguments, **named):
     if process_id == 1:
-        time.sleep(1.5)  # it hears of the end later
+        time.sleep(1.5)  # it gets notice of the end later
     release(*arguments, **named)
 _claim.Claim.release = late
 options = jaxckpt.Options(timeout_seconds=60)
@@ -743,12 +743,12 @@ def test_metrics(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_arguments_that_make_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(jaxckpt.InputError):
         jaxckpt.Checkpointer(tmp_path, **wrong)
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path: Path) -> None:
+def test_numpy_integers_are_accepted_as_arguments(tmp_path: Path) -> None:
     rules: dict[str, Any] = {"every": np.int64(5), "keep_last": np.int32(2), "components": {"opt_state": np.uint8(1)}}
     with filled(tmp_path, range(21), **rules, preemption_seconds=np.float32(7)) as checkpoints:
         assert checkpoints.steps() == [15, 20]
@@ -800,7 +800,7 @@ def test_a_state_or_a_manifest_that_could_not_be_read_back_is_not_saved(
         assert checkpoints.process_state("at") == "a" * 2000
 
 
-def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:
+def test_the_largest_steps_and_folders_with_larger_numbers(tmp_path: Path) -> None:
     largest = [99_999_999, 100_000_000, 10**12, 1 << 62]
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         jaxckpt.save(tmp_path / str((1 << 62) + 1), {"x": "not a step"})
@@ -814,18 +814,18 @@ def test_the_largest_steps_and_folders_beyond_them(tmp_path: Path) -> None:
         assert checkpoints.restore(10**12) == {"x": 10**12}
 
 
-# Rules that could never hold ---------------------------------------------------------------------------------
+# Arguments that can never apply ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("init", [{"w": 1}, None, np.zeros(2)], ids=["dict", "None", "array"])
-def test_what_makes_the_initial_tree_must_be_a_function(tmp_path: Path, init: Any) -> None:
+def test_init_must_be_a_function(tmp_path: Path, init: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         with pytest.raises(jaxckpt.InputError, match=r"init must be a function .* found an object of type "):
             checkpoints.restore_or_init(init)
         assert checkpoints.restore_or_init(lambda: {"w": 1}) == (None, {"w": 1})
 
 
-def test_a_metric_that_is_not_the_one_compared_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
+def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
     filled(tmp_path, range(4)).close()
     with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:
         with pytest.raises(jaxckpt.InputError, match=r"'val_loss', but metrics has 'valloss'; did you mean 'valloss'"):
@@ -845,7 +845,7 @@ def test_a_metric_that_is_not_the_one_compared_is_refused_before_anything_is_del
         assert checkpoints.save(8, state(8)), "an earlier run has measured it"
 
 
-def test_a_component_that_is_nowhere_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_stat": 1}, options=FAST)
     with pytest.raises(
         jaxckpt.TreeError, match=r"'opt_stat', but the tree has nothing at that path; did you mean 'opt_state"
@@ -883,7 +883,7 @@ def test_a_component_that_is_nowhere_is_refused_before_anything_is_written(tmp_p
     ],
     ids=ascii,
 )
-def test_metrics_that_are_no_numbers(tmp_path: Path, metrics: Any) -> None:
+def test_metrics_that_are_not_numbers(tmp_path: Path, metrics: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(jaxckpt.InputError, match="metric"):
             checkpoints.save(1, {"x": 1}, metrics=metrics)
@@ -895,7 +895,7 @@ def test_metrics_that_are_no_numbers(tmp_path: Path, metrics: Any) -> None:
 # Each process's own state -----------------------------------------------------------------------------------
 
 
-def test_process_states_of_three_are_given_back_to_two_and_one(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_process_states_of_three_are_restored_in_two_and_in_one(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
 import jaxckpt
 from jax.experimental import multihost_utils
@@ -927,7 +927,7 @@ with jaxckpt.Checkpointer(args) as checkpoints:
         jaxckpt.open(tmp_path / "s" / "00000001").process_states  # noqa: B018
 
 
-def test_process_states_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_process_states(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(jaxckpt.NotACheckpointError, match="no step"):
             checkpoints.process_state("at")
@@ -937,7 +937,7 @@ def test_process_states_that_are_not_there(tmp_path: Path) -> None:
             checkpoints.process_state("on")
 
 
-def test_it_stays_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_the_working_directory_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a")

@@ -116,9 +116,9 @@ def refusing(*_: Any, **__: Any) -> None:
     raise jaxckpt.StorageError(13, "not yours")
 
 
-@pytest.mark.parametrize("heard", ["save", "wait", "close"])
+@pytest.mark.parametrize("raiser", ["save", "wait", "close"])
 def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raiser: str
 ) -> None:
     checkpoints = jaxckpt.Checkpointer(tmp_path, every=2, keep_last=1, options=FAST)
     checkpoints.save(0, state(0))
@@ -128,13 +128,13 @@ def test_a_failure_is_raised_once_and_the_next_pass_tries_again(
         checkpoints._last_save.wait()
         checkpoints._deletion.wait()
     assert checkpoints.steps() == [0, 2]
-    assert checkpoints.restore()["step"] == 2, "a restore is none of its business"
-    assert not checkpoints.save(3, state(3)), "nor is a step that is not due"
-    call = {"save": lambda: checkpoints.save(4, state(4)), "wait": checkpoints.wait, "close": checkpoints.close}[heard]
+    assert checkpoints.restore()["step"] == 2, "a restore does not raise the error"
+    assert not checkpoints.save(3, state(3)), "a step that is not due does not either"
+    call = {"save": lambda: checkpoints.save(4, state(4)), "wait": checkpoints.wait, "close": checkpoints.close}[raiser]
     with pytest.raises(jaxckpt.StorageError, match="not yours") as expected:
         call()
     assert "this ended the deletion of steps in" in expected.value.__notes__[0]
-    if heard in ("save", "wait"):
+    if raiser in ("save", "wait"):
         assert checkpoints.save(4, state(4))
         checkpoints.close()
         assert checkpoints.steps() == [4]
@@ -169,7 +169,7 @@ def test_a_step_that_is_pinned_as_its_deletion_begins_is_kept(tmp_path: Path, mo
     assert jaxckpt.open(f"{tmp_path}@paper").step == 0
 
 
-def test_a_step_that_a_reader_keeps_can_be_held_while_others_are_deleted(
+def test_a_held_step_can_be_held_again_while_others_are_deleted(
     gate: Gate, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "_DELETION_SECONDS", 0.2)
@@ -201,7 +201,7 @@ def test_deletions_are_logged_with_the_reason(tmp_path: Path, caplog: pytest.Log
     ]
 
 
-def test_without_a_thread_a_held_step_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_a_save_does_not_wait_for_a_held_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -249,7 +249,7 @@ def test_no_trash_on_an_object_store() -> None:
         jaxckpt.Checkpointer("memory://no-trash", trash=True)
 
 
-# Ends ------------------------------------------------------------------------------------------------------
+# The end of a program --------------------------------------------------------------------------------------
 
 
 def test_the_last_step_does_not_wait_for_deletions_beyond_the_deadline(
@@ -274,12 +274,12 @@ def test_the_last_step_does_not_wait_for_deletions_beyond_the_deadline(
 
 
 @pytest.mark.parametrize("how", ["left open", "held by a reader", "stuck"])
-def test_a_program_that_does_not_close_ends_well(run_python: RunPython, tmp_path: Path, how: str) -> None:
+def test_a_program_that_does_not_close_ends_normally(run_python: RunPython, tmp_path: Path, how: str) -> None:
     assert run_python(PROGRAMS / "left_open.py", args=[str(tmp_path / "run"), how], devices=1, timeout=60) == "end\n"
     assert jaxckpt.steps(tmp_path / "run") == {"left open": [9], "held by a reader": [0, 9], "stuck": [*range(10)]}[how]
 
 
-def test_all_processes_hear_of_a_failure(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_all_processes_raise_a_failure(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
 import jaxckpt
 from jaxckpt._storage.folder import Folder
@@ -302,7 +302,7 @@ print(jaxckpt.steps(args) if process_id == 0 else "")
 
 
 @pytest.mark.parametrize("trash", [False, True])
-def test_a_step_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(tmp_path: Path, trash: bool) -> None:
+def test_a_step_that_is_a_link_is_unlinked_and_its_target_stays(tmp_path: Path, trash: bool) -> None:
     with jaxckpt.Checkpointer(tmp_path / "theirs", options=FAST) as theirs:
         for step in (1, 2, 3):
             theirs.save(step, {**state(step), "moments": np.ones(3)})

@@ -106,7 +106,7 @@ def test_a_runs_directory_means_its_newest_step(run: str) -> None:
     with pytest.raises(jaxckpt.InputError, match=r"no step named 'lates'.*did you mean 'latest'"):
         jaxckpt.restore(f"{run}@lates")
     with pytest.raises(jaxckpt.NotACheckpointError):
-        jaxckpt.restore(f"{run}-of-nobody@40")
+        jaxckpt.restore(f"{run}-that-does-not-exist@40")
 
 
 def test_processes_restore_the_step_that_process_0_finds_to_be_the_newest(
@@ -199,7 +199,7 @@ def test_each_step_is_yielded_as_it_is_published_until_the_run_ends(run: str) ->
     assert list(jaxckpt.follow(run, after=5)) == []
 
 
-def test_the_end_is_taken_back_by_the_next_checkpointer_that_trains(tmp_path: Path) -> None:
+def test_the_next_checkpointer_that_trains_reopens_the_run(tmp_path: Path) -> None:
     def ended() -> bool:
         return (tmp_path / "_run" / "ended.json").exists()
 
@@ -272,12 +272,12 @@ def test_following_ends_at_the_timeout(run: str) -> None:
     "wrong",
     [{"after": -1}, {"after": "1"}, {"timeout": 0}, {"timeout": "1"}, {"poll_seconds": 0}, {"poll_seconds": None}],
 )
-def test_arguments_that_make_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(jaxckpt.InputError):
         jaxckpt.follow(tmp_path, **wrong)
 
 
-def test_a_reader_that_may_not_write_follows_without_leases(
+def test_a_reader_without_write_permission_follows_without_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(str(tmp_path), 1, 2)

@@ -35,7 +35,7 @@ def files(path: Path) -> dict[str, os.stat_result]:
 @pytest.mark.parametrize(
     ("named", "step", "expected"), [("", None, 3), ("", 1, 1), ("@best", None, 2), ("/00000001", None, 1)]
 )
-def test_a_fork_begins_with_a_step(run: Path, tmp_path: Path, named: str, step: int | None, expected: int) -> None:
+def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, named: str, step: int | None, expected: int) -> None:
     assert jaxckpt.fork(f"{run}{named}", tmp_path / "new", step=step) == expected
     assert jaxckpt.steps(tmp_path / "new") == [expected]
     assert jaxckpt.verify(tmp_path / "new").ok
@@ -51,7 +51,7 @@ def test_a_fork_begins_with_a_step(run: Path, tmp_path: Path, named: str, step: 
     assert jaxckpt.steps(run) == [1, 2, 3]
 
 
-def test_either_run_may_go(run: Path, tmp_path: Path) -> None:
+def test_either_run_may_be_deleted(run: Path, tmp_path: Path) -> None:
     jaxckpt.fork(run, tmp_path / "a")
     jaxckpt.fork(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(run)
@@ -63,7 +63,7 @@ def test_either_run_may_go(run: Path, tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(tmp_path / "b")["w"][0] == 3
 
 
-def test_what_cannot_be_forked_is_an_error(run: Path, tmp_path: Path) -> None:
+def test_an_impossible_fork_is_an_error(run: Path, tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.CheckpointExistsError, match="has 3 steps"):
         jaxckpt.fork(run, run)
     (tmp_path / "file").write_text("x")

@@ -77,7 +77,7 @@ def leases(run: Path) -> list[str]:
     return [name for name in os.listdir(run / "_run") if name.startswith("lease-")] if (run / "_run").exists() else []
 
 
-def test_no_step_is_lost_under_a_reader_and_no_lease_outlives_its_term(
+def test_no_step_is_deleted_during_a_read_and_no_lease_outlives_its_term(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     rounds = 50 if request.config.getoption("--campaign") else 3

@@ -57,7 +57,7 @@ def notes(run: str) -> set[bytes | None]:
     return set(folder.read_all([name for name in folder.names() if name.startswith("lease-")]))
 
 
-def test_a_held_step_outlives_the_rules_and_is_deleted_when_it_is_let_go(run: str, clock: Clock) -> None:
+def test_a_held_step_is_kept_and_deleted_after_its_release(run: str, clock: Clock) -> None:
     with jaxckpt.Checkpointer(run, keep_last=1, background=False, options=FAST) as checkpoints:
         checkpoints.save(1, state(1))
         with jaxckpt.open(run).hold() as checkpoint, jaxckpt.open(f"{run}@1").hold():
@@ -95,7 +95,7 @@ def test_a_lease_that_is_not_renewed_expires(run: str, clock: Clock, monkeypatch
         until(lambda: checkpoints.steps() == [2])
 
 
-def test_a_reader_and_a_deletion_that_begin_at_once_see_each_other(
+def test_a_reader_and_a_deletion_that_start_together_detect_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In either order, the step is held and stays, or it is deleted and the reader gets an error."""

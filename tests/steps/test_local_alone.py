@@ -74,7 +74,7 @@ def test_a_local_folder_that_was_deleted_during_the_run_is_used_again(tmp_path: 
     assert resumed(tmp_path) == 15
 
 
-def test_a_save_that_failed_is_reported_once_and_does_not_cost_the_next_one(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_once_and_the_next_one_succeeds(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def test_a_save_that_failed_is_reported_once_and_does_not_cost_the_next_one(tmp_
         assert (checkpoints.steps(), checkpoints.latest_step()) == ([20], 20)
 
 
-def test_what_is_called_once_a_step_is_stored_is_checked_at_once_and_its_error_says_when(tmp_path: Path) -> None:
+def test_on_done_is_checked_immediately_and_its_errors_are_reported(tmp_path: Path) -> None:
     called: list[jaxckpt.SaveInfo] = []
 
     def failing(info: jaxckpt.SaveInfo) -> None:
@@ -128,7 +128,7 @@ def test_a_run_whose_only_step_is_damaged_starts_from_the_beginning(
         checkpoints.restore(5)
 
 
-def test_through_rules_too_the_storage_replaces_what_is_damaged(tmp_path: Path) -> None:
+def test_the_storage_replaces_damaged_data_also_through_rules(tmp_path: Path) -> None:
     own = saved(tmp_path, 10, 15)
     (file,) = own.glob("00000015/data-*/*40x50/c/0/0/0")
     file.write_bytes(file.read_bytes()[:-50] + bytes(50))
@@ -148,11 +148,11 @@ def turned_into_a_link(file: Path) -> None:
 
 
 @pytest.mark.parametrize("turned", [turned_into_a_folder, turned_into_a_link])
-def test_a_step_with_an_odd_manifest_is_not_used_and_is_deleted(tmp_path: Path, turned: Callable[[Path], None]) -> None:
+def test_a_step_whose_manifest_is_not_a_file_is_deleted(tmp_path: Path, turned: Callable[[Path], None]) -> None:
     own = saved(tmp_path, 5, 10, 15)
     turned(own / "00000015/manifest.json")
     (tmp_path / "run/00000010").rename(tmp_path / "elsewhere")
-    assert resumed(tmp_path) == 10, "the other step of that folder is whole"
+    assert resumed(tmp_path) == 10, "the other step of that folder is complete"
     assert resumed(tmp_path) == 10
     with opened(tmp_path) as checkpoints:
         checkpoints.restore()
@@ -172,7 +172,7 @@ def test_a_folder_of_another_process_that_cannot_be_read_is_ignored(
     assert "process-7 is ignored: " in caplog.text
 
 
-def test_a_folder_with_a_copied_part_of_another_hides_nothing(tmp_path: Path) -> None:
+def test_a_copied_part_of_another_folder_does_not_hide_a_step(tmp_path: Path) -> None:
     own = saved(tmp_path, 5)
     (own.with_name("process-7") / "00000005").mkdir(parents=True)
     for name in ("run.json", "00000005/manifest.json"):
@@ -186,7 +186,7 @@ def test_a_local_step_is_restored_if_the_storage_s_manifest_is_damaged(tmp_path:
     assert resumed(tmp_path) == 10
 
 
-def test_whose_folder_it_is_and_what_to_do(tmp_path: Path) -> None:
+def test_the_folder_of_another_run_is_refused_with_a_remedy(tmp_path: Path) -> None:
     own = saved(tmp_path, 5, 10)
     note = json.loads((own / "run.json").read_text())
 

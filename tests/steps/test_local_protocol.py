@@ -13,7 +13,7 @@ from local_protocol import Bounds, Rules, sample, search, without
     [Bounds(hosts=3, crashes=1, saves=2), Bounds(hosts=2, crashes=2, saves=1), Bounds(hosts=2, crashes=1, saves=3)],
     ids=str,
 )
-def test_no_state_breaks_a_promise(bounds: Bounds):
+def test_no_state_violates_a_guarantee(bounds: Bounds):
     found = search(bounds)
     assert found.violation is None, found.trace
     assert found.states > 1000
@@ -21,12 +21,12 @@ def test_no_state_breaks_a_promise(bounds: Bounds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bounds", [Bounds(hosts=3, crashes=2, saves=1), Bounds(hosts=2, crashes=2, saves=2)], ids=str)
-def test_no_state_breaks_a_promise_in_larger_jobs(bounds: Bounds):
+def test_no_state_violates_a_guarantee_in_larger_jobs(bounds: Bounds):
     found = search(bounds)
     assert found.violation is None, found.trace
 
 
-def test_sampled_lives_of_four_hosts():
+def test_sampled_runs_of_four_hosts():
     found = sample(Bounds(hosts=4, crashes=4, saves=3), walks=300)
     assert found.violation is None, found.trace
     assert found.restores > 1000
@@ -47,7 +47,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("rule", [field.name for field in fields(Rules)])
-def test_without_a_rule_a_promise_is_broken(rule: str):
+def test_without_a_rule_a_guarantee_is_violated(rule: str):
     violation, bounds = NEEDED[rule]
     found = search(bounds, without(rule))
     assert found.violation == violation

@@ -1,4 +1,4 @@
-"""The local tier: what is in the folders of real processes, and what is copied from them to the storage."""
+"""The local tier: the folders of real processes, and copies from them to the storage."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def test_any_folder_may_be_lost(saves: Saves, tmp_path: Path, tree: str) -> None
 
 
 @pytest.mark.child
-def test_two_copies_in_two_other_domains(saves: Saves, tmp_path: Path) -> None:
+def test_two_copies_are_in_two_other_domains(saves: Saves, tmp_path: Path) -> None:
     folder, _ = saves.of("two copies")
     for lost in itertools.combinations(range(4), 2):
         assert jaxckpt.verify(union(folder / "local", 10, lost, tmp_path / f"without-{lost}")).ok
 
 
 @pytest.mark.child
-def test_copies_lie_in_another_domain(saves: Saves, tmp_path: Path) -> None:
+def test_copies_are_in_another_domain(saves: Saves, tmp_path: Path) -> None:
     folder, _ = saves.of("domains")
     for lost in ((0, 1), (2, 3)):
         assert jaxckpt.verify(union(folder / "local", 10, lost, tmp_path / f"without-{lost}")).ok
@@ -134,7 +134,7 @@ def test_without_copies_each_object_is_written_once(saves: Saves) -> None:
 
 
 @pytest.mark.child
-def test_what_passes_between_processes_is_what_needs_a_copy(saves: Saves) -> None:
+def test_processes_send_only_data_that_needs_a_copy(saves: Saves) -> None:
     _, found = saves.of("large")
     needed = sum(one["own"] for one in found)
     assert sum(one["sent"] for one in found) == sum(one["copied"] for one in found) == needed
@@ -167,7 +167,7 @@ def test_a_flushed_step_is_an_ordinary_checkpoint(saves: Saves) -> None:
     ("phase", "victim"),
     [("pass", 2), ("write", 1), ("written", 0), ("written", 3), ("publish", 0), ("published", 0), ("published", 2)],
 )
-def test_whichever_process_is_killed_the_older_or_the_new_step_is_complete(
+def test_after_any_process_is_killed_the_older_or_the_new_step_is_complete(
     run_processes: RunProcesses, tmp_path: Path, phase: str, victim: int
 ) -> None:
     """JAX then aborts the others. The folder of the killed process may be lost too."""

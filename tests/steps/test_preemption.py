@@ -42,7 +42,7 @@ def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
     assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
 
 
-def test_jax_is_asked_about_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_is_queried_about_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a job of several processes, JAX stops at the number after the largest one that it was asked about.
     monkeypatch.setattr(preemption, "_last_step", None)
     monkeypatch.setattr(preemption, "_last_number", 0)
@@ -62,7 +62,7 @@ with jaxckpt.Checkpointer(args) as checkpoints:
     assert jaxckpt.Checkpointer(tmp_path / "s").steps() == [1 << 31, 1 << 62]
 
 
-def test_a_thread_that_cannot_listen_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_cannot_listen_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         thread = threading.Thread(target=lambda: [checkpoints.save(step, {"x": step}) for step in (1, 2)])
@@ -94,7 +94,7 @@ def test_the_step_at_which_it_is_notified_is_saved(run_python: RunPython, tmp_pa
     folder = tmp_path / "s"
     said = run_python(PROGRAMS / "preempted_alone.py", args=[str(folder), how], check=False, devices=1)
     saved = f"the job was preempted: step 7 is saved in {folder}\n"
-    assert said == {"exit": f"7 {saved}", "continue": "7 True goes on\n", "chained": f"7 told {saved}"}[how]
+    assert said == {"exit": f"7 {saved}", "continue": "7 True continues\n", "chained": f"7 notified {saved}"}[how]
     with jaxckpt.Checkpointer(folder) as checkpoints:
         assert checkpoints.steps() == [7]
         np.testing.assert_array_equal(checkpoints.restore()["x"], np.full(1000, 7))
@@ -102,7 +102,7 @@ def test_the_step_at_which_it_is_notified_is_saved(run_python: RunPython, tmp_pa
 
 @pytest.mark.child
 @pytest.mark.parametrize("how", ["stuck", "stuck without room", "stuck locally"])
-def test_the_deadline_holds_where_storage_hangs(tmp_path: Path, how: str) -> None:
+def test_the_deadline_holds_if_storage_hangs(tmp_path: Path, how: str) -> None:
     # Its writes sleep for 1,000 s. The program can only end if it does not wait for them.
     done = finish(PROGRAMS / "preempted_alone.py", tmp_path / "s", how, timeout=120)
     assert done.returncode == 128 + signal.SIGTERM, str(done)
@@ -195,7 +195,7 @@ def test_the_last_step_is_saved_although_another_save_hangs(
     assert checkpoints.steps() == [1, 2]
 
 
-def test_an_earlier_save_is_finished_without_its_limit_of_bytes_per_second(tmp_path: Path) -> None:
+def test_an_earlier_save_is_finished_without_its_rate_limit(tmp_path: Path) -> None:
     options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
     with jaxckpt.Checkpointer(tmp_path, preemption_seconds=60, options=options) as checkpoints:
         checkpoints.save(1, {"x": np.zeros(1 << 16, np.uint8)})  # would take 11 minutes
@@ -206,7 +206,7 @@ def test_an_earlier_save_is_finished_without_its_limit_of_bytes_per_second(tmp_p
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_save_of_another_checkpointer_is_finished_without_its_limit(tmp_path: Path, local: bool) -> None:
+def test_a_save_of_another_checkpointer_is_finished_without_its_rate_limit(tmp_path: Path, local: bool) -> None:
     options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
     tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
     with (
@@ -305,7 +305,7 @@ def test_a_step_that_was_deleted_is_saved_again(tmp_path: Path, deleted: int, lo
     assert jaxckpt.restore(checkpoints.path(7)) == {"x": "second" if deleted == 7 else "first"}
 
 
-def test_an_abandoned_save_that_finishes_leaves_the_exit_status_alone(run_python: RunPython, tmp_path: Path) -> None:
+def test_an_abandoned_save_that_finishes_does_not_change_the_exit_status(run_python: RunPython, tmp_path: Path) -> None:
     program = """
 import os, signal, sys, threading
 import numpy as np, jaxckpt
@@ -327,12 +327,12 @@ print(checkpoints.steps())
 
 @pytest.mark.child
 @pytest.mark.parametrize("order", ["first first", "last first", "another on top"])
-def test_once_all_are_closed_the_signal_does_what_it_did_before(tmp_path: Path, order: str) -> None:
+def test_after_all_are_closed_the_signal_has_its_previous_effect(tmp_path: Path, order: str) -> None:
     done = finish(PROGRAMS / "closed_checkpointers.py", tmp_path, order)
     assert (done.stdout, done.returncode) == (f"closed {order != 'another on top'}\n", -signal.SIGTERM), str(done)
 
 
-def test_an_interrupt_as_it_begins_to_listen_leaves_the_signal_as_it_was(
+def test_an_interrupt_during_registration_leaves_the_signal_handler_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install, before = signal.signal, signal.getsignal(signal.SIGTERM)

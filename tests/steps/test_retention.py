@@ -127,7 +127,7 @@ def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules:
         assert verdict.why.startswith("not kept by ") != verdict.kept
 
 
-def test_a_verdict_says_why() -> None:
+def test_a_verdict_gives_its_reason() -> None:
     found = [SavedStep(step, NOW, StepRecord(step, {"loss": float(step)})) for step in range(6)]
     rules = RetentionPolicy.of(2, 3, [("loss", "min", 2)], None, lambda step, metrics: step == 3, None)
     assert [verdict.why for verdict in rules.decide(found, NOW)] == [
@@ -476,7 +476,7 @@ def test_names_that_no_step_can_have(tmp_path: Path, name: Any) -> None:
 # Copies, and other writers ---------------------------------------------------------------------------------
 
 
-def test_a_copy_by_hard_links_has_a_best_step_of_its_own(tmp_path: Path) -> None:
+def test_a_copy_by_hard_links_has_its_own_best_step(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", keep_best=("loss", "min")) as checkpoints:
         for step, loss, accuracy in ((1, 0.1, 0.1), (2, 0.2, 0.9)):
             checkpoints.save(step, {"w": np.full(3, step)}, metrics={"loss": loss, "accuracy": accuracy}, force=True)

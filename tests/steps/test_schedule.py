@@ -41,7 +41,7 @@ def test_minutes_may_be_any_real_number(tmp_path: Path) -> None:
             assert not checkpoints.save(1, {"x": 1})
 
 
-def test_a_predicate_sees_what_is_recorded(tmp_path: Path) -> None:
+def test_a_predicate_gets_the_recorded_metrics(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def rising(step: int, metrics: Any) -> bool:
@@ -78,7 +78,7 @@ def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> 
 
 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
-def test_how_often_the_processes_meet(seconds_per_step: float) -> None:
+def test_the_number_of_meetings(seconds_per_step: float) -> None:
     """At most 120 meetings between two saves, and at most one per step. A save is late by at most a sixtieth."""
     due = SaveSchedule(None, 10, None, 2)
     now, step, meetings, saves = 0.0, 0, 0, list[float]()
@@ -141,7 +141,7 @@ with jaxckpt.Checkpointer(args, save_if=lambda step, metrics: 1 / 0, options=jax
     assert [one.stdout for one in done] == ["ZeroDivisionError True\nTrue\n", "PeerFailedError True\nTrue\n"]
 
 
-def test_one_process_that_asks_alone_is_an_error_and_no_hang(run_processes: RunProcesses, tmp_path: Path) -> None:
+def test_a_call_by_only_one_process_is_an_error(run_processes: RunProcesses, tmp_path: Path) -> None:
     program = """
 import jaxckpt
 options = jaxckpt.Options(timeout_seconds=60)

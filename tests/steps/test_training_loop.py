@@ -40,13 +40,13 @@ def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that is never killed."""
+    """The folder of an uninterrupted run."""
     return tmp_path_factory.mktemp("whole")
 
 
 @pytest.fixture(scope="module")
 def expected(whole: Path) -> dict[int, str]:
-    """The losses of a run that is never killed."""
+    """The losses of an uninterrupted run."""
     losses = losses_of(processes.run_python(TRAINING, args=[str(whole), "--steps", str(STEPS)]))
     assert list(losses) == list(range(1, STEPS + 1))
     assert len(set(losses.values())) == STEPS
@@ -141,5 +141,5 @@ def test_a_grain_iterator_resumes_in_two_processes_and_in_one(
     ]
 
 
-def test_as_many_processes_as_saved_need_no_resplit(run_python: RunPython, tmp_path: Path) -> None:
+def test_the_same_number_of_processes_needs_no_resplit(run_python: RunPython, tmp_path: Path) -> None:
     run_python(PROGRAMS / "grain_in_one.py", args=[str(tmp_path)])

@@ -65,7 +65,7 @@ def stored(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("data-*/*/c/**/*") if file.is_file())
 
 
-def test_a_follower_that_comes_late_or_is_slow_gets_the_newest(tmp_path: Path) -> None:
+def test_a_late_or_slow_follower_gets_the_newest(tmp_path: Path) -> None:
     with jaxckpt.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
         slow = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
         publisher.publish(0, weights(0, 0))
@@ -109,7 +109,7 @@ def test_every_bit_pattern(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(tree["x"]).view(np.uint16), bits[::-1])
 
 
-def test_the_arrays_may_be_donated_and_signals_are_left_alone(tmp_path: Path) -> None:
+def test_arrays_may_be_donated_and_signal_handlers_are_unchanged(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
         for step in range(3):
@@ -117,7 +117,7 @@ def test_the_arrays_may_be_donated_and_signals_are_left_alone(tmp_path: Path) ->
             publisher.publish(step, tree)
             for leaf in jax.tree.leaves(tree):
                 leaf.delete()
-        assert signal.getsignal(signal.SIGTERM) is before, "a training's own Checkpointer listens"
+        assert signal.getsignal(signal.SIGTERM) is before, "only the training's Checkpointer handles signals"
     ((_, tree),) = jaxckpt.subscribe(tmp_path)
     assert float(tree["x"][0]) == float(tree["y"][0]) == 2
 
@@ -178,7 +178,7 @@ def test_a_url_may_end_with_a_slash(s3: servers.Bucket) -> None:
     assert step == 3
 
 
-def test_what_makes_no_sense(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", options=FAST) as run:
         run.save(1, {"x": 1})
     with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
@@ -226,7 +226,7 @@ def published(publisher: jaxckpt.Publisher, step: int, value: float) -> None:
     publisher._checkpointer.wait()
 
 
-def test_a_directory_that_is_emptied_and_used_again_has_other_weights_of_equal_numbers(tmp_path: Path) -> None:
+def test_a_reused_directory_has_other_weights_with_equal_numbers(tmp_path: Path) -> None:
     follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
     with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
         for step in range(3):
@@ -240,7 +240,7 @@ def test_a_directory_that_is_emptied_and_used_again_has_other_weights_of_equal_n
         assert (step, float(tree["w"][0])) == (4, 104.0)
 
 
-def test_a_publication_that_is_interrupted_as_it_is_published_ends_its_chain(
+def test_a_publication_that_is_interrupted_during_publishing_ends_its_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
@@ -286,17 +286,17 @@ def test_leaves_on_different_devices_and_leaves_that_move(tmp_path: Path) -> Non
     assert previous == [None, None, 4], "leaves that have moved begin a new chain"
 
 
-def test_weights_are_for_devices(tmp_path: Path) -> None:
+def test_weights_are_restored_only_onto_devices(tmp_path: Path) -> None:
     with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
     with pytest.raises(jaxckpt.InputError, match=r"asks for ndarray at 'w'.*np.asarray"):
         next(jaxckpt.subscribe(tmp_path, {"w": np.zeros(3, jnp.bfloat16)}))
 
 
-def test_another_runs_directory_is_left_as_it_is_found(tmp_path: Path) -> None:
+def test_another_runs_directory_is_not_changed(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as run:
         run.save(1, {"x": 1})
     with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
         jaxckpt.Publisher(tmp_path)
-    assert [step.number for step in jaxckpt.follow(tmp_path, timeout=60)] == [1], "it has ended still"
+    assert [step.number for step in jaxckpt.follow(tmp_path, timeout=60)] == [1], "the run is still ended"
     assert (tmp_path / "_run/ended.json").exists()

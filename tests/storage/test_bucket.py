@@ -1,4 +1,4 @@
-"""The protocol of object stores, step by step: which process may publish or delete, and the remains."""
+"""The protocol of object stores, step by step: publishing, deletion, and remains."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def begun(store: Store, previous: bytes | None = None) -> tuple[str, bytes]:
     return data, manifest_of(save_id)
 
 
-def test_clearing_leaves_what_was_published_meanwhile(store: Store) -> None:
+def test_clearing_keeps_a_checkpoint_published_meanwhile(store: Store) -> None:
     jaxckpt.save(store.url, TREE)
     store.clear()
     assert np.array_equal(jaxckpt.load_numpy(store.url)["x"], TREE["x"])
 
 
-def test_clearing_leaves_what_is_not_ours(store: Store) -> None:
+def test_clearing_keeps_other_files(store: Store) -> None:
     store.put("eval/result.json", b"mine")
     store.put("data-raw/a.csv", b"mine")
     begun(store)
@@ -58,10 +58,10 @@ def test_clearing_leaves_what_is_not_ours(store: Store) -> None:
     assert store.names() == ["data-raw", "eval"]
 
 
-def test_a_writer_that_died_at_any_state_leaves_nothing_once_cleared(store: Store) -> None:
+def test_clearing_deletes_the_remains_of_a_dead_writer(store: Store) -> None:
     begun(store)
     data, manifest = begun(store)
-    store.publish(data, manifest, None, sync=True)  # and it dies before its note is removed
+    store.publish(data, manifest, None, sync=True)  # the writer dies before it removes its note
     store.unpublish(sync=True)
     store.clear()
     assert store.names() == []
@@ -75,8 +75,8 @@ def test_a_writer_that_was_swept_cannot_publish(store: Store) -> None:
     assert store.names() == []
 
 
-def test_a_zombie_takes_back_its_own_manifest_only(bucket: Bucket) -> None:
-    """It publishes where it has been swept, and is replaced before it learns of that."""
+def test_a_swept_writer_deletes_only_its_own_manifest(bucket: Bucket) -> None:
+    """A swept writer publishes, and is replaced before it notices."""
     store = store_at(bucket.url, jaxckpt.Options())
     data, manifest = begun(store)
 
@@ -92,7 +92,7 @@ def test_a_zombie_takes_back_its_own_manifest_only(bucket: Bucket) -> None:
     assert np.array_equal(jaxckpt.load_numpy(bucket.url)["x"], TREE["x"])
 
 
-def test_a_zombie_that_was_swept_takes_its_manifest_back(bucket: Bucket) -> None:
+def test_a_swept_writer_that_publishes_deletes_its_manifest(bucket: Bucket) -> None:
     store = store_at(bucket.url, jaxckpt.Options())
     data, manifest = begun(store)
 
@@ -106,8 +106,8 @@ def test_a_zombie_that_was_swept_takes_its_manifest_back(bucket: Bucket) -> None
     assert store.names() == []
 
 
-def test_a_saver_that_is_swept_while_it_proves_conditions_learns_of_that(bucket: Bucket) -> None:
-    """Two racers may then create the same key, before and after it was deleted: not the server's fault."""
+def test_a_writer_that_is_swept_while_it_tests_conditions_gets_an_error(bucket: Bucket) -> None:
+    """Two requests may then create the same key, before and after its deletion. The server is not to blame."""
     store = store_at(bucket.url, jaxckpt.Options())
 
     cleared = threading.Event()
@@ -129,8 +129,8 @@ def test_a_saver_that_is_swept_while_it_proves_conditions_learns_of_that(bucket:
     assert store.names() == []
 
 
-def test_a_folder_made_in_a_console_is_empty(store: Store) -> None:
-    store.put("", b"")  # the console of S3 makes a key of the folder's own name
+def test_a_folder_created_in_a_console_is_empty(store: Store) -> None:
+    store.put("", b"")  # the console of S3 creates a key with the folder's name
     jaxckpt.save(store.url, TREE)
     assert np.array_equal(jaxckpt.load_numpy(store.url)["x"], TREE["x"])
 
@@ -143,7 +143,7 @@ def test_a_restore_leaves_nothing_in_memory(store: Store) -> None:
     for _ in range(3):
         jaxckpt.load_numpy(store.url)
     store.child("00000001")
-    assert _bucket._open_store.cache_info().currsize == opened, "a store is kept for each call"
+    assert _bucket._open_store.cache_info().currsize == opened, "each call keeps a store"
     key = next(key for key in memory.list().result() if key.startswith(f"{path}/".encode()) and b"6000/c/" in key)
     content = bytearray(memory.read(key).result().value)
     content[0] ^= 1
@@ -189,7 +189,7 @@ def test_the_reason_of_a_failed_save_is_reported_even_if_cleanup_fails(bucket: B
 
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.6, 1.0])
 def test_a_flipped_answer_never_deletes_existing_data(bucket: Bucket, place: float) -> None:
-    """Every GET of a save that replaces a checkpoint, spoiled in its turn: the old one or the new one is there."""
+    """Each GET of a replacing save is damaged in turn. Afterward, the old or the new checkpoint exists."""
     options = jaxckpt.Options(retry_seconds=1)
     jaxckpt.save(bucket.url, {"x": np.arange(9)}, options=options)
     for number in range(100):
@@ -202,4 +202,4 @@ def test_a_flipped_answer_never_deletes_existing_data(bucket: Bucket, place: flo
         assert jaxckpt.load_numpy(bucket.url)["x"].tolist() == list(range(9)), number
         if not spoiled:
             break
-    assert number > 5, "it takes some"
+    assert number > 5, "a save makes several requests"

@@ -1,4 +1,4 @@
-"""Objects as plain files: other readers and writers of Zarr agree on them, and nothing damaged is believed."""
+"""Objects as plain files: compatible with other Zarr readers and writers, and damage is always detected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cut(box: Box) -> tuple[slice, ...]:
 
 
 def bits(array: Array) -> bytes:
-    """What is to be equal: NaNs, and dtypes that others know as unsigned integers."""
+    """The bytes to compare, so that NaNs are equal, and dtypes that other libraries read as unsigned integers."""
     return np.ascontiguousarray(array).tobytes()
 
 
@@ -54,7 +54,7 @@ def bits(array: Array) -> bytes:
 
 @st.composite
 def stacks(draw: st.DrawFn) -> Stack:
-    """Chunks and objects of any sides, that may stick out of the array."""
+    """Chunks and objects of any size, which may extend beyond the array."""
     dtype = draw(st.sampled_from(["float32", "bfloat16", "bool", "int4", "complex128", "float8_e4m3fn", "int64"]))
     shape, rows = draw(strategies.sides(3, 9)), draw(st.integers(1, 9))
     chunk = tuple(draw(st.integers(1, side + 2)) for side in (rows, *shape))
@@ -63,7 +63,7 @@ def stacks(draw: st.DrawFn) -> Stack:
 
 @st.composite
 def pieces(draw: st.DrawFn, array: Array, box: Box) -> Pieces:
-    """A box of an array, a few rows at a time as one or two arrays that may hold more than that, strided or not."""
+    """A box in groups of rows. Each group is one or two arrays, which may be strided or extend beyond the box."""
     (begun, ended), *sides = box
     group_rows = draw(st.integers(1, ended - begun))
 
@@ -98,7 +98,7 @@ def filled(draw: st.DrawFn) -> tuple[Stack, Array]:
 
 
 @given(filled(), st.data())
-def test_a_block_is_what_numpy_would_cut(made: tuple[Stack, Array], data: st.DataObject) -> None:
+def test_a_block_equals_numpys_slice(made: tuple[Stack, Array], data: st.DataObject) -> None:
     _, array = made
     found = data.draw(pieces(array, data.draw(strategies.boxes(array.shape))))
     box = tuple(
@@ -145,7 +145,7 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
         assert len(numbers) == 1 or len(numbers) * stack.chunk_stored_bytes <= most
         boxes = [_zarr.chunk_box(stack, index, number) for number in numbers]
         order = np.arange(np.prod(extent(block.box))).reshape(extent(block.box))
-        for place, chunk in enumerate(boxes):  # one after the other, each in C order
+        for place, chunk in enumerate(boxes):  # in sequence, each in C order
             assert chunk is not None
             within = tuple(
                 slice(a - s, a - s + c) for (a, _), (s, _), c in zip(chunk, block.box, stack.chunk, strict=True)
@@ -174,11 +174,11 @@ def intersects(chunk: Box | None, part: Box) -> bool:
     return chunk is not None and intersection(chunk, part) is not None
 
 
-# Others' readers and writers ------------------------------------------------------------------------------
+# Other readers and writers --------------------------------------------------------------------------------
 
 
 @given(filled(), st.data())
-def test_others_read_what_is_written_to_the_bit(made: tuple[Stack, Array], data: st.DataObject) -> None:
+def test_other_libraries_read_the_same_bits(made: tuple[Stack, Array], data: st.DataObject) -> None:
     stack, array = made
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "zarr.json").write_bytes(_zarr.metadata(stack))
@@ -193,13 +193,13 @@ def test_others_read_what_is_written_to_the_bit(made: tuple[Stack, Array], data:
 
 
 def opened(folder: str) -> ts.TensorStore:
-    """An array as tensorstore opens it by its zarr.json."""
+    """An array that tensorstore opens through its zarr.json."""
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": folder}, "store_data_equal_to_fill_value": True}
     return ts.open(spec, open=True).result()
 
 
 @given(filled(), st.data())
-def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], data: st.DataObject) -> None:
+def test_arrays_written_by_tensorstore_are_read_exactly(made: tuple[Stack, Array], data: st.DataObject) -> None:
     stack, array = made
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "zarr.json").write_bytes(_zarr.metadata(stack))
@@ -225,7 +225,7 @@ def test_what_tensorstore_writes_is_read_to_the_bit(made: tuple[Stack, Array], d
 
 
 def preads(read: Callable[[], object]) -> list[tuple[int, int]]:
-    """(offset, bytes) of each system call that reads, while something runs."""
+    """(offset, bytes) of each system call that `read` makes to read."""
     calls: list[tuple[int, int]] = []
     preadv = os.preadv
 
@@ -249,10 +249,10 @@ def scanned(folder: Path, side: int = 512) -> tuple[jaxckpt.Checkpoint, Array]:
     return jaxckpt.open(folder), array
 
 
-def test_chunks_of_two_devices_are_read_once_and_copied_by_who_read_them(
+def test_chunks_of_two_devices_are_read_once_and_copied_by_the_reading_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Split further by columns: each chunk serves two devices. It is not read into memory of its own first."""
+    """With a finer split by columns, each chunk serves two devices, but is not read into a separate buffer first."""
     _, array = scanned(tmp_path / "c")
     monkeypatch.setattr(StepBuffers, "scatter", lambda *_: pytest.fail("a region was staged"))
     mesh = jax.make_mesh((2, 4), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2)
@@ -266,11 +266,11 @@ def test_chunks_of_two_devices_are_read_once_and_copied_by_who_read_them(
     for shard in restored.addressable_shards:
         assert bits(shard.data) == bits(array[shard.index])
     assert sum(count for _, count in calls) < 1.01 * array.nbytes
-    assert sum(count > 4096 for _, count in calls) <= 8, "what all devices want of an object is read as it lies there"
+    assert sum(count > 4096 for _, count in calls) <= 8, "each object is read in one call for all devices"
 
 
-def test_what_is_scattered_is_read_many_chunks_at_a_time(tmp_path: Path) -> None:
-    """Chunks of 64 KiB, of which one device gets 12 × 8 pieces: a call each would be 96."""
+def test_scattered_pieces_are_read_many_chunks_at_a_time(tmp_path: Path) -> None:
+    """One device gets 12 × 8 pieces of chunks of 64 KiB. One call per piece would be 96 calls."""
     opened, array = scanned(tmp_path / "c")
     loaded: Any = None
 
@@ -284,7 +284,7 @@ def test_what_is_scattered_is_read_many_chunks_at_a_time(tmp_path: Path) -> None
     assert sum(calls) < 1.01 * array.nbytes
 
 
-# The system's ways ----------------------------------------------------------------------------------------
+# System calls ---------------------------------------------------------------------------------------------
 
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=2048, sync=False)
 
@@ -300,7 +300,7 @@ def few(buffers: Sequence[Any], most: int) -> list[memoryview]:
     return views
 
 
-def test_short_writes_and_reads_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = itertools.cycle([1, 2, 259, 3, 300, 70, 5])
     calls: list[str] = []
     writev, preadv = os.writev, os.preadv
@@ -380,7 +380,7 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "a bit of a checksum": (flip(CHUNK_BYTES), "damaged chunk"),
     "a bit of the index": (flip(-20), "damaged index"),
     "a bit of the index's checksum": (flip(-1), "damaged index"),
-    "a chunk that is not there": (with_entry(2**64 - 1, 2**64 - 1), "lacks a chunk"),
+    "a missing chunk": (with_entry(2**64 - 1, 2**64 - 1), "lacks a chunk"),
     "a chunk outside of the file": (with_entry(1 << 40, CHUNK_BYTES + 4), "points outside"),
     "a chunk of another size": (with_entry(0, CHUNK_BYTES), "whose size is not"),
     "other data": (forged, "does not hold the data that was saved there"),
@@ -450,13 +450,13 @@ def test_a_damaged_object_is_an_error_that_names_leaf_and_file(
     for said in refused(saved, options):
         assert "cannot read leaf 'a/w': " in said
         assert str(file) in said
-        assert reason in said or options.io == "tensorstore"  # which has words of its own
+        assert reason in said or options.io == "tensorstore"  # tensorstore has its own messages
     assert not jaxckpt.verify(saved).ok
 
 
 @by_either
 @pytest.mark.parametrize("what", ["missing", "a link", "a folder", "in a linked folder", "in a folder that is a file"])
-def test_what_is_no_plain_file_is_an_error_that_names_leaf_and_file(
+def test_a_file_that_is_not_regular_is_an_error_that_names_leaf_and_file(
     what: str, options: jaxckpt.Options, saved: Path, file: Path, tmp_path: Path
 ) -> None:
     moved = file if what in ("missing", "a link", "a folder") else file.parents[1]
@@ -516,7 +516,7 @@ def test_a_boolean_is_true_or_false(options: jaxckpt.Options, tmp_path: Path) ->
 
 @pytest.mark.parametrize("place", ["folder", "memory"])
 def test_a_chunk_of_blosc_that_states_another_length_is_not_decoded(tmp_path: Path, place: str) -> None:
-    """Its decoder would allocate what the chunk's own header states: here 2 GiB, and every checksum agrees."""
+    """The decoder would allocate the size in the chunk's header, here 2 GiB. All checksums are valid."""
     folder, rows = tmp_path / "c", np.zeros((4, 4096), np.float32)
     jaxckpt.save(folder, {"w": rows}, options=jaxckpt.Options(compression="blosc", chunk_bytes=16384))
     (file,) = (path for path in folder.glob("data-*/*/c/**/*") if path.is_file())
@@ -549,7 +549,7 @@ def test_a_chunk_of_blosc_that_states_another_length_is_not_decoded(tmp_path: Pa
 
 @pytest.mark.parametrize("compression", ["zstd", "blosc"])
 def test_a_flipped_bit_of_compressed_data_is_damage(tmp_path: Path, compression: str) -> None:
-    """Not a failure of the storage, whatever the decoder says: blosc's says that seeking backwards is not supported."""
+    """It is not a storage error, even if blosc's decoder reports that seeking backwards is not supported."""
     tree = {"mask": np.random.default_rng(0).random((8, 24)) > 0.5}
     jaxckpt.save(tmp_path / "c", tree, options=jaxckpt.Options(compression=compression))
     (file,) = (path for path in tmp_path.glob("c/data-*/*/c/**/*") if path.is_file())
@@ -562,7 +562,7 @@ def test_a_flipped_bit_of_compressed_data_is_damage(tmp_path: Path, compression:
             jaxckpt.load_numpy(tmp_path / "c")
 
 
-def test_tensorstore_moves_all_bytes_if_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorstore_moves_all_bytes_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine, call in ((FileWriter, "write"), (FileReader, "read")):
         monkeypatch.setattr(engine, call, lambda *_: pytest.fail("our own reader or writer was used"))
     tree = {"w": np.arange(100_000, dtype=np.float32), "mask": np.array([True, False])}
@@ -577,7 +577,7 @@ def test_tensorstore_moves_all_bytes_if_it_is_asked_to(tmp_path: Path, monkeypat
         jaxckpt.Options(io="own")  # type: ignore[arg-type]
 
 
-def test_a_refused_write_is_the_same_error_by_either(tmp_path: Path) -> None:
+def test_a_refused_write_is_the_same_error_in_both_engines(tmp_path: Path) -> None:
     for options in IO:
         with pytest.raises(jaxckpt.StorageError, match="cannot write") as raised:
             _save_without_room(tmp_path / options.io, options)
@@ -585,7 +585,7 @@ def test_a_refused_write_is_the_same_error_by_either(tmp_path: Path) -> None:
 
 
 def _save_without_room(path: Path, options: jaxckpt.Options) -> None:
-    """Save where no file may have more than 64 KiB."""
+    """Save with a limit of 64 KiB per file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
@@ -596,7 +596,7 @@ def _save_without_room(path: Path, options: jaxckpt.Options) -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_threads_that_come_first_at_once_start_the_workers_once(run_python: RunPython) -> None:
+def test_concurrent_first_uses_start_the_workers_once(run_python: RunPython) -> None:
     program = """
 import os, sys, threading, time
 from jaxckpt._storage import workers as _workers

@@ -1,4 +1,4 @@
-"""Checkpoints on S3 and on Google's Cloud Storage: saved, restored, listed, replaced, deleted, and counted requests."""
+"""Checkpoints on S3 and Google Cloud Storage: saves, restores, lists, replacements, deletions, request counts."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_two_processes_save_two_restore_on_another_mesh_one_reads(
     objects = [key for key in bucket.listed() if "/c/" in key]
     assert saved["PUT object"] == len(objects), "each object is one request"
     assert saved["PUT manifest.json"] == 1
-    assert not any(kind.startswith("HEAD") for kind in saved), "conditions are not asked for, but set"
-    assert not saved["GET object"], "nothing that was written is read again"
+    assert not any(kind.startswith("HEAD") for kind in saved), "conditions need no HEAD requests"
+    assert not saved["GET object"], "written objects are not read"
 
     bucket.proxy.clear()
     run_processes(program, processes=2, devices_per_process=4, args={"restore": bucket.url})
@@ -98,7 +98,7 @@ def test_steps_are_listed_kept_and_deleted(bucket: Bucket) -> None:
         steps.wait()
         assert steps.steps() == [2, 3]
         assert same(steps.restore(), tree(3))
-    assert not [key for key in bucket.listed("00000001/") if not key.endswith("/")], "a step that goes leaves nothing"
+    assert not [key for key in bucket.listed("00000001/") if not key.endswith("/")], "a deleted step leaves nothing"
     with jaxckpt.Checkpointer(bucket.url, options=QUICK) as steps:
         assert steps.latest_step() == 3
         bucket.proxy.clear()
@@ -118,7 +118,7 @@ def test_listing_steps_does_not_list_their_objects(bucket: Bucket) -> None:
     assert all(key.rstrip("/") != bucket.path for key in named), named
 
 
-def test_what_a_killed_save_left_is_swept(bucket: Bucket) -> None:
+def test_the_remains_of_a_killed_save_are_swept(bucket: Bucket) -> None:
     arrived = threading.Event()
 
     def hold(exchange: Exchange) -> None:
@@ -141,7 +141,7 @@ def test_what_a_killed_save_left_is_swept(bucket: Bucket) -> None:
     assert len(left) == 1
     with pytest.raises(jaxckpt.NotACheckpointError):
         jaxckpt.open(bucket.url)
-    # The dead writer's note says nothing of its life. Once another manifest is there, it can no longer publish.
+    # The note does not show that its writer is dead. After another manifest is published, the writer cannot publish.
     jaxckpt.save(bucket.url, tree(1), options=QUICK)
     jaxckpt.save(bucket.url, tree(2), overwrite=True, options=QUICK)
     assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(2))
@@ -175,22 +175,23 @@ def test_of_two_savers_one_wins(bucket: Bucket, overwrite: bool) -> None:
     assert sorted(won.values()) == [False, True]
     winner = next(seed for seed, done in won.items() if done)
     assert same(jaxckpt.restore(bucket.url, options=QUICK), trees[winner])
-    # The loser may leave its data, as a lost answer may yet have published it; it never outlives the next save.
+    # The loser may leave its data, because a lost answer may mean that it published. The next save deletes it.
     jaxckpt.save(bucket.url, tree(3), overwrite=True, options=QUICK)
     assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(3))
     assert len(data_folders(bucket)) == 1
 
 
-# Done or not, and answered by an error or not at all: the retry finds the condition broken, by the first try itself.
+# The server executes the write, but sends an error or no answer. The retry then fails its condition because of the
+# first try.
 LOST = {"broken off": servers.lost, "HTTP 500": servers.applied(500), "HTTP 503": servers.applied(503)}
 
 
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("kind", ["PUT writer.json", "PUT other", "PUT object", "PUT manifest.json"])
-def test_a_write_counts_although_its_answer_was_lost(
+def test_a_write_counts_even_if_its_answer_was_lost(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: str, lost: str
 ) -> None:
-    """The claim, the race that proves conditions, an object, the publication: of a first save and of an overwrite."""
+    """The claim, the test of conditions, an object, and the publication, of a first save and of an overwrite."""
     for seed, times in enumerate((1, 2, 1)):
         monkeypatch.setattr(_bucket, "_verified_stores", set[str]())
         bucket.proxy.clear()
@@ -202,7 +203,7 @@ def test_a_write_counts_although_its_answer_was_lost(
 
 
 @pytest.mark.parametrize("kind", ["PUT writer.json", "PUT manifest.json"])
-def test_a_conditional_write_counts_although_every_answer_is_an_error(bucket: Bucket, kind: str) -> None:
+def test_a_conditional_write_counts_even_if_every_answer_is_an_error(bucket: Bucket, kind: str) -> None:
     for seed in range(2):
         bucket.proxy.on(kind, servers.applied(503))
         jaxckpt.save(bucket.url, tree(seed), overwrite=seed > 0, options=jaxckpt.Options(retry_seconds=0.3))
@@ -212,7 +213,7 @@ def test_a_conditional_write_counts_although_every_answer_is_an_error(bucket: Bu
 
 
 def test_a_rival_that_publishes_between_two_tries_wins(bucket: Bucket) -> None:
-    """The first try published, and its answer was lost; before the second, another save takes its place."""
+    """The first try published, but its answer was lost. Another save replaces the checkpoint before the second try."""
     rival = jaxckpt.Options(retry_seconds=3)
 
     def replaced(exchange: Exchange) -> None:
@@ -226,15 +227,13 @@ def test_a_rival_that_publishes_between_two_tries_wins(bucket: Bucket) -> None:
     assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(2))
 
 
-@pytest.mark.parametrize("ignores", ["that a key is not there", "that a key is as it was read", "all"])
+@pytest.mark.parametrize("ignores", ["that a key does not exist", "that a key is unchanged", "all"])
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_server_that_ignores_conditions_is_refused_though_it_is_slow(
-    bucket: Bucket, ignores: str, lost: bool
-) -> None:
-    """What arrives late, as over a connection that must first be opened, or is tried again, proves nothing for it."""
+def test_a_slow_server_that_ignores_conditions_is_refused(bucket: Bucket, ignores: str, lost: bool) -> None:
+    """A late or repeated request, as over a new connection, does not show that the server honors conditions."""
     ignorant = {
-        "that a key is not there": servers.uncreated,
-        "that a key is as it was read": servers.unmatched,
+        "that a key does not exist": servers.uncreated,
+        "that a key is unchanged": servers.unmatched,
         "all": servers.unconditional,
     }[ignores]
     arrivals = itertools.count()
@@ -255,7 +254,7 @@ def test_a_server_that_ignores_conditions_is_refused_though_it_is_slow(
     assert not bucket.listed(), "nothing is left"
 
 
-# Where gs:// goes and its token are read once in a process: a token that is hidden is what all tests use.
+# The endpoint and token of gs:// are read once per process, so all tests use the same hidden token.
 SECRETS = {"AWS_SESSION_TOKEN": "hidden-token", "AWS_SECRET_ACCESS_KEY": "hidden-secret"}
 REFUSALS = {
     "forbidden": servers.status(403, "AccessDenied</Code><StringToSign>hidden-string</StringToSign><Code>"),
@@ -275,7 +274,7 @@ def test_an_error_names_the_url_and_no_secret(
     bucket.proxy.on(".*", REFUSALS[refusal])
     with pytest.raises(jaxckpt.StorageError) as caught:
         _attempt(operation, bucket.url, options)
-    text = _told(caught.value)
+    text = _traceback_text(caught.value)
     assert bucket.url in text
     assert "hidden" not in text
     assert "?" not in text
@@ -283,7 +282,7 @@ def test_an_error_names_the_url_and_no_secret(
 
 
 @pytest.mark.parametrize("code", [401, 403])
-def test_a_run_that_may_not_be_listed_is_not_empty(bucket: Bucket, code: int) -> None:
+def test_a_run_without_list_permission_is_not_empty(bucket: Bucket, code: int) -> None:
     with jaxckpt.Checkpointer(bucket.url, options=QUICK) as steps:
         steps.save(1, tree(1))
         steps.wait()
@@ -302,7 +301,7 @@ def test_a_refused_connection_is_reported_plainly(bucket: Bucket, monkeypatch: p
     with pytest.raises(jaxckpt.StorageError) as caught:
         jaxckpt.save(bucket.url, tree(1), options=jaxckpt.Options(retry_seconds=0.5))
     assert bucket.url in str(caught.value)
-    assert "hidden" not in _told(caught.value)
+    assert "hidden" not in _traceback_text(caught.value)
 
 
 def test_a_bucket_that_does_not_exist(bucket: Bucket) -> None:
@@ -317,10 +316,10 @@ def test_a_url_with_a_query_is_refused_without_repeating_it(bucket: Bucket) -> N
     for path in (f"{bucket.url}?token=hidden", f"{bucket.url}#hidden"):
         with pytest.raises(jaxckpt.JaxckptError) as caught:
             jaxckpt.save(path, tree(1), options=QUICK)
-        assert "hidden" not in _told(caught.value)
+        assert "hidden" not in _traceback_text(caught.value)
 
 
-def test_it_is_opened_and_read_lazily(bucket: Bucket) -> None:
+def test_a_checkpoint_is_opened_and_read_lazily(bucket: Bucket) -> None:
     jaxckpt.save(bucket.url, tree(1), metadata={"note": "here"}, options=QUICK)
     found = jaxckpt.open(bucket.url)
     assert found.metadata == {"note": "here"}
@@ -338,8 +337,8 @@ def _attempt(operation: str, url: str, options: jaxckpt.Options) -> Mapping[str,
     return None
 
 
-def _told(error: BaseException | None) -> str:
-    """All that a traceback would say."""
+def _traceback_text(error: BaseException | None) -> str:
+    """The text of a traceback."""
     text = ""
     while error is not None:
         text += f"{type(error).__name__}: {error}\n"

@@ -1,4 +1,4 @@
-"""A slow read is not reported as hung as long as parts of it complete."""
+"""A slow read is not reported as hung while parts of it complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on disk is checked before it is believed: damage is an error that names the leaf, never other data."""
+"""Stores: URLs, writers, locks, and remains of failed saves, on file systems and object stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=1024)
 # Object stores' protocol ----------------------------------------------------------------------------------
 
 
-def test_urls_of_tensorstore_work_by_the_same_protocol() -> None:
+def test_urls_of_tensorstore_use_the_same_protocol() -> None:
     url = "memory://test_store/ckpt"
     tree = make()
     jaxckpt.save(url, tree, options=SMALL)
@@ -67,7 +67,7 @@ def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
     writer = Folder("", str(tmp_path / "ckpt")).begin_save(live := uuid.uuid4().hex, None)
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     assert (tmp_path / "ckpt" / f"data-{live}").is_dir()
-    os.close(writer.handle or 0)  # as when its process dies
+    os.close(writer.handle or 0)  # like the death of its process
     jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
     assert not (tmp_path / "ckpt" / f"data-{live}").exists()
 
@@ -98,7 +98,7 @@ def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> Non
     assert jaxckpt.restore(path) == {"x": 2}
 
 
-def test_a_lock_that_is_held_forever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.2)
     with Folder("", str(tmp_path / "ckpt"))._locked(), pytest.raises(jaxckpt.StorageError, match="held the lock"):
@@ -113,14 +113,14 @@ def test_remains_that_cannot_be_deleted_are_reported_as_left(
     store = Folder("", str(tmp_path / "ckpt"))
     os.close(store.begin_save(uuid.uuid4().hex, None).handle or 0)
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # as in a folder of another user
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # as in another user's folder
         assert store.sweep(None)
     assert not caplog.messages
     assert not store.sweep(None)
     assert "left by a save that failed" in caplog.text
 
 
-# Hosts whose locks do not exclude each other --------------------------------------------------------------
+# Hosts whose locks do not work across hosts ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_of_two_first_saves_at_the_same_moment_one_fails(
     assert not list(tmp_path.glob(f"ckpt/data-*/{MANIFEST}"))
 
 
-def test_nfs_may_report_that_the_link_it_has_made_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nfs_may_report_that_its_own_new_link_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def twice(*args: Any, **named: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_second_name_of_the_manifest_is_not_written_to(tmp_path: Path) -> None
     assert not (tmp_path / "ckpt" / data / MANIFEST).exists()
 
 
-def test_old_data_that_another_host_is_deleting_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_works_while_another_host_deletes_old_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On NFS, fstat of an open folder fails if another host has deleted it. shutil.rmtree raises that error."""
     fstat, raised = os.fstat, list[int]()
 

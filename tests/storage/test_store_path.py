@@ -1,4 +1,4 @@
-"""What a path may be, and which store is at it."""
+"""Valid paths and URLs, and the store of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_paths_are_folders_and_urls_are_buckets(tmp_path: Path) -> None:
     assert isinstance(store_at("memory://a/b", jaxckpt.Options()), Bucket)
 
 
-def test_a_file_url_means_the_same_everywhere_and_what_tensorstore_takes_it_for(
+def test_a_file_url_means_the_same_everywhere_and_in_tensorstore(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "a b%"
@@ -50,7 +50,7 @@ def test_a_file_url_means_the_same_everywhere_and_what_tensorstore_takes_it_for(
 @pytest.mark.parametrize(
     "url", ["memory://above/run/3", "memory://above//3", "memory://above///3", "file:///tmp/above/run/3", "above/run/3"]
 )
-def test_a_store_knows_the_directory_that_it_is_in(url: str) -> None:
+def test_a_store_knows_its_parent_directory(url: str) -> None:
     store = store_at(url, jaxckpt.Options())
     above, name = store.parent_and_name() or (None, "")
     assert above is not None
@@ -61,7 +61,7 @@ def test_a_store_knows_the_directory_that_it_is_in(url: str) -> None:
         assert store_at(top, jaxckpt.Options()).parent_and_name() is None
 
 
-def test_a_link_to_nothing_is_reported_as_such(tmp_path: Path) -> None:
+def test_a_broken_link_is_reported(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "unmounted")
     for path in (link, link / "below" / "it"):
@@ -134,12 +134,12 @@ def test_a_local_path_need_not_be_utf_8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "storage", [{"endpoint": "\udcff"}, {"endpont": "x"}, {"aws_region": 5}, {"bucket": "other"}, {"path": "x"}]
 )
-def test_what_storage_cannot_be_is_an_input_error(storage: dict[str, Any]) -> None:
+def test_an_invalid_storage_option_is_an_input_error(storage: dict[str, Any]) -> None:
     with pytest.raises(jaxckpt.InputError, match=r"Options\.storage"):
         jaxckpt.open("s3://bucket/x", options=jaxckpt.Options(storage=storage))
 
 
-def test_storage_does_not_show_and_retries_are_bounded() -> None:
+def test_storage_is_not_shown_and_retries_are_limited() -> None:
     options = jaxckpt.Options(storage={"secret": "HUSH"}, retry_seconds=float("inf"))
     assert "HUSH" not in repr(options)
     with pytest.raises(jaxckpt.InputError):

@@ -274,6 +274,6 @@ def sorted_items(tree: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return list(tree.items()) if isinstance(tree, collections.OrderedDict) else sorted(tree.items())
 
 
-def neighbours(path: str) -> list[str]:
+def ancestors(path: str) -> list[str]:
     """The paths of all containers of a leaf, then the leaf's own path."""
     return list(itertools.accumulate(path.split("/"), lambda head, part: f"{head}/{part}"))

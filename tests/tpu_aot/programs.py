@@ -1,7 +1,7 @@
-"""Compiles every program that the library starts on devices, for TPUs that are not here, with libtpu's compiler.
+"""Compiles every program that the library runs on devices with libtpu's compiler for TPUs, without having a TPU.
 
 python tests/tpu_aot/programs.py v5e:2x4 v5e:16x16          a table in Markdown
-python tests/tpu_aot/programs.py v5e:2x4 --json             one JSON object a line, as the tests read it
+python tests/tpu_aot/programs.py v5e:2x4 --json             one JSON object per line, for the tests
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu would ask the cloud's metadata server what machine this is
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # otherwise, libtpu would query the cloud's metadata server
 
 import argparse
 import contextlib
@@ -57,7 +57,7 @@ MOVED_FAR = "bfloat16 float32 complex64".split()
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler made of a program."""
+    """The compiler's report for a program."""
 
     topology: str
     program: str
@@ -126,7 +126,7 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
         block = abstract((blocks.BLOCK_ROWS, *SMALL), exchange.transfer_dtype(np.dtype(dtype)), along)
         yield "split", name, blocks.splitter(split, np.dtype(dtype), blocks.BLOCK_ROWS), [block]
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
-        # Staging calls jax.device_put, which copies without a program where it can; this is the program where not.
+        # Staging calls jax.device_put, which usually copies without a program. This is the program of the other cases.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
         carrier = exchange.transfer_dtype(np.dtype(dtype))
@@ -139,7 +139,7 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
 
 
 def shared_reads(topology: str, devices: list[Any]) -> Iterator[tuple[str, str, Any, list[Any]]]:
-    """The same of each program that passes on what one process reads: for hosts of 4 devices."""
+    """The same for each program that shares the data that one process reads, for hosts with 4 devices each."""
     hosts = len(devices) // 4
     for name, communities, givers in (
         ("gather", 1, None),
@@ -165,7 +165,7 @@ def compiled(topology: str) -> Iterator[Compiled]:
         try:
             with on_mesh:
                 made = program.lower(*arguments).compile()
-        except Exception as error:  # what the table is for
+        except Exception as error:  # the table shows the error
             yield Compiled(topology, name, dtype, str(error), [], 0, 0, 0, 0, 0, time.process_time() - begun)
             continue
         seconds = time.process_time() - begun

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 COLLECTIVES = {"exchange": ["all-reduce"], "gather of few": ["all-reduce"], "gather": ["all-gather"]}
-"""The collectives that each program must have, by the beginning of its name."""
+"""The collectives of each program, by the beginning of its name."""
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["v5e:2x4", "v5e:16x16"])
 def compiled(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the compiler made of each program; a process of its own, since libtpu stays in the one that loads it."""
+    """The compiler's report for each program. It runs in a separate process, because libtpu cannot be unloaded."""
     done = subprocess.run(
         [sys.executable, str(HERE / "programs.py"), request.param, "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -53,7 +53,7 @@ def test_every_program_compiles_and_needs_little_memory(compiled: list[dict[str,
     for one in compiled:
         what = f"{one['program']} of {one['dtype']} on {one['topology']}"
         assert not one["problem"], f"{what}: {one['problem']}"
-        # Only processes that exchange data need each other.
+        # Only programs that exchange data have collectives.
         collective = next((found for name, found in COLLECTIVES.items() if one["program"].startswith(name)), [])
         assert one["collectives"] == collective, what
         assert one["temporary_bytes"] <= _most_temporary_bytes(one), what
@@ -66,13 +66,13 @@ def _most_temporary_bytes(one: dict[str, Any]) -> int:
     if one["program"] == "exchange of an object":
         return 3 * one["device_output_bytes"]
     if one["program"] in ("exchange", "cut") and one["dtype"] in ("complex64", "int64"):
-        # TPUs keep these as two arrays. XLA splits the device's whole piece before it reads any of it, and for a part
+        # TPUs store these dtypes as two arrays. XLA splits the device's whole piece before it reads from it. For a part
         # of half the piece, as here, it also keeps both halves of the result.
         return one["local_bytes"] * (2 if one["program"] == "exchange" else 3) // 4 + MIB
     return 512 * KIB
 
 
-def test_copies_to_the_host_land_there(compiled: list[dict[str, Any]]) -> None:
+def test_copies_to_the_host_are_in_host_memory(compiled: list[dict[str, Any]]) -> None:
     copies = [one for one in compiled if one["program"] == "copy to pinned_host"]
     assert copies
     for one in copies:

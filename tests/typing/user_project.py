@@ -1,4 +1,4 @@
-"""What a user's type checker makes of jaxckpt: checked by test_typing.py, never run."""
+"""A user's project for type checkers. test_typing.py checks it; it never runs."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,7 +4,7 @@ Made with colossalai 0.5.0 (installed without its dependencies), torch 2.13.0+cp
 
     python make.py FOLDER
 
-Its checkpoint_io imports much that it does not use to write these files: empty modules take the place of that.
+Its checkpoint_io imports many modules that are not needed to write these files. Empty modules replace them.
 """
 
 from __future__ import annotations

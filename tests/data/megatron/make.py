@@ -20,7 +20,7 @@ RANKS = 2
 
 def main(rank: int, folder: str) -> None:
     for name, value in {"synchronize": None, "empty_cache": None, "current_device": "cpu"}.items():
-        setattr(torch.cuda, name, lambda *args, value=value: value)  # Megatron Core asks CUDA even if nothing is there
+        setattr(torch.cuda, name, lambda *args, value=value: value)  # Megatron Core calls CUDA even without a GPU
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     from megatron.core import dist_checkpointing

@@ -5,7 +5,7 @@ Made with OneFlow 0.9.0 (its newest release on PyPI), NumPy 1.23.5 and Python 3.
     python make.py single FOLDER
     python -m oneflow.distributed.launch --nproc_per_node 4 make.py ranks FOLDER
 
-The wheel needs the libraries of CUDA 11 and cuDNN 8 to be loaded. Nothing here calls them: on a machine without a GPU
+The wheel needs the libraries of CUDA 11 and cuDNN 8 to be loaded. This script does not call them: without a GPU,
 empty libraries of those names are enough.
 
 graph/ was not written by this script: a graph needs a GPU. OneFlow 0.9.0 wrote it in its own example of a graph that
@@ -75,7 +75,7 @@ def single(folder: Path) -> None:
         # OneFlow 0.9.0 saves bfloat16, but cannot load it.
         expected[name] = encoded(value if name == "bfloat16" else flow.load(folder / name))
     variables = folder / "variables"
-    for name, tensor in saved["model"].items():  # as it saves a graph's, which needs a GPU
+    for name, tensor in saved["model"].items():  # like the variables of a graph, which needs a GPU
         flow.framework.check_point_v2._save_tensor_to_disk(tensor, variables / name)
     (variables / "snapshot_done").touch()
     expected["variables"] = encoded(flow.load(variables))
