@@ -34,7 +34,7 @@ class CollectiveCalls(Generic[Item, Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # If a peer has failed, no call can succeed, and nobody waits in one.
+        # If a peer has failed, no call can succeed, and no process waits in one.
         if error is not None and self.left and not isinstance(error, PeerFailedError):
             with contextlib.suppress(Exception):  # it must not hide the reason
                 self._calls.run(self._make_remaining)
