@@ -23,8 +23,7 @@ def is_data_referenced(manifest: bytes | None, data: str) -> bool:
 
 
 def may_reference_data(manifest: bytes | None, data: str) -> bool:
-    """Whether a manifest may name a data folder: it does, or it is damaged, perhaps only in
-    transfer."""
+    """Whether a manifest may name a data folder: it does, or it is damaged, perhaps only in transfer."""
     return is_data_referenced(manifest, data) or not (manifest is None or is_sealed(manifest))
 
 
