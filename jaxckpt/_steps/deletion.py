@@ -82,6 +82,10 @@ class Deletion:
         while self._deleting_step == step:
             time.sleep(0.005)
 
+    def end_protection(self) -> None:
+        """End the protection of a step that is not saved."""
+        self._saving_step = None
+
     def handle_published(self, saved: StepRecord) -> None:
         """Start to delete the steps that the rules do not keep, after a step was published."""
         self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))

@@ -165,7 +165,11 @@ class Saver:
         if not is_last_step:
             self.deletion.raise_failure()
         self.deletion.protect(record.number)
-        self.directory.require_savable(record, overwrite=overwrite, is_last_step=is_last_step)
+        try:
+            self.directory.require_savable(record, overwrite=overwrite, is_last_step=is_last_step)
+        except BaseException:
+            self.deletion.end_protection()
+            raise
 
     # The last step of a preempted job --------------------------------------------------------------------
 

@@ -286,7 +286,7 @@ class Run(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.steps)))
         with pytest.raises(jaxckpt.CheckpointExistsError):
             self.save(step, metrics, force=True)
-        if step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
+        if step in self.pinned.values() or step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
             assert self.save(step, metrics, force=True, overwrite=True)
             self.count_as_saved(step, metrics)
         else:
@@ -426,6 +426,17 @@ class Run(RuleBasedStateMachine):
 
 TestRun = Run.TestCase
 TestRun.settings = hypothesis.settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def test_a_step_whose_save_is_refused_is_deleted_when_its_reader_has_ended(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, keep_last=1, background=False) as checkpoints:
+        checkpoints.save(1, {"w": 1})
+        with jaxckpt.open(f"{tmp_path}@1").hold():
+            checkpoints.save(2, {"w": 2})
+            with pytest.raises(jaxckpt.InputError, match="deleted immediately"):
+                checkpoints.save(1, {"w": 3}, overwrite=True)
+            assert checkpoints.steps() == [1, 2]
+    assert checkpoints.steps() == [2]
 
 
 # Pins ------------------------------------------------------------------------------------------------------
