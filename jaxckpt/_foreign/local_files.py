@@ -82,25 +82,23 @@ def list_names(folder: str) -> list[str]:
 
 def exists(path: str) -> bool:
     """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
-    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(path)
-        return True
-    return False
+    return _mode(path, os.lstat) != 0
 
 
 def is_file(path: str) -> bool:
     """Whether a path is a file. Raises StorageError if that cannot be found out."""
-    return stat.S_ISREG(_mode(path))
+    return stat.S_ISREG(_mode(path, os.stat))
 
 
 def is_folder(path: str) -> bool:
     """Whether a path is a folder. Raises StorageError if that cannot be found out."""
-    return stat.S_ISDIR(_mode(path))
+    return stat.S_ISDIR(_mode(path, os.stat))
 
 
-def _mode(path: str) -> int:
+def _mode(path: str, look: Callable[[str], os.stat_result]) -> int:
+    """The mode of a path; 0 if it does not exist. Raises StorageError."""
     with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.stat(path).st_mode
+        return look(path).st_mode
     return 0
 
 

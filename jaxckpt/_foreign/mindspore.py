@@ -53,6 +53,7 @@ from jaxckpt._format.paths import escape_key
 from jaxckpt._format.specs import Specs
 from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, InputError, show_path
+from jaxckpt._storage.files import read_into
 
 MAX_STRATEGY_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
@@ -400,9 +401,8 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         # As NumPy stores text: UTF-32, padded with zeros.
         if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
             raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
-        content = read_at(handle, n_bytes, offset)
-        if len(content) < n_bytes:
-            raise DataError(f"{where} was truncated while it was being read")
+        content = bytearray(n_bytes)
+        read_into(path, handle, offset, [content])
         try:
             return content.decode("utf-32-le", "surrogatepass").rstrip("\0")
         except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxckpt._foreign.local_files import read_at
 from jaxckpt._runtime.errors import DataError
+from jaxckpt._storage.files import read_into
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -138,9 +139,8 @@ class Message:
         start, stop = self.span(field)
         if stop - start > MAX_TEXT_BYTES:
             raise self.damage_error(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
-        content = read_at(self._handle, stop - start, start)
-        if len(content) < stop - start:
-            raise DataError(f"{self.path} was truncated while it was being read")
+        content = bytearray(stop - start)
+        read_into(self.path, self._handle, start, [content])
         try:
             return content.decode()
         except UnicodeDecodeError as error:
