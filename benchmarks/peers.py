@@ -1,13 +1,13 @@
 """Times of saves and restores: jaxckpt compared with Orbax, PyTorch DCP, safetensors and one plain file.
 
-    python benchmarks/peers.py                                    all cases: about an hour and a half
+    python benchmarks/peers.py                                    all cases: about two hours
     python benchmarks/peers.py --workload b --dir /dev/shm        one workload, one folder
     python benchmarks/peers.py --quick                            small trees, one round: checks only that it runs
 
 Workloads: a  1 GiB in 16 leaves       b  2,000 leaves of 64 KiB       d  20,000 leaves of 4 KiB
            c  a transformer of 24 layers, parameters in bfloat16 and Adam's moments in float32, 1 GiB
            e  a scanned transformer of 12 layers, FSDP × TP, leaves of [layers, in, out], 1.1 GiB
-           f  the same, FSDP alone; e-small, e-wide, f-small and f-wide: other widths
+           f  the same, FSDP alone; e-small, e-wide, f-small and f-wide: other widths, only by --workload
 each on a mesh of eight simulated CPU devices, in one process or in four (jax.distributed, gloo).
 
 The contenders of a case take turns in one process (or in four). turns.py describes a round; contenders.py describes
@@ -58,11 +58,13 @@ CASES: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
     ("e", 4, TMPFS, (_PLAIN,)),
     ("f", 4, TMPFS, (_PLAIN,)),
     ("b", 4, TMPFS, (("one plain file", "Orbax no OCDBT"),)),
-    *((key, 1, TMPFS, (_PLAIN,)) for key in ("e-small", "e-wide", "f-small", "f-wide")),
 )
 """(workload, number of processes, folder, groups of contenders), the most important first. The contenders of a group
 take turns with jaxckpt in one process. Larger groups do not fit into 24 GiB, because freed memory stays in the process.
 """
+
+WIDTHS = tuple((key, 1, TMPFS, (_PLAIN,)) for key in ("e-small", "e-wide", "f-small", "f-wide"))
+"""Run only if chosen with --workload."""
 
 ROUNDS = 5
 LIMIT_SECONDS = 3600
@@ -131,7 +133,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end and files are deleted
 
     begun, failed = time.monotonic(), False
-    for key, processes, where, groups in CASES:
+    for key, processes, where, groups in CASES if arguments.workload is None else (*CASES, *WIDTHS):
         folder = Path(where)
         if (
             arguments.workload not in (None, key)

@@ -65,7 +65,7 @@ def restore_phases(path: Path, wanted: Any) -> dict[str, float]:
     with timed((*PLACED, (jax, "device_put", "place")), laps):
         jax.block_until_ready(jaxckpt.restore(path, wanted))
     total = time.perf_counter() - begun
-    return {**laps, "read, and the rest": total - sum(laps.values()), "in all": total}
+    return {**laps, "read, and the rest": total - sum(laps.values()), "total": total}
 
 
 def measure(key: str, rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
@@ -76,7 +76,7 @@ def measure(key: str, rounds: int, folder: Path) -> dict[str, dict[str, list[flo
         shutil.rmtree(folder / "ckpt", ignore_errors=True)
         info = jaxckpt.save(folder / "ckpt", tree)
         phases = {
-            "save": {**info.phase_seconds, "in all": info.seconds},
+            "save": {**info.phase_seconds, "total": info.seconds},
             "restore": restore_phases(folder / "ckpt", wanted),
         }
         if number:

@@ -67,9 +67,11 @@ def test_an_interrupt_during_an_exchange_does_not_block_the_others(run_processes
         assert f"{name} raised KeyboardInterrupt" in done[1].stdout, str(done[1])
         assert not (tmp_path / name / "manifest.json").exists()
     assert all("last saved" in one.stdout for one in done), "\n".join(map(str, done))
-    assert "shared raised PeerFailedError process 1 failed with KeyboardInterrupt" in done[0].stdout, str(done[0])
-    assert "shared raised KeyboardInterrupt" in done[1].stdout, str(done[1])
-    assert all("again restored" in one.stdout for one in done), "\n".join(map(str, done))
+    for name in ("shared", "agreement"):
+        assert f"{name} raised PeerFailedError process 1 failed with KeyboardInterrupt" in done[0].stdout, str(done[0])
+        assert f"{name} raised KeyboardInterrupt" in done[1].stdout, str(done[1])
+    for name in ("again", "at last"):
+        assert all(f"{name} restored" in one.stdout for one in done), "\n".join(map(str, done))
     assert jaxckpt.verify(tmp_path / "last").ok
 
 
@@ -78,9 +80,11 @@ def test_an_interrupt_during_an_exchange_of_local_copies_does_not_block_the_othe
 ) -> None:
     program = PROGRAMS / "interrupted_local_tier.py"
     done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=100)
-    for name in ("interrupted save", "interrupted restore"):
+    for name in ("interrupted save", "interrupted preparations", "interrupted restore", "interrupted agreement"):
         assert f"{name} raised PeerFailedError process 1 failed with KeyboardInterrupt" in done[0].stdout, str(done[0])
         assert f"{name} raised KeyboardInterrupt" in done[1].stdout, str(done[1])
+    assert "failed save raised PeerFailedError process 1 failed with RuntimeError: no memory" in done[0].stdout
+    assert "failed save raised RuntimeError" in done[1].stdout, str(done[1])
     for name in ("save", "restore"):
         assert all(f"\n{name} done" in one.stdout for one in done), "\n".join(map(str, done))
 
@@ -195,6 +199,25 @@ def test_ctrl_c_while_waiting_for_another_process(cases: Cases) -> None:
     assert first == ["interrupted", "fine"]
     assert "KeyboardInterrupt" in second[0]
     assert second[1] == "fine"
+
+
+def test_ctrl_c_after_this_process_has_done_its_part(cases: Cases, folder: Path) -> None:
+    """Process 0 publishes the checkpoint, and the interrupted process reports that."""
+    first, second = cases["ctrl_c_after_the_share_was_sent"]
+    assert first == ["fine", "fine"]
+    assert second[0].startswith("interrupted")
+    assert "was published" in second[0]
+    assert second[1] == "fine"
+    assert jaxckpt.verify(folder / "ctrl_c_after_the_share_was_sent" / "c").ok
+
+
+@pytest.mark.parametrize("verb", ["save", "restore"])
+def test_ctrl_c_between_two_meetings(cases: Cases, verb: str) -> None:
+    first, second = cases[f"ctrl_c_after_the_first_text_of_a_{verb}"]
+    assert "process 1 failed with KeyboardInterrupt" in first[0]
+    assert first[1] < 30, "process 0 waited for a process that had been interrupted"
+    assert second[0] == "interrupted"
+    assert first[2] == second[2] == "fine"
 
 
 def test_slow_staging_does_not_count_as_silence(cases: Cases) -> None:

@@ -325,7 +325,7 @@ def pin() -> None:
 def unpin() -> None:
     """Remove the name of a pinned step.
 
-    PATH is the run and the name. Without a name, the rules of a Checkpointer may delete the step again.
+    PATH is the run and the name. If the step has no other name, the rules of a Checkpointer may then delete it.
 
     \b
     jaxckpt unpin run1@paper

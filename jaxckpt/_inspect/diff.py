@@ -70,7 +70,8 @@ class LeafDelta:
         share = f"{self.differing:,} of {self.size:,} elements differ"
         if not self.max_abs:  # texts, or different bits of equal numbers, such as 0.0 and -0.0
             return f"{show_path(self.path)}: {what}, {share}"
-        return f"{show_path(self.path)}: {what}, {share}, by {self.max_abs:.6g} at most, relatively {self.max_rel:.3g}"
+        largest = f"largest difference {self.max_abs:.6g} (relative {self.max_rel:.3g})"
+        return f"{show_path(self.path)}: {what}, {share}, {largest}"
 
 
 @dataclass(frozen=True, slots=True)

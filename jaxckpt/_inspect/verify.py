@@ -113,7 +113,8 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
         object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
-        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of one size.
+        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of the same
+        size.
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.

@@ -85,24 +85,23 @@ def gather(
                 if current is not None:
                     current.wait()
                 ahead = next(pending_rounds, None)  # read while the current round is sent
-                agreed = _agree_on_programs(
-                    meeting, None if current is None or community is None else community.required_programs(current)
-                )
-                if agreed is None:
-                    break
                 if community is not None:
-                    community.exchange(current, agreed, delivery, report)
+                    is_left = community.exchange(current, meeting, delivery, report)
+                else:
+                    is_left = _agree_on_programs(meeting, None) is not None
+                if not is_left:
+                    break
                 current = ahead
             if community is not None:
                 community.window.drain()
 
 
-_Programs = list[tuple[int, int]]
-"""For each piece, how many bytes each process sends, and how many processes send any. Communities that send at the same
-time run the same programs."""
+_Program = tuple[int, int]
+"""How many bytes each process sends, and how many processes send any. Communities that send at the same time run the
+same programs."""
 
 
-def _agree_on_programs(meeting: Meeting, offered: _Programs | None) -> _Programs | None:
+def _agree_on_programs(meeting: Meeting, offered: list[_Program] | None) -> list[_Program] | None:
     """Programs that are large enough for the offers of all processes; None if no process has a round left."""
     found = [one for text in meeting.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
     merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
@@ -114,7 +113,7 @@ def _agree_on_programs(meeting: Meeting, offered: _Programs | None) -> _Programs
 class _PendingRound:
     """A round that is being read."""
 
-    def __init__(self, transfers: Sequence[Transfer], own: Array, reads: Sequence[PendingRead]) -> None:
+    def __init__(self, transfers: list[Transfer], own: Array, reads: Sequence[PendingRead]) -> None:
         self.transfers = transfers
         self.own = own
         self._reads = reads
@@ -183,23 +182,30 @@ class _Community:
             for offset, shape in zip(portion.offsets, shapes, strict=True)
         ]
 
-    def required_programs(self, pending_round: _PendingRound) -> _Programs:
-        """The programs that a round needs."""
-        return [(self._interconnect.sent_bytes(piece), len(piece.spans)) for piece in pending_round.transfers]
-
     def exchange(
-        self, pending_round: _PendingRound | None, agreed: _Programs, delivery: Delivery, report: Report
-    ) -> None:
-        """Exchange the data of a round, if any, and deliver it."""
-        found, own = (
-            ([], np.empty(0, np.uint8)) if pending_round is None else (pending_round.transfers, pending_round.own)
-        )
-        nothing = [Transfer([], {})] * (len(agreed) - len(found))  # other communities have more
-        programs = zip([*found, *nothing], agreed, strict=True)
-        with CollectiveCalls(programs, lambda one, _: self._interconnect.gather(*one, own)) as calls:
-            while calls.left:
-                piece, _ = calls.left[0]
+        self, pending_round: _PendingRound | None, meeting: Meeting, delivery: Delivery, report: Report
+    ) -> bool:
+        """Exchange the data of a round, if this process has one left, and deliver it.
+
+        Returns False if no process has a round left.
+        """
+        found, own, offered = list[Transfer](), np.empty(0, np.uint8), None
+        if pending_round is not None:
+            found, own = pending_round.transfers, pending_round.own
+            offered = [(self._interconnect.sent_bytes(piece), len(piece.spans)) for piece in found]
+
+        def agree() -> list[tuple[Transfer, _Program]] | None:
+            programs = _agree_on_programs(meeting, offered)
+            if programs is None:
+                return None
+            nothing = [Transfer([], {})] * (len(programs) - len(found))  # other communities have more
+            return list(zip([*found, *nothing], programs, strict=True))
+
+        with CollectiveCalls((), lambda one, _: self._interconnect.gather(*one, own)) as calls:
+            agreed = calls.extend(agree)
+            for piece, _ in calls:
                 self._deliver(piece, calls.run_next(), delivery, report)
+        return agreed is not None
 
     def _deliver(self, piece: Transfer, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
         for portion in piece.portions:
@@ -258,8 +264,8 @@ class Interconnect:
         start = np.array([position], np.int32)
         places = [SingleDeviceSharding(device) for device in self._devices]
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        try:
-            with transfer_context(self._mesh):
+        with transfer_context(self._mesh):
+            try:
                 parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
                 starts = jax.device_put([start] * self._width, places)
                 arguments = [
@@ -267,11 +273,11 @@ class Interconnect:
                     for one in (parts, starts)
                 ]
                 gathered = jax.block_until_ready(gatherer(self._mesh, n_senders if few else None)(*arguments))
-                by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
-        except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
-            raise PeerFailedError(
-                f"processes {self.members} could not send the data that they read: {error}"
-            ) from error
+            except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
+                raise PeerFailedError(
+                    f"processes {self.members} could not send the data that they read: {error}"
+                ) from error
+            by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
         found = [by_device[device].reshape(-1, words) for device in self._devices]
         rows = ([one[slot] for one in found] for slot in range(len(slots)))
         joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)

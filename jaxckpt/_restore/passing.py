@@ -71,11 +71,19 @@ class PeerReads:
 
     def __enter__(self) -> PeerReads:
         asked = zlib.compress(json.dumps(self._rounds).encode(), 1) if self._rounds else b""
-        sizes = json.loads(self._gather_merged(json.dumps(len(asked)), lambda texts: f"[{','.join(texts)}]"))
-        if any(sizes):
-            everyone = tuple(range(self._meeting.group.count))
-            found = _all_gather_bytes(Interconnect((everyone,), self._process), asked, sizes)
-            self._rounds_by_process = [_decode_requests(text) if text else [] for text in found]
+        everyone = tuple(range(self._meeting.group.count))
+
+        def agree() -> list[list[int]]:
+            sizes = json.loads(self._gather_merged(json.dumps(len(asked)), lambda texts: f"[{','.join(texts)}]"))
+            return [sizes] if any(sizes) else []
+
+        def exchange(sizes: list[int], _: object) -> list[bytes]:
+            return _all_gather_bytes(Interconnect((everyone,), self._process), asked, sizes)
+
+        with CollectiveCalls((), exchange) as calls:
+            calls.extend(agree)
+            for _ in calls:
+                self._rounds_by_process = [_decode_requests(text) if text else [] for text in calls.run_next()]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -94,23 +102,25 @@ class PeerReads:
 
     def _run_next_round(self) -> None:
         """Run the next round. Every process."""
-        self._raise_failures()
         if self._permutations is None:
             self._permutations = Permutations(self._process)
+        run, source = self._permutations.run, self._source
         now = [
             rounds[self._n_rounds_done] if self._n_rounds_done < len(rounds) else []
             for rounds in self._rounds_by_process
         ]
-        source = self._source
         self._n_rounds_done += 1
-        hops = plan_hops(now, source.availability, source.files.request_bytes, source.max_bytes)
-        run = self._permutations.run
+
+        def agree() -> list[Hop]:
+            self._raise_failures()
+            return plan_hops(now, source.availability, source.files.request_bytes, source.max_bytes)
+
         with (
-            CollectiveCalls(hops, lambda hop, own: run(tuple(hop), _sent_bytes(hop), own)) as calls,
             StorageThread(self._options.timeout_seconds) as aside,
+            CollectiveCalls((), lambda hop, own: run(tuple(hop), _sent_bytes(hop), own)) as calls,
         ):
-            while calls.left:
-                hop = calls.left[0]
+            calls.extend(agree)
+            for hop in calls:
                 self._receive(hop, calls.run_next(self._read(hop, aside)))
 
     def _read(self, hop: Hop, aside: StorageThread) -> Bytes | None:

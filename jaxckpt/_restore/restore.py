@@ -49,8 +49,10 @@ def restore(
     checkpoint (logger "jaxckpt", level INFO).
 
     Args:
-        path: A path or URL that `save` wrote; a checkpoint of Orbax, PyTorch DCP or safetensors; or the result of
-            `rank_files`, `mindspore_ranks` or `oneflow_ranks`.
+        path: A path or URL that `save` wrote, or of a run: "run" is its newest step, and "run@40", "run@best" or
+            "run@name" one of its steps. Or the local path of another library's checkpoint: Orbax, PyTorch (`torch.save`
+            or DCP), safetensors, npz, MindSpore, OneFlow or ColossalAI. Or the result of `rank_files`,
+            `mindspore_ranks` or `oneflow_ranks`.
         target: The tree to restore: a pytree, or a pytree prefix, of jax.ShapeDtypeStruct (with or without sharding),
             of jax.sharding.Sharding, or of arrays, whose shape, dtype, weak type and sharding are used, but not their
             values. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on `mesh` or on
@@ -81,8 +83,9 @@ def restore(
             shape, a class, and an object that JAX treats as a leaf in place of a container. For a different dtype,
             `options.cast` decides.
         dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
-        tied: Restore leaves that were saved as one array as one array, if the target asks for the same thing in each
-            place. By default each leaf is a separate array, so that all of them can be donated.
+        tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
+            sharding at each of their paths. By default each leaf is a separate array, so that all of them can be
+            donated.
         options: See `Options`.
 
     Returns:
@@ -91,8 +94,9 @@ def restore(
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced while it was being read.
-        MismatchError: Missing, extra, misshaped or lossily cast leaves; one error lists them all. Also 64-bit leaves
-            while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores them with 32 bits.
+        MismatchError: Leaves are missing, extra, or of another shape, or a cast would lose values; one error lists them
+            all. Also 64-bit leaves while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores them
+            with 32 bits.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
         SpecError: A spec does not fit its leaf or the mesh.
         LayoutError: Without target and mesh: this job does not have the devices of the saved layout.

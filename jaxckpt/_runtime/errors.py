@@ -4,21 +4,22 @@ JaxckptError
 ├── InputError (ValueError)            the caller's arguments
 │   ├── TreeError                      a leaf or key that cannot be stored; a path or pattern that matches nothing
 │   ├── SpecError                      a PartitionSpec that does not fit its leaf or its mesh
-│   ├── MismatchError                  target and checkpoint differ: missing, extra, misshaped, lossily cast leaves
+│   ├── MismatchError                  target and checkpoint differ: missing or extra leaves, other shapes, lossy casts
 │   └── LayoutError                    the saved layout needs devices that this job does not have
 ├── CheckpointExistsError (FileExistsError)
 ├── NotACheckpointError (FileNotFoundError)
 ├── CorruptError                       the stored data is not what was saved
 │   ├── ManifestError                  manifest.json is damaged, hostile, or in a newer format
 │   └── DataError                      an object or a zarr.json is missing, truncated, or altered
-├── StorageError (OSError)             the file system or object store refused an operation
-└── PeerError                          another process of the job failed
+├── StorageError (OSError)             the file system or object store refused an operation or stopped responding
+└── PeerError                          this process stopped because of another process
     ├── PeerFailedError                it raised an error, which is quoted
     ├── PeerTimeoutError (TimeoutError)  it did not respond in time
-    ├── PeersDisagreeError             it has a different tree or sees a different checkpoint
+    ├── PeersDisagreeError             the processes made different calls, passed different arguments, or see different
+    │                                  checkpoints
     └── PathNotSharedError             it does not see the path that process 0 sees
 
-Preempted (SystemExit)                 not an error: the job was preempted, and its last step is saved
+Preempted (SystemExit)                 the job was preempted; the message says whether its last step is saved
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Options:
             everything. Each engine reads the other's files, and both check them equally strictly.
         read: How a restore reads data that several processes need. "each": each process reads it. "shared": one
             process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
-            read once in the whole job; all processes then need the same `host_bytes`. This pays if storage limits the
-            restore (docs/many-processes.md).
+            read once in the whole job; all processes then need the same `host_bytes`. This is faster if storage limits
+            the speed of the restore (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; 256 MiB
             by default. Larger leaves are moved in boxes. `save_async` may also use `staging_bytes`.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of arrays on accelerators and of NumPy
@@ -62,7 +62,7 @@ class Options:
         cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
             lose precision and range. "unsafe": all NumPy casts.
         indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
-            dimension is stored and restored whole on every device.
+            dimension is not split over devices.
         timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
             other process. A process that is still working sends heartbeats and does not time out; one that stops
             during a save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one

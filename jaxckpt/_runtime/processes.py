@@ -155,6 +155,10 @@ class Group:
             with contextlib.suppress(type(error)), self.meeting(f"calling {self.call.verb}"):
                 raise error
 
+    def end_cancellation(self) -> None:
+        """From now on, the call cannot be cancelled."""
+        self.require_not_cancelled = lambda: None
+
     def meeting(self, what: str) -> Meeting:
         """The next meeting. `what` names the activity in messages ("saving")."""
         self.n_meetings += 1
@@ -174,6 +178,9 @@ class Meeting:
 
     _has_sent: bool = False
     _has_broadcast: bool = False
+    _is_failed: bool = False
+    """Whether process 0 has sent an error to all processes."""
+
     _n_posted: int = 0
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
@@ -200,7 +207,7 @@ class Meeting:
             return
         if error is not None:
             self.group.notified_error = error
-            self._post_failure(error)
+            self._notify(error)
         self._running_call.mark_ended()
         self._stop_posting(error)
 
@@ -227,8 +234,17 @@ class Meeting:
         self._poster = Task(self._run_poster)
         start_thread(self._poster.run, "jaxckpt-voice")
 
+    def _notify(self, error: BaseException) -> None:
+        """Notify the processes that wait for this one, in this meeting or in the next."""
+        if self._has_broadcast if self.group.index == 0 else self._has_sent:
+            if self._is_failed or self._is_service_lost:
+                return  # all processes raise
+            with contextlib.suppress(Exception):
+                self.start_next()
+        self._post_failure(error)
+
     def _post_failure(self, error: BaseException) -> None:
-        """Notify the processes that still wait for this one."""
+        """Notify the processes that still wait for this one in this meeting."""
         repeats = self.group.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
         failure = failure_message(self.group.index, error, repeats_earlier=repeats)
         if not self._has_sent:
@@ -328,6 +344,7 @@ class Meeting:
                 continue
             message = json.loads(text)
             if "error" in message:
+                self._is_failed = True
                 raise combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]

@@ -103,7 +103,10 @@ def run_uninterrupted(work: Callable[[], T]) -> T:
     if threading.current_thread() is not threading.main_thread() or is_shutting_down():
         return work()
     task = Task(work)
-    start_thread(task.run, "jaxckpt-aside")
+    try:
+        start_thread(task.run, "jaxckpt-aside")
+    except RuntimeError:  # the system cannot start a thread
+        task.run()
     return task.result()
 
 

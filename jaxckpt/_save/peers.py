@@ -89,22 +89,33 @@ def stream_bytes(copies: Copies, state: bytes | None) -> list[int]:
     return [head + sum(obj.n_bytes for obj in sent) for sent in copies.sent]
 
 
+Transfers = CollectiveCalls[Round, Bytes | None]
+"""One for each round. It is given the data that this process sends, and returns the data that it receives."""
+
+
+def transfers(copies: Copies, rounds: Sequence[Round], process: int) -> Transfers:
+    """All rounds of a save. All processes take part in each."""
+    permutations = functools.cache(Permutations)
+
+    def run(one: Round, given: Bytes | None) -> Bytes | None:
+        return permutations(process).run(one.pairs(copies.channels), one.n_bytes, given)
+
+    return CollectiveCalls(rounds, run)
+
+
 def transfer_copies(
     staged: Generator[StagedObject],
     stacks: Sequence[Stack],
     copies: Copies,
-    rounds: Sequence[Round],
+    calls: Transfers,
     process: int,
     state: bytes | None,
     keep_state: Callable[[int, bytes], None],
 ) -> Generator[StagedObject]:
-    """The objects staged here and those that peers send. Every process iterates to the end or closes this.
+    """The objects staged here and those that peers send. Makes the `calls` of `transfers`.
 
     `keep_state` is called with the number of another process and the state of that process.
     """
-    if not rounds:
-        yield from staged
-        return
     header = b"" if state is None else len(state).to_bytes(_STATE_HEADER_BYTES, "little") + state
     outgoing: list[_Outgoing | None] = [None] * len(copies.channels)
     incoming: list[_Incoming | None] = [None] * len(copies.channels)
@@ -118,14 +129,8 @@ def transfer_copies(
             if receiver == process:
                 keep = None if state is None else functools.partial(keep_state, sender)
                 incoming[number] = _Incoming(copies.received[number], stacks, keep)
-    permutations = Permutations(process)
-
-    def run(one: Round, given: Bytes | None) -> Bytes | None:
-        return permutations.run(one.pairs(copies.channels), one.n_bytes, given)
-
-    with CollectiveCalls(rounds, run) as calls, contextlib.closing(staged):
-        while calls.left:
-            one = calls.left[0]
+    with contextlib.closing(staged):
+        for one in calls:
             out = outgoing[one.channel] if process in one.senders else None
             while out is not None and out.waiting_bytes < one.n_bytes and (found := next(staged, None)) is not None:
                 for stream in wanted.get(found.obj, ()):
@@ -240,19 +245,19 @@ class Permutations:
         """Send bytes, or zeros, and return the bytes from the sender of this process, if any. Every process."""
         mine = np.zeros(n_bytes, np.uint8) if data is None else data
         along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        try:
-            with transfer_context(self._mesh):
+        with transfer_context(self._mesh):
+            try:
                 places = [SingleDeviceSharding(device) for device in self._devices]
                 parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
                 words = jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), along, parts)
                 moved = jax.block_until_ready(_permuter(self._mesh, pairs)(words))
-                if all(getter != self._process for _, getter in pairs):
-                    return None
-                by_device = {shard.device: np.asarray(shard.data) for shard in moved.addressable_shards}
-        except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
-            raise PeerFailedError(
-                f"process {self._process} could not exchange copies with its peers: {error}"
-            ) from error
+            except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
+                raise PeerFailedError(
+                    f"process {self._process} could not exchange copies with its peers: {error}"
+                ) from error
+            if all(getter != self._process for _, getter in pairs):
+                return None
+            by_device = {shard.device: np.asarray(shard.data) for shard in moved.addressable_shards}
         return np.concatenate([by_device[device] for device in self._devices]).view(np.uint8)
 
 

@@ -55,7 +55,7 @@ def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) 
     """Process 0 publishes the manifest after all have written their share."""
     clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
-        texts = meeting.gather(msgspec.json.encode(share).decode())
+        texts = _gather_shares(meeting, share)
     published = PublishResult(0, 0, "")  # replaced by the result of process 0
     if texts:
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
@@ -65,7 +65,8 @@ def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) 
                 save.store.sync_data(claimed.data, manifest.decoded_stacks)
         with clock.timed("publish"):
             content = _encode(manifest)
-            meeting.group.require_not_cancelled()  # last chance to cancel
+            meeting.group.require_not_cancelled()
+            meeting.group.end_cancellation()
             with watch.operation(f"publishing {meeting.group.call.where}"):
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
@@ -79,10 +80,11 @@ def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Sha
     then proves that the whole checkpoint was written."""
     clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
-        texts = meeting.gather(msgspec.json.encode(share).decode())
+        texts = _gather_shares(meeting, share)
     content = ""
     if texts:
-        meeting.group.require_not_cancelled()  # last chance to cancel
+        meeting.group.require_not_cancelled()
+        meeting.group.end_cancellation()
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = build_manifest(claimed.save_id, save.plan, save.draft, save.request, shares)
         content = base64.b64encode(zlib.compress(_encode(manifest))).decode()
@@ -97,6 +99,14 @@ def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Sha
     with clock.timed("barrier"):
         meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
     return PublishResult(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
+
+
+def _gather_shares(meeting: Meeting, share: Share) -> list[str]:
+    """The shares of all processes, in process 0. The others cannot cancel any more, because it may publish then."""
+    texts = meeting.gather(msgspec.json.encode(share).decode())
+    if meeting.group.index != 0:
+        meeting.group.end_cancellation()
+    return texts
 
 
 def _encode(manifest: Manifest) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -26,12 +25,13 @@ from jaxckpt._format import manifest as manifests
 from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.errors import PeerError, show_count
+from jaxckpt._runtime.collective import CollectiveCalls
+from jaxckpt._runtime.errors import PeerError, PeerFailedError, show_count
 from jaxckpt._runtime.events import record_event
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.processes import Call, Group
 from jaxckpt._runtime.progress import Report, display_progress, show_bytes
-from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down
+from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down, run_uninterrupted
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Fingerprint, require_agreement
 from jaxckpt._save.background import PendingSave
@@ -39,11 +39,11 @@ from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_sh
 from jaxckpt._save.handover import Handover
 from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.pace import Pace
-from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies
+from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies, transfers
 from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
 from jaxckpt._save.publish import PublishResult, publish, publish_own
-from jaxckpt._save.staging import StagedObject, stage
+from jaxckpt._save.staging import StagedObject, exchanges, stage
 from jaxckpt._save.write import write
 
 
@@ -185,25 +185,25 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
             )
             group.is_handed_over = True
 
-    staged: Generator[StagedObject] | None = None
+    calls: CollectiveCalls[Any, Any] | None = None
     try:
         if group.count > 1:
             begin()  # sends heartbeats while this process stages
         # Exchanges are collective, so no process may begin them before all have finished their preparations.
         if save.is_collective and not _await_claim(save):
             pending.wait()  # raises the reason
-        staged = _stage(save, background=background)
-        handover.feed(staged, begin)
-        staged.close()
+        calls = _collective_calls(save)
+        with contextlib.closing(_stage(save, calls, background=background)) as staged:
+            handover.feed(staged, begin)
+        if save.is_collective:
+            calls.join()  # if the thread that writes has failed, it takes no more objects
         save.draft.values.clear()  # everything is staged, so the leaves are released
         if not background:
             pending.wait()
     except BaseException as error:
         handover.cancel(error)
-        if staged is None and save.is_collective and group.is_handed_over and _await_claim(save):
-            staged = _stage(save, background=background)
-        if staged is not None:
-            _close(staged, join=save.is_collective)
+        if save.is_collective and group.is_handed_over and not isinstance(error, PeerFailedError):
+            _join_calls(save, calls)
         group.is_handed_over = background_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
@@ -221,20 +221,32 @@ def _await_claim(save: PreparedSave) -> bool:
     return bool(save.transfer.data) and not stall_error()
 
 
-def _close(staged: Generator[StagedObject], *, join: bool) -> None:
-    """Close staged data after an error. With `join`, take part in its remaining exchanges, because the other processes
-    have begun them and would wait forever."""
-    with contextlib.suppress(Exception), contextlib.closing(staged):  # no error may hide the first one
-        if join and inspect.getgeneratorstate(staged) == inspect.GEN_CREATED:
-            next(staged, None)  # a generator joins them only if it has begun
+def _collective_calls(save: PreparedSave) -> CollectiveCalls[Any, Any]:
+    """The exchanges between the processes, after all have claimed the path: of leaves that are stored in another layout
+    (`mesh=`), or of the copies of a local step, which has no `mesh=`."""
+    if save.copies:
+        return transfers(save.copies, save.transfer.rounds, save.group.index)
+    return exchanges(save.plan, save.draft)
 
 
-def _stage(save: PreparedSave, *, background: bool) -> Generator[StagedObject]:
-    """The data that this process writes, and its part in all exchanges."""
+def _join_calls(save: PreparedSave, calls: CollectiveCalls[Any, Any] | None) -> None:
+    """Make the remaining exchanges after an error: the other processes begin them as soon as the path is claimed."""
+
+    def join() -> None:
+        if _await_claim(save):
+            (calls or _collective_calls(save)).join()
+
+    with contextlib.suppress(Exception):  # no error may hide the first one
+        run_uninterrupted(join)
+
+
+def _stage(save: PreparedSave, calls: CollectiveCalls[Any, Any], *, background: bool) -> Generator[StagedObject]:
+    """The data that this process writes. Makes the calls of `_collective_calls`."""
     staged = stage(
         save.plan,
         save.draft,
         save.reuse.originals,
+        None if save.copies else calls,
         hold=background or not save.threaded,
         stack_bytes=save.options.host_bytes // 2,
         whole_shards=background and save.options.staging_bytes is None,
@@ -242,8 +254,7 @@ def _stage(save: PreparedSave, *, background: bool) -> Generator[StagedObject]:
     if not save.copies:
         return staged
     keep_state = functools.partial(_keep_state, save)
-    rounds, index = save.transfer.rounds, save.group.index
-    return transfer_copies(staged, save.plan.stacks, save.copies, rounds, index, save.state, keep_state)
+    return transfer_copies(staged, save.plan.stacks, save.copies, calls, save.group.index, save.state, keep_state)
 
 
 def _is_busy(group: Group) -> bool:
@@ -390,7 +401,7 @@ def _agree_and_claim(save: PreparedSave) -> Claim:
                 meeting.gather("")
                 require_not_cancelled = group.require_not_cancelled
                 if save.is_collective:  # the others begin their exchanges as soon as all have answered
-                    group.require_not_cancelled = lambda: None
+                    group.end_cancellation()
                 meeting.broadcast("")
                 group.require_not_cancelled = require_not_cancelled
     except BaseException:

@@ -110,53 +110,60 @@ class StagedObject:
         return found if found.dtype == self.dtype else found.view(self.dtype)
 
 
+Exchanges = CollectiveCalls[tuple[int, tuple[int, ...], Box], list[jax.Array]]
+"""One for each object of the stacks that are exchanged: stack, index and box. Returns the box of each row."""
+
+
+def exchanges(plan: SavePlan, draft: Draft) -> Exchanges:
+    """All exchanges of a save. All processes take part in each, regardless of which one writes the object."""
+    exchanged = (number for number, moved in enumerate(plan.exchanged) if moved)
+    objects = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
+    return CollectiveCalls(objects, lambda one, _: _exchange_rows(plan, draft, one[0], one[2]))
+
+
 def stage(
     plan: SavePlan,
     draft: Draft,
     originals: Container[Object] = (),
+    calls: Exchanges | None = None,
     *,
     hold: bool,
     stack_bytes: int,
     whole_shards: bool = False,
 ) -> Generator[StagedObject]:
-    """The data of each object that this process writes, except `originals`. Every process iterates to the end or closes
-    the generator.
+    """The data of each object that this process writes, except `originals`. Makes the `calls` of `exchanges`.
 
     With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it. With
     `whole_shards`, a shard may be copied to the host for several objects at once.
     """
-    # All processes take part in the exchange of an object, regardless of which one writes it.
-    exchanged = (number for number, moved in enumerate(plan.exchanged) if moved)
-    exchanges = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
-    with CollectiveCalls(exchanges, lambda one, _: _exchange_rows(plan, draft, one[0], one[2])) as calls:
-        own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
-        cast = bool(draft.casts)
-        copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
-        for obj in plan.objects:
-            if not plan.exchanged[obj.stack]:
-                values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
-                dtype = DTYPES[plan.stacks[obj.stack].dtype]
-                if obj in originals:
-                    late = functools.partial(
-                        _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, HostCopies(), cast
-                    )
-                    yield StagedObject(obj, dtype, 1, [], 0, late)
-                elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
-                    stack_bytes -= obj.n_bytes if hold else 0
-                    yield _stage_stacked(obj, values, dtype, copies)
-                else:
-                    sources = _by_row(obj, values)
-                    yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
-        while calls.left:
-            number, index, _ = calls.left[0]
-            parts = calls.run_next()
-            obj = own.get((number, index))
-            if obj is not None:
-                # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is
-                # copied.
-                region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
-                dtype = DTYPES[plan.stacks[number].dtype]
-                yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
+    own = {(obj.stack, obj.index): obj for obj in plan.objects if plan.exchanged[obj.stack]}
+    cast = bool(draft.casts)
+    copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
+    for obj in plan.objects:
+        if not plan.exchanged[obj.stack]:
+            values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
+            dtype = DTYPES[plan.stacks[obj.stack].dtype]
+            if obj in originals:
+                late = functools.partial(
+                    _stage_pieces, obj, obj.box[1:], _by_row(obj, values), 1, dtype, None, HostCopies(), cast
+                )
+                yield StagedObject(obj, dtype, 1, [], 0, late)
+            elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
+                stack_bytes -= obj.n_bytes if hold else 0
+                yield _stage_stacked(obj, values, dtype, copies)
+            else:
+                sources = _by_row(obj, values)
+                yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
+    if calls is None:
+        return
+    for number, index, _ in calls:
+        parts = calls.run_next()
+        obj = own.get((number, index))
+        if obj is not None:
+            # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is copied.
+            region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
+            dtype = DTYPES[plan.stacks[number].dtype]
+            yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
 
 
 def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:

@@ -89,9 +89,10 @@ class Checkpointer:
             true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
         preemption_seconds: How long the save of the last step may take after this process was notified of a preemption.
         local: A folder of this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
-            there first, and survives the process. Each process writes its own objects and copies of others', so that
-            the folders of any `copies` failure domains may be lost. A process holds at most two steps; `local_bytes`
-            reports their size. Steps that are due by `every` are also copied to the directory, in the background.
+            there first, and survives the process. Each process writes its own objects and copies of objects of other
+            processes, so that the folders of any `copies` failure domains may be lost. A process holds at most two
+            steps; `local_bytes` reports their size. Steps that are due by `every` are also copied to the directory, in
+            the background.
         local_every: Save the steps that are multiples of this number into the local folders. None: 10.
         copies: How many other failure domains hold a copy of each object. None: 1. Objects that no other domain holds
             by its sharding are sent to one over the devices' interconnect.
@@ -337,12 +338,12 @@ class Checkpointer:
         not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
         `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
 
-        Raises Preempted, in a job of one process, if SIGTERM came after the last call of `save` and `on_preemption` is
-        "exit".
+        Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
+        of `save`: in a job of one process by SIGTERM.
         """
+        was_preempted = self._saver.preempted
         self._close()
-        if self._preemption.is_notified and not self._saver.preempted and self._saver.on_preemption == "exit":
-            self._saver.preempted = True
+        if self._saver.preempted and not was_preempted:
             raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
 
     def _close(self) -> None:
@@ -351,6 +352,8 @@ class Checkpointer:
                 self._saver.wait()
             finally:
                 self._preemption.close()  # until here, SIGTERM does not end the last save
+                if self._preemption.is_notified and self._saver.on_preemption == "exit":
+                    self._saver.preempted = True
         except Exception:
             self._exited_cleanly = False
             self._close_in_process_0()
@@ -383,7 +386,9 @@ class Checkpointer:
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> Tree:
-        """Restore a step, by default the newest. Every process calls this, with the arguments of `jaxckpt.restore`.
+        """Restore a step, by default the newest. Every process calls this.
+
+        The other arguments are those of `jaxckpt.restore`, except `path` and `options`, which the Checkpointer sets.
 
         It waits for a running save first, which may be the save of this step. With `local`, a step is read from the
         local folders if together they hold all of it; if a file there is damaged, a copy in another folder or the

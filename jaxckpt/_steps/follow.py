@@ -62,7 +62,10 @@ class Step:
         rename: Renaming | None = None,
         strict: bool = True,
     ) -> Tree:
-        """Restore the step. The arguments, results and errors are those of `jaxckpt.restore`."""
+        """Restore the step, as `jaxckpt.restore` does with these arguments.
+
+        The options are those of `follow`. To pass `dtype` or `tied`, call `jaxckpt.restore(step.path, …)` instead.
+        """
         return run_restore(
             self.path, RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict), self._options
         )
@@ -86,7 +89,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
 
     Raises:
         InputError: `directory` is itself a checkpoint, or a file.
-        StorageError: The directory cannot be listed, or it cannot be found out whether a step is published.
+        StorageError: The directory cannot be listed, or jaxckpt cannot determine whether a step is published.
 
     Examples:
         >>> import shutil, jaxckpt

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from jaxckpt._runtime.job import Job, connected_job
 from jaxckpt._save.background import lift_limits
 
 _log = logging.getLogger("jaxckpt")
@@ -116,8 +117,18 @@ class PreemptionListener:
 _listeners = weakref.WeakSet[PreemptionListener]()
 """Those of this process that JAX's preemption service notifies."""
 
-_last_step: int | None = None
-_last_number = 0  # that JAX was asked about for this step
+
+class _Queries:
+    """What this process has asked JAX in its present job."""
+
+    def __init__(self, job: Job | None) -> None:
+        self.job = job
+        self.last_step: int | None = None
+        self.last_number = 0
+        """The last number that JAX was asked about for this step."""
+
+
+_queries = _Queries(None)
 
 
 def _is_sync_point(step: int) -> bool:
@@ -136,11 +147,15 @@ def _next_numbers(step: int) -> Iterator[int]:
     counts in tens or goes back, or if two Checkpointers take turns. They are the same in all processes, because these
     save the same steps.
     """
-    global _last_step, _last_number
-    advance = 1 if _last_step is None else step - _last_step
+    global _queries
+    job = connected_job()
+    if _queries.job is not job:
+        _queries = _Queries(job)
+    asked = _queries
+    advance = 1 if asked.last_step is None else step - asked.last_step
     if not 0 <= advance <= _MAX_ADVANCE:
         advance = 1
-    first = _last_number + min(1, advance)
-    _last_step, _last_number = step, _last_number + advance
-    for number in range(first, _last_number + 1):
+    first = asked.last_number + min(1, advance)
+    asked.last_step, asked.last_number = step, asked.last_number + advance
+    for number in range(first, asked.last_number + 1):
         yield number & 0x7FFFFFFF  # JAX accepts 31 bits

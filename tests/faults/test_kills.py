@@ -22,7 +22,7 @@ pytestmark = pytest.mark.child
 @pytest.mark.fault(
     1,
     "kill -9 at a random moment",
-    "the last acknowledged save restores bit-exact; a partial one is never listed",
+    "the last acknowledged save is restored with the same bits; a partial save is never listed",
     quick=8,
     full=200,
 )

@@ -94,7 +94,7 @@ def test_structure_shapes_and_missing_leaves(tmp_path: Path) -> None:
     assert list(said) == ["k", "s", "x/1", "y", "z"]
     assert said["y"] == "'y': only in a (numpy float64[2, 2])"
     assert said["z"] == "'z': only in b (numpy float64[4])"
-    assert "1 of 1 elements differ, by 1 at most" in said["x/1"]
+    assert "1 of 1 elements differ, largest difference 1" in said["x/1"]
     assert "1 of 2 elements differ" in said["k"]
     shapes = jaxckpt.diff(a, saved(tmp_path / "c", {"y": np.ones((4, 1))}), select="y")
     assert str(shapes.leaves[0]) == "'y': numpy float64[2, 2] → numpy float64[4, 1]"

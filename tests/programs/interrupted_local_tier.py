@@ -1,44 +1,68 @@
-"""Process 1 is interrupted while copies of local steps are exchanged; then both processes save and restore again."""
+"""Process 1 is interrupted or fails while copies of local steps are exchanged; then both processes save and restore."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from joined import args, process_id
 from sharded_tree import check, make, mesh_of
 
 import jaxckpt
+from jaxckpt._runtime.processes import Meeting
+from jaxckpt._save import peers
 from jaxckpt._save.peers import Permutations
 
-run, runs = Permutations.run, 0
 tree = make(mesh_of(2, 2))
 options = jaxckpt.Options(timeout_seconds=60, host_bytes=1 << 20, object_bytes=64 << 10, chunk_bytes=16 << 10)
 
 
-def interrupt_second_run(*given: Any) -> Any:
-    global runs
-    runs += 1
-    if runs == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-    return run(*given)
+def interrupted_at(call: Callable[..., Any], number: int, *, during: str = "") -> Callable[..., Any]:
+    """The call, which interrupts this process when it begins for the nth time (in a meeting of this name)."""
+    calls = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        calls += not during or given[0].what == during
+        if calls == number:
+            calls += 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return call(*given)
+
+    return counted
 
 
-def attempt(name: str, call: Callable[[], object]) -> None:
-    global runs
-    runs = 0
-    if process_id == 1 and name.startswith("interrupted"):
-        Permutations.run = interrupt_second_run  # type: ignore[method-assign]
-    try:
-        call()
-        print(name, "done", runs, flush=True)
-    except (KeyboardInterrupt, jaxckpt.JaxckptError) as error:
-        print(name, "raised", type(error).__name__, error, flush=True)
-    Permutations.run = run  # type: ignore[method-assign]
+def failing_copies() -> Any:
+    """NumPy without memory for the second copy of data that was received."""
+    calls = 0
+
+    def copy(array: Any) -> Any:
+        nonlocal calls
+        calls += isinstance(array, jax.Array)
+        if calls == 2:
+            raise RuntimeError("no memory")
+        return np.asarray(array)
+
+    return SimpleNamespace(**{**vars(np), "asarray": copy})
+
+
+def attempt(name: str, call: Callable[[], object], patch: Any = None) -> None:
+    """Make a call, which process 1 makes with a patch."""
+    with contextlib.nullcontext() if patch is None or process_id == 0 else patch:
+        try:
+            call()
+            print(name, "done", flush=True)
+        except (KeyboardInterrupt, RuntimeError, jaxckpt.JaxckptError) as error:
+            print(name, "raised", type(error).__name__, error, flush=True)
     multihost_utils.sync_global_devices(name)
 
 
@@ -56,10 +80,20 @@ def restore() -> None:
         check(restored)
 
 
+def patched_run() -> Any:
+    return mock.patch.object(Permutations, "run", interrupted_at(Permutations.run, 2))
+
+
 with checkpointer() as checkpoints:
-    attempt("interrupted save", lambda: checkpoints.save(1, tree))
+    attempt("interrupted save", lambda: checkpoints.save(1, tree), patched_run())
+    prepared = interrupted_at(peers._Incoming.__init__, 1)
+    patch = mock.patch.object(peers._Incoming, "__init__", prepared)
+    attempt("interrupted preparations", lambda: checkpoints.save(1, tree), patch)
+    attempt("failed save", lambda: checkpoints.save(1, tree), mock.patch.object(peers, "np", failing_copies()))
     attempt("save", lambda: checkpoints.save(2, tree))
 if process_id == 0:
     shutil.rmtree(f"{args}/local-0")
-attempt("interrupted restore", restore)
+attempt("interrupted restore", restore, patched_run())
+agreement = interrupted_at(Meeting.broadcast, 2, during="restoring")
+attempt("interrupted agreement", restore, mock.patch.object(Meeting, "broadcast", agreement))
 attempt("restore", restore)

@@ -23,10 +23,13 @@ from joined import args, process_id
 from sharded_tree import check, make, mesh_of, put, value
 
 import jaxckpt
+from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save import save
+from jaxckpt._save.handover import Handover
 from jaxckpt._storage.files import FileReader, FileWriter
 
 OPTIONS = jaxckpt.Options(timeout_seconds=60)
+broadcast = Meeting.broadcast
 mesh = mesh_of(2, 2)
 lines: list[Any] = []
 CASES: dict[str, Callable[[str], None]] = {}
@@ -186,6 +189,71 @@ def ctrl_c_while_the_other_is_missing(folder: str) -> None:
     except jaxckpt.PeerFailedError as error:
         lines.append(str(error))
     attempt(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=OPTIONS))
+
+
+def interrupt_broadcast(what: str) -> None:
+    """Interrupt this process once, when it waits for the answer of process 0 in a meeting."""
+    cancelled, cancel = threading.Event(), Handover.cancel
+
+    def interrupted(meeting: Meeting, text: str) -> str:
+        if meeting.what.startswith(what):
+            Meeting.broadcast = broadcast  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGINT)
+            assert cancelled.wait(30)  # in the thread that writes
+        return broadcast(meeting, text)
+
+    def note_cancel(handover: Handover, error: BaseException) -> None:
+        Handover.cancel = cancel  # type: ignore[method-assign]
+        cancel(handover, error)
+        cancelled.set()
+
+    Meeting.broadcast = interrupted  # type: ignore[method-assign]
+    Handover.cancel = note_cancel  # type: ignore[method-assign]
+
+
+def attempt_interrupted(call: Callable[[], Any]) -> None:
+    try:
+        attempt(call)
+    except KeyboardInterrupt as error:
+        lines.append(" ".join(["interrupted", *getattr(error, "__notes__", [])]))
+
+
+@case
+def ctrl_c_after_the_share_was_sent(folder: str) -> None:
+    write = FileWriter.write
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        time.sleep(3)
+        return write(*arguments, **named)
+
+    if process_id == 0:
+        FileWriter.write = late  # type: ignore[method-assign]
+    else:
+        interrupt_broadcast("saving")
+    attempt_interrupted(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=OPTIONS))
+    FileWriter.write = write  # type: ignore[method-assign]
+    attempt(lambda: jaxckpt.save(f"{folder}/d", {"w": rows(0)}, options=OPTIONS))
+
+
+def ctrl_c_after_the_first_text(what: str, call: Callable[[], Any]) -> None:
+    if process_id == 1:
+        interrupt_broadcast(what)
+    begun = time.monotonic()
+    attempt_interrupted(call)
+    lines.append(time.monotonic() - begun)
+    attempt(call)
+
+
+@case
+def ctrl_c_after_the_first_text_of_a_save(folder: str) -> None:
+    tree = {"w": rows(0)}
+    ctrl_c_after_the_first_text("preparing", lambda: jaxckpt.save(f"{folder}/c", tree, overwrite=True, options=OPTIONS))
+
+
+@case
+def ctrl_c_after_the_first_text_of_a_restore(folder: str) -> None:
+    jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=OPTIONS)
+    ctrl_c_after_the_first_text("opening", lambda: jaxckpt.restore(f"{folder}/c", mesh=mesh, options=OPTIONS))
 
 
 @case

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from processes import PROGRAMS, RunProcesses, RunPython, finish
 import jaxckpt
 from jaxckpt._steps import preemption
 from jaxckpt._storage.files import FileWriter
+from jaxckpt._storage.folder import Folder
 
 
 @pytest.mark.parametrize("stride", [1, 10])
@@ -44,11 +46,13 @@ def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
 
 def test_jax_is_queried_about_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a job of several processes, JAX stops at the number after the largest one that it was asked about.
-    monkeypatch.setattr(preemption, "_last_step", None)
-    monkeypatch.setattr(preemption, "_last_number", 0)
+    monkeypatch.setattr(preemption, "_queries", preemption._Queries(None))
     steps = [100, 110, 110, 95, 96, 10**9, 10**9 + 3]
     asked = [list(preemption._next_numbers(step)) for step in steps]
     assert asked == [[1], [*range(2, 12)], [11], [12], [13], [14], [15, 16, 17]]
+    # A process that joins another job, with processes that have just started, begins again.
+    monkeypatch.setattr(preemption, "connected_job", object)
+    assert list(preemption._next_numbers(7)) == [1]
 
 
 def test_a_step_beyond_31_bits_is_saved_by_two(run_processes: RunProcesses, tmp_path: Path) -> None:
@@ -136,6 +140,7 @@ def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_reported_as_saved(
 import os, signal, sys, time
 import numpy as np, jaxckpt
 from jaxckpt._storage.files import FileWriter
+from jaxckpt._storage.folder import Folder
 FileWriter.write = lambda *_: time.sleep(1000)
 with jaxckpt.Checkpointer(sys.argv[1], preemption_seconds=1) as checkpoints:
     checkpoints.save(0, {"x": np.arange(2)})
@@ -238,8 +243,31 @@ def test_a_signal_after_the_last_call_of_save_does_not_end_that_save(
             else:
                 os.kill(os.getpid(), signal.SIGTERM)
     assert checkpoints.steps() == [1]
+    assert (tmp_path / "_run" / "ended.json").exists() == (on_preemption != "exit"), "followers wait for the next run"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     checkpoints.close()
+
+
+def test_a_signal_before_close_limits_the_wait_for_deletions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, unpublish = threading.Event(), Folder.unpublish
+
+    def hang(*arguments: Any, **named: Any) -> None:
+        assert released.wait(60)
+        unpublish(*arguments, **named)
+
+    monkeypatch.setattr(Folder, "unpublish", hang)
+    checkpoints = jaxckpt.Checkpointer(tmp_path, keep_last=1, preemption_seconds=1)
+    for step in (1, 2):
+        checkpoints.save(step, {"x": step})
+    os.kill(os.getpid(), signal.SIGTERM)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(jaxckpt.Preempted, match="after the last save"):
+            checkpoints.close()
+        assert time.monotonic() - begun < 30
+    finally:
+        released.set()
+    assert jaxckpt.latest_step(tmp_path) == 2
 
 
 @pytest.mark.parametrize("last", [1, 2])
@@ -311,6 +339,7 @@ import os, signal, sys, threading
 import numpy as np, jaxckpt
 from jaxckpt._save import background
 from jaxckpt._storage.files import FileWriter
+from jaxckpt._storage.folder import Folder
 released, write = threading.Event(), FileWriter.write
 FileWriter.write = lambda *arguments: released.wait(60) and write(*arguments)
 with jaxckpt.Checkpointer(sys.argv[1], every=100, preemption_seconds=1, on_preemption="continue") as checkpoints:

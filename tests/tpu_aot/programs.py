@@ -143,7 +143,7 @@ def shared_reads(topology: str, devices: list[Any]) -> Iterator[tuple[str, str, 
     hosts = len(devices) // 4
     for name, communities, givers in (
         ("gather", 1, None),
-        ("gather in several communities", hosts // 2, None),
+        ("gather in several groups", hosts // 2, None),
         ("gather of few", 1, max(1, hosts // 4)),
     ):
         mesh = Mesh(np.array(devices).reshape(communities, -1, 4), ("community", "process", "own"))

@@ -49,7 +49,7 @@ def test_every_program_compiles_and_needs_little_memory(compiled: list[dict[str,
     names = {one["program"] for one in compiled}
     assert names >= {"exchange", "exchange from pinned_host", "exchange of an object", "stack", "split"}
     assert names >= {"copy to pinned_host", "cut", "cut and cast", "streaming update", "streaming bitcast"}
-    assert names >= {"gather", "gather in several communities", "gather of few"}
+    assert names >= {"gather", "gather in several groups", "gather of few"}
     for one in compiled:
         what = f"{one['program']} of {one['dtype']} on {one['topology']}"
         assert not one["problem"], f"{what}: {one['problem']}"
