@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -181,7 +183,7 @@ def _describe(
     if components:
         tests = [parse_select(component) for component in components]
         draft.arrays = [
-            msgspec.structs.replace(array, component=_first_true(tests, draft.records[array.number].path))
+            msgspec.structs.replace(array, component=_component_bits(tests, draft.records[array.number].path))
             for array in draft.arrays
         ]
         _require_components(components, tests, draft)
@@ -237,9 +239,9 @@ def _first_occurrences(leaves: Sequence[Any]) -> list[int] | None:
 
 def _require_components(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
     """Raise TreeError if the tree has nothing at the path of a component."""
-    used = {array.component for array in draft.arrays}
-    for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
-        if number in used:
+    used = functools.reduce(operator.or_, (array.component for array in draft.arrays), 0)
+    for number, (component, test) in enumerate(zip(components, tests, strict=True)):
+        if used >> number & 1:
             continue
         paths = list(all_paths(draft.structure))  # it may hold no arrays
         if not any(map(test, paths)):
@@ -248,9 +250,9 @@ def _require_components(components: Sequence[str], tests: Sequence[Callable[[str
             )
 
 
-def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:
-    """1 + the index of the first test that a path passes; 0 if it passes none."""
-    return next((number for number, test in enumerate(tests, 1) if test(path)), 0)
+def _component_bits(tests: Sequence[Callable[[str], bool]], path: str) -> int:
+    """A bit for each component that a path belongs to, because components may overlap."""
+    return sum(1 << number for number, test in enumerate(tests) if test(path))
 
 
 _ARRAY_TYPES = set[type]()
