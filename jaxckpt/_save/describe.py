@@ -35,7 +35,7 @@ from jaxckpt._format.specs import (
     resolve_specs,
 )
 from jaxckpt._format.tree import Container, Leaf, Structure, Tree, all_paths, flatten
-from jaxckpt._format.values import KINDS, PYTHON_KINDS, encode_value
+from jaxckpt._format.values import KINDS, PYTHON_KINDS, array_of, encode_value
 from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._save.copies import Copies
@@ -290,8 +290,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     inline = encode_value(value)
     if inline is not None:
         return LeafRecord(leaf.path, inline[0], value=inline[1]), None
-    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-    return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
+    return LeafRecord(leaf.path, type(value).__name__), array_of(value)
 
 
 def _impl(keys: jax.Array) -> str:
