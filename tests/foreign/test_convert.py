@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -590,7 +591,8 @@ def test_a_conversion_leaves_the_draft_of_a_running_one(tmp_path: Path, monkeypa
     def write_another_draft(path: str) -> None:
         if not others:
             others.append(path)
-            jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
+            with ThreadPoolExecutor() as rival:
+                rival.submit(jaxckpt.convert, tmp_path / "from", tmp_path / "to.npz", overwrite=True).result()
         sync(path)
 
     monkeypatch.setattr(destination, "_sync", write_another_draft)
