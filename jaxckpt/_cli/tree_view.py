@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import click
@@ -29,12 +29,10 @@ from jaxckpt._cli.terminal import (
     terminal_width,
 )
 from jaxckpt._format.grid import show_axes, show_spec, spec_of
-from jaxckpt._format.pieces import Array
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import InputError, show_count
-from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
 _SHOWN_BYTES = 16 << 20
@@ -276,19 +274,15 @@ def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
 
 
 def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
-    """Write the part that an index selects, or the whole leaf, as a .npy file. The whole leaf is written in groups of
-    rows, because it may be larger than memory."""
+    """Write the part that an index selects, or the whole leaf, as a .npy file. The whole leaf is written in slabs,
+    because it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
         raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is not an array")
-    slabs: Iterable[Array]
-    if index is None and leaf.shape:
-        shape = leaf.shape
-        rows = max(1, Options().host_bytes // max(1, leaf.nbytes // max(1, shape[0])))
-        slabs = (leaf[row : row + rows] for row in range(0, shape[0], rows))
-    else:
+    shape, slabs = leaf.shape, leaf.slabs()
+    if index is not None:
         _n_bytes(leaf, index)
-        slabs = [np.asarray(leaf[... if index is None else index])]
-        shape = slabs[0].shape
+        part = np.asarray(leaf[index])
+        shape, slabs = part.shape, iter([part])
     dtype = npy_dtype(leaf.dtype)
     with replacing_file(path) as file:
         header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}

@@ -6,9 +6,10 @@ source ─▶ its manifest, with the selected leaves ─▶ jaxckpt: a Draft who
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -95,43 +96,38 @@ def convert(
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/convert.safetensors")
         {'w': array([0., 1., 2.])}
     """
-    options = options_or_default(options)
-    overwrite = require_bool(overwrite, "overwrite")
-    if chunk_bytes is not None:
-        options = replace(options, chunk_bytes=chunk_bytes)
-    if specs is not None and mesh_shape is None:
-        raise InputError("convert(specs=…) needs mesh_shape=: the sizes of the mesh axes that the specs name")
-    target = local_path(destination, "destination")
-    name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
-    if name != "jaxckpt" and target is None:
-        raise InputError(
-            f"{name!r} is written to a local path, but {os.fspath(destination)!r} looks like a URL: write it to a local"
-            " path, then copy it"
-        )
-    rename, rules = split_rename(rename)
-    original = renamed_source(source_at(source, options)[0], rules)
-    narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
-    manifest = narrow.manifest
-    if isinstance(narrow, ForeignCheckpoint):
-        _verify_checksums(narrow)
-    if name == "jaxckpt":
-        draft = _drafted(narrow, mesh_shape, specs, options)
-        with Group.for_call(options, Call.of("convert", destination)) as group:
+    with Group.for_call(options, Call.of("convert", destination)) as group:
+        options = options_or_default(options)
+        overwrite = require_bool(overwrite, "overwrite")
+        if chunk_bytes is not None:
+            options = replace(options, chunk_bytes=chunk_bytes)
+        if specs is not None and mesh_shape is None:
+            raise InputError("convert(specs=…) needs mesh_shape=: the sizes of the mesh axes that the specs name")
+        target = local_path(destination, "destination")
+        name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
+        if name != "jaxckpt" and target is None:
+            raise InputError(
+                f"{name!r} is written to a local path, but {os.fspath(destination)!r} looks like a URL: write it to a"
+                " local path, then copy it"
+            )
+        rename, rules = split_rename(rename)
+        original = renamed_source(source_at(source, options)[0], rules)
+        narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
+        if name == "jaxckpt":
+            _run_in_process_0(group, "verifying the source", functools.partial(_verify_checksums, narrow))
+            draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
             request = SaveRequest(
                 destination, metadata=manifest.metadata, overwrite=overwrite, draft=draft, step=manifest.step
             )
-            start(request, replace(options, manifest_sha256=None), group, background=False).wait()
-        return
-    if chunk_bytes is not None and name != "zarr":
-        raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
-    if mesh_shape is not None:
-        raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-    assert target is not None
-    if os.path.lexists(target):
-        require_replaceable(target, source, overwrite)
-    n_bytes = sum(map(manifest.leaf_bytes, manifest.leaves))
-    with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as report:
-        WRITERS[name](narrow, path, options, report)
+            start(request, options, group, background=False).wait()
+            return
+        if chunk_bytes is not None and name != "zarr":
+            raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
+        if mesh_shape is not None:
+            raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
+        assert target is not None
+        write = functools.partial(_write_foreign, narrow, source, target, name, options, overwrite=overwrite)
+        _run_in_process_0(group, "converting", write)
 
 
 def integrate(
@@ -144,8 +140,32 @@ def integrate(
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
 
 
-def _verify_checksums(source: ForeignCheckpoint) -> None:
-    """Verify all data with the checksums of its format, because the written data gets new checksums."""
+def _run_in_process_0(group: Group, what: str, work: Callable[[], None]) -> None:
+    """Run a function in process 0, after all processes have come this far. The others wait for its end."""
+    with group.meeting(what) as meeting:
+        meeting.gather("")
+        if group.index == 0:
+            work()
+        meeting.broadcast("")
+
+
+def _write_foreign(
+    source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
+) -> None:
+    """Write a checkpoint in another library's format. Process 0."""
+    if os.path.lexists(target):
+        require_replaceable(target, location, overwrite)
+    _verify_checksums(source)
+    n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
+    with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as report:
+        WRITERS[format](source, path, options, report)
+
+
+def _verify_checksums(source: Source) -> None:
+    """Verify all data of a foreign checkpoint with the checksums of its format, because the written data gets new
+    checksums. Process 0."""
+    if not isinstance(source, ForeignCheckpoint):
+        return
     for leaf in source.manifest.leaves:
         if leaf.stack is not None:
             stack, row = source.manifest.stack_and_row(leaf)

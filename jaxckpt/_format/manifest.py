@@ -163,18 +163,31 @@ def _round_trip_json(value: Any, what: str, encoded: Callable[[], Any] | None = 
     return plain
 
 
-def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
-    """The manifest without the subtrees at `paths`; None if they share a stack with other leaves, or do not exist.
+def droppable(manifest: Manifest, paths: Sequence[str]) -> tuple[str, ...]:
+    """The paths whose subtrees can be dropped together: they exist, and share no stack with leaves that stay."""
+    found = {path: _leaves_below(manifest, [path]) for path in paths}
+    while True:
+        gone = set[int]().union(*found.values())
+        needed = {leaf.stack for number, leaf in enumerate(manifest.leaves) if number not in gone} - {None}
+        kept = {
+            path
+            for path, numbers in found.items()
+            if not numbers or any(manifest.leaves[number].stack in needed for number in numbers)
+        }
+        if not kept:
+            return tuple(found)
+        found = {path: numbers for path, numbers in found.items() if path not in kept}
+
+
+def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest:
+    """The manifest without the subtrees at `paths`, which are `droppable`.
 
     After it is published, the files that it no longer names can be deleted.
     """
-    dropped = parse_select(paths)
-    kept = [number for number, leaf in enumerate(manifest.leaves) if not dropped(leaf.path)]
-    mixed = {manifest.leaves[number].stack for number in kept}
-    gone = set(range(len(manifest.leaves))).difference(kept)
-    if not gone or any(manifest.leaves[number].stack in mixed - {None} for number in gone):
-        return None
-    stacks = [number for number in range(len(manifest.stacks)) if number in mixed]
+    gone = _leaves_below(manifest, paths)
+    kept = [number for number in range(len(manifest.leaves)) if number not in gone]
+    needed = {manifest.leaves[number].stack for number in kept}
+    stacks = [number for number in range(len(manifest.stacks)) if number in needed]
     numbers = {old: new for new, old in enumerate(stacks)}
     leaves = [
         leaf if leaf.stack is None else msgspec.structs.replace(leaf, stack=numbers[leaf.stack])
@@ -188,6 +201,12 @@ def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest | None:
         stacks=[manifest.stacks[number] for number in stacks],
         step=msgspec.structs.replace(step, dropped=sorted({*step.dropped, *paths})),
     )
+
+
+def _leaves_below(manifest: Manifest, paths: Sequence[str]) -> set[int]:
+    """The numbers of the leaves that the globs or paths select."""
+    selected = parse_select(paths)
+    return {number for number, leaf in enumerate(manifest.leaves) if selected(leaf.path)}
 
 
 class _Head(msgspec.Struct):

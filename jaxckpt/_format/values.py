@@ -138,6 +138,11 @@ def encode_value(value: object) -> tuple[str, str] | None:
     return None if encode is None or (isinstance(value, str) and not is_utf8(value)) else (name, encode(value))
 
 
+def array_of(value: str | bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A large str or bytes as the array that stores it. `Kind.from_array` returns the value."""
+    return np.frombuffer(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value, np.uint8)
+
+
 def decode_value(kind: str, text: str) -> Any:
     """The leaf from its text. Raises ValueError if the text is malformed."""
     decode = KINDS[kind].decode if kind in KINDS else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxckpt._format.pieces import Array
 from jaxckpt._format.specs import partition_spec
 from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, notebook
 from jaxckpt._restore.placing import host_value
-from jaxckpt._restore.reading import read_box
+from jaxckpt._restore.reading import StoredArray, read_box
 from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import show_path
 from jaxckpt._runtime.options import Options
@@ -101,6 +101,12 @@ class LazyLeaf:
             return np.asarray(self._leaf.value)[index]
         box, rest = _enclosing_box(index, self.shape)
         return read_box(self._source, self._number, box, self._options)[rest]
+
+    def slabs(self) -> Iterator[Array]:
+        """The whole leaf in C order, as consecutive arrays that fit `options.host_bytes`."""
+        if not self._leaf.is_array:
+            return iter([np.asarray(self._leaf.value)])
+        return StoredArray(self._source, self._number, self._options).slabs()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = np.asarray(self[...])

@@ -19,6 +19,7 @@ from jaxckpt._format.grid import Box, cut_down, volume, whole_box
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
+from jaxckpt._restore.plan import max_read_bytes
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import ForeignCheckpoint, Location, NativeCheckpoint, foreign_steps_of, source_at
 from jaxckpt._runtime.errors import (
@@ -198,7 +199,7 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options) ->
             leaf = manifest.leaves[number]
             place, row = manifest.stack_and_row(leaf)
             stack = manifest.decoded_stacks[place]
-            fits = max(1, options.host_bytes // 4 // stack.itemsize)
+            fits = max(1, max_read_bytes(options.host_bytes) // stack.itemsize)
             for box in cut_down(whole_box(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
                 try:
                     read_box(source, number, box, options)

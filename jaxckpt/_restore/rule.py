@@ -126,6 +126,8 @@ class Rule:
             paths = paths_in(names) if names else ()
             if not all(isinstance(path, str) and path for path in paths) or not (paths or what == "scales"):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
+            if odd := next((path for path in paths if "" in path.split("/")), None):
+                raise InputError(f"Rule.{what} {odd!r} has an empty component; the empty key is written '~2'")
             if len({frozenset(captures(path)) for path in paths}) > 1:
                 raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
         if self.scales and [set(captures(name)) for name in paths_in(self.scales)] != [

@@ -28,7 +28,7 @@ from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree, flatten
-from jaxckpt._format.values import PYTHON_KINDS, encode_value
+from jaxckpt._format.values import PYTHON_KINDS, array_of, encode_value
 from jaxckpt._runtime.errors import (
     DataError,
     InputError,
@@ -326,7 +326,7 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
         inline = encode_value(value)
         if inline is not None:
             return "", inline
-        raw = np.frombuffer(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value, np.uint8)
+        raw = array_of(value)
         return ForeignArray("uint8", raw.shape, InMemoryData(raw), type(value).__name__), None  # pyright: ignore[reportArgumentType]
     if not isinstance(value, ForeignArray):
         return f"is of type {type(value).__module__}.{type(value).__qualname__}", None

@@ -168,7 +168,10 @@ class _ComparedValue:
 
 
 def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
-    """Python values, and replicated integer scalars. The arrays among them are copies."""
+    """Python values, and replicated integer scalars. The arrays among them are copies.
+
+    Values that a conversion reads from its source are not compared: process 0 reads and writes them.
+    """
     everyone = frozenset[int]()
     in_manifest = (record for record in draft.records if record.value is not None)
     found = [_ComparedValue(everyone, record.path, record.value) for record in in_manifest]
@@ -177,7 +180,7 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
         # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
         # because the object's future behavior depends on them.
         in_state = number in draft.state_leaves and not getattr(value, "committed", False)
-        if in_state or draft.records[number].kind in ("str", "bytes"):
+        if isinstance(value, np.ndarray | jax.Array) and (in_state or draft.records[number].kind in ("str", "bytes")):
             found.append(_ComparedValue(everyone, path, value))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)

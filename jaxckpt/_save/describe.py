@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +35,7 @@ from jaxckpt._format.specs import (
     resolve_specs,
 )
 from jaxckpt._format.tree import Container, Leaf, Structure, Tree, all_paths, flatten
-from jaxckpt._format.values import KINDS, PYTHON_KINDS, encode_value
+from jaxckpt._format.values import KINDS, PYTHON_KINDS, array_of, encode_value
 from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._save.copies import Copies
@@ -181,7 +183,7 @@ def _describe(
     if components:
         tests = [parse_select(component) for component in components]
         draft.arrays = [
-            msgspec.structs.replace(array, component=_first_true(tests, draft.records[array.number].path))
+            msgspec.structs.replace(array, component=_component_bits(tests, draft.records[array.number].path))
             for array in draft.arrays
         ]
         _require_components(components, tests, draft)
@@ -237,9 +239,9 @@ def _first_occurrences(leaves: Sequence[Any]) -> list[int] | None:
 
 def _require_components(components: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
     """Raise TreeError if the tree has nothing at the path of a component."""
-    used = {array.component for array in draft.arrays}
-    for number, (component, test) in enumerate(zip(components, tests, strict=True), 1):
-        if number in used:
+    used = functools.reduce(operator.or_, (array.component for array in draft.arrays), 0)
+    for number, (component, test) in enumerate(zip(components, tests, strict=True)):
+        if used >> number & 1:
             continue
         paths = list(all_paths(draft.structure))  # it may hold no arrays
         if not any(map(test, paths)):
@@ -248,9 +250,9 @@ def _require_components(components: Sequence[str], tests: Sequence[Callable[[str
             )
 
 
-def _first_true(tests: Sequence[Callable[[str], bool]], path: str) -> int:
-    """1 + the index of the first test that a path passes; 0 if it passes none."""
-    return next((number for number, test in enumerate(tests, 1) if test(path)), 0)
+def _component_bits(tests: Sequence[Callable[[str], bool]], path: str) -> int:
+    """A bit for each component that a path belongs to, because components may overlap."""
+    return sum(1 << number for number, test in enumerate(tests) if test(path))
 
 
 _ARRAY_TYPES = set[type]()
@@ -288,8 +290,7 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     inline = encode_value(value)
     if inline is not None:
         return LeafRecord(leaf.path, inline[0], value=inline[1]), None
-    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-    return LeafRecord(leaf.path, type(value).__name__), np.frombuffer(raw, np.uint8)
+    return LeafRecord(leaf.path, type(value).__name__), array_of(value)
 
 
 def _impl(keys: jax.Array) -> str:

@@ -68,7 +68,8 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """Whether the processes must first exchange its data, collectively."""
 
     component: int = 0
-    """Leaves of different components never share a stack, so that one can be dropped and the others stay."""
+    """A bit for each component that it belongs to. Leaves that differ in it never share a stack, so that one component
+    can be dropped and the others stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
 
 
 _Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
-"""Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and component."""
+"""Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and components."""
 
 
 def _plan_for_sizes(

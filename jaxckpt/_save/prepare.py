@@ -15,13 +15,13 @@ from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.records import StepRecord
 from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options, require_bool
 from jaxckpt._runtime.processes import Group
 from jaxckpt._runtime.threads import Latch
 from jaxckpt._save import background as background_saves
 from jaxckpt._save.agreement import Agreement, compute_fingerprint
+from jaxckpt._save.clock import Clock
 from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.describe import Draft, DraftCache, describe
 from jaxckpt._save.info import SaveInfo

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.pieces import Pieces
-from jaxckpt._runtime.clock import Clock
 from jaxckpt._runtime.progress import Report
+from jaxckpt._save.clock import Clock
 from jaxckpt._save.handover import Handover
 from jaxckpt._save.pace import Pace
 from jaxckpt._save.plan import WRITE_MEMORY_FACTOR, Object

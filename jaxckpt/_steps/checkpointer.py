@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import logging
@@ -259,7 +260,8 @@ class Checkpointer:
             Preempted: The job was preempted. The message says whether this step was saved in time.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
             CheckpointExistsError: The step exists, and `overwrite` is false.
-            InputError: The step is older than the newest, and the rules would delete it immediately.
+            InputError: The step is older than the newest, and the rules would delete it immediately; or its folder is a
+                symbolic link.
         """
         self._begin_training()
         step = self._require_step(step, "Checkpointer.save")
@@ -416,8 +418,9 @@ class Checkpointer:
             self._step_finder.mark_damaged(chosen.local_source, error)
             return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request, init)
         except JaxckptError as error:
-            for note in self._directory.hints(number, error):
-                error.add_note(note)
+            with contextlib.suppress(JaxckptError):  # which must not replace this error
+                for note in self._directory.hints(number, error):
+                    error.add_note(note)
             raise
         self._restored_step = number
         self._step_finder.record_restored(chosen)

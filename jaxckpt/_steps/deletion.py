@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 import weakref
-from typing import TypeGuard
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.names import MANIFEST
@@ -20,12 +19,10 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.threads import Task, is_shutting_down, start_thread
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.retention import Decision, SavedStep
-from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import TRASH, is_step, pins, step_folders, step_name
-from jaxckpt._storage.store import Store
+from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, remove_link, step_folders, step_name
 
 _log = logging.getLogger("jaxckpt")
 
@@ -230,7 +227,7 @@ class Deletion:
             if step == self._saving_step or not self._directory.is_current(decision.step):
                 return
             if decision.kept:
-                self._drop(step, decision.dropped_subtrees)
+                self._drop(decision.step, decision.dropped_subtrees)
             else:
                 self._delete(step)
                 _log.info("deleted step %d of %s: %s", step, self._store.url, decision.why)
@@ -240,9 +237,8 @@ class Deletion:
     def _delete(self, step: int) -> None:
         """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
         child = self._directory.child(step)
-        if _is_link(child):
-            with translate_os_errors(f"cannot delete {child.url}"):
-                os.unlink(child.folder)
+        if is_link(child):
+            remove_link(child)
             self._directory.forget(step)
             return
         if self._trash and isinstance(self._store, Folder):
@@ -256,30 +252,33 @@ class Deletion:
     def _delete_remains(self, step: int) -> None:
         """Delete the remains of an unpublished step."""
         child = self._directory.child(step)
-        child.clear()
-        if child.read(MANIFEST) is None:  # otherwise it has been published
-            self._store.unmark(step_name(step))
+        if not is_link(child):
+            child.clear()
+            if child.read(MANIFEST) is None:  # otherwise it has been published
+                self._store.unmark(step_name(step))
         self._directory.forget(step)
 
-    def _drop(self, step: int, paths: tuple[str, ...]) -> None:
-        """Republish a step's manifest without some subtrees, then delete their data."""
-        child = self._directory.child(step)
+    def _drop(self, step: SavedStep, paths: tuple[str, ...]) -> None:
+        """Republish a step's manifest without those subtrees that can be dropped, then delete their data."""
+        child = self._directory.child(step.number)
         manifest, content = load_manifest(child)
-        less = None if _is_link(child) else manifests.drop_subtrees(manifest, paths)
-        if less is None:
-            self._directory.remember(SavedStep.of(step, manifest, undroppable=paths))
+        dropped = () if is_link(child) else manifests.droppable(manifest, paths)
+        undroppable = (*step.undroppable, *(path for path in paths if path not in dropped))
+        if not dropped:
+            self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
             return
+        less = manifests.drop_subtrees(manifest, dropped)
         child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
-        self._directory.remember(SavedStep.of(step, less))
+        self._directory.remember(SavedStep.of(step.number, less, undroppable))
         child.trim(less.data_folder, (record.stack() for record in less.stacks))
 
     def _sweep(self) -> None:
         """Delete the remains of killed runs: unpublished data, and half-deleted steps and subtrees."""
         marked = self._store.folders()
         for name in self._store.names():
-            if not is_step(name):
-                continue
             child = self._store.child(name)
+            if not is_step(name) or is_link(child):
+                continue
             try:
                 manifest, _ = load_manifest(child)
             except NotACheckpointError:
@@ -292,11 +291,6 @@ class Deletion:
                     self._store.mark(name)
                 child.sweep(manifest.data_folder)
                 child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
-
-
-def _is_link(step: Store) -> TypeGuard[Folder]:
-    """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never deleted."""
-    return isinstance(step, Folder) and os.path.islink(step.folder)
 
 
 _all = weakref.WeakSet[Deletion]()

@@ -22,7 +22,17 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import BEST, ENDED, RUN, pins, require_step, step_folders, step_name
+from jaxckpt._storage.steps import (
+    BEST,
+    ENDED,
+    RUN,
+    is_link,
+    pins,
+    require_no_checkpoint,
+    require_step,
+    step_folders,
+    step_name,
+)
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import run_at
 
@@ -60,13 +70,14 @@ class Directory:
         return self.child(steps[-1]) if steps else None
 
     def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
-        """The other steps that can be restored, for a note after a restore has failed."""
-        others = [found for found in self.steps() if found != step]
-        if isinstance(error, (CorruptError, NotACheckpointError)) and others:
-            yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
-        found = self.saved_step(step)
-        if found is not None and found.record.dropped and not isinstance(error, CorruptError):
-            yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
+        """What else can be restored, for a note after a restore has failed. Raises StorageError."""
+        if isinstance(error, CorruptError | NotACheckpointError):
+            if others := [found for found in self.steps() if found != step]:
+                yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
+        elif isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
+            found = self.saved_step(step)
+            if found is not None and found.record.dropped:
+                yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
 
     def saved_step(self, step: int) -> SavedStep | None:
         """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
@@ -118,8 +129,8 @@ class Directory:
     # Adding steps (process 0) ----------------------------------------------------------------------------
 
     def require_savable(self, record: StepRecord, *, overwrite: bool, is_last_step: bool) -> None:
-        """Raise unless a step may be saved: it is new or may be overwritten, `keep_best` can compare it with other
-        steps, and the rules would keep it.
+        """Raise unless a step may be saved: it is new or may be overwritten, it is no link, `keep_best` can compare it
+        with other steps, and the rules would keep it.
 
         The last step of a preempted job need not have a metric. Raises CheckpointExistsError, InputError.
         """
@@ -129,6 +140,11 @@ class Directory:
                 self._require_metric(best, record, steps)
         if step in steps and not overwrite:
             raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
+        if is_link(child := self.child(step)):
+            raise InputError(
+                f"{child.url} is a symbolic link, and saving there would change the folder that it leads to: first"
+                f" delete the link, with delete({step})"
+            )
         if steps and step < steps[-1]:
             self._require_kept(record, steps)
         self.store.mark(step_name(step))
@@ -173,7 +189,11 @@ class Directory:
     # Notes on the run (process 0) ------------------------------------------------------------------------
 
     def open(self) -> list[str]:
-        """Note the meaning of "best". Returns the names of existing notes."""
+        """Note the meaning of "best". Returns the names of existing notes.
+
+        Raises InputError if the directory is itself a checkpoint, which a restore of its path would return.
+        """
+        require_no_checkpoint(self.store)
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         if self.policy.keep_best:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
 
-from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs
@@ -21,11 +20,11 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.target import RestoreRequest
-from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import ENDED, RUN, step_folders, step_name
+from jaxckpt._storage.steps import ENDED, RUN, require_no_checkpoint, step_folders, step_name
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import run_at
 
@@ -100,8 +99,8 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
         [10, 20]
     """
     found, _ = step_folders(run := run_at(directory, options_or_default(options)))
-    if not found and run.read(MANIFEST) is not None:
-        raise InputError(f"{run.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
+    if not found:
+        require_no_checkpoint(run)
     return found
 
 

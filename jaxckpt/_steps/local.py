@@ -244,8 +244,12 @@ class LocalTier:
     # Saving ----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        must_save, self._must_save_next = self._must_save_next, False
-        return must_save or step % self.every == 0
+        return self._must_save_next or step % self.every == 0
+
+    def record_tried(self) -> None:
+        """Note that a step was saved locally, or that its save has failed. Every process calls this in the same call of
+        `save`, because all must agree on which steps are due."""
+        self._must_save_next = False
 
     def is_blocked_by_flush(self, step: int, group: Group) -> bool:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and

@@ -78,15 +78,21 @@ class Saver:
             saved = self._finish_earlier_saves(step, overwrite=request.overwrite)
         if not saved:
             awaited = not (self.background or is_last_step)
-            saved = self._begin(
-                step,
-                metrics,
-                request,
-                functools.partial(begin_call, step),
-                to_storage=to_storage,
-                is_last_step=is_last_step,
-                awaited=awaited,
-            )
+            is_skipped = False  # all processes skip a step, or none does; an error may be of one process only
+            try:
+                saved = self._begin(
+                    step,
+                    metrics,
+                    request,
+                    functools.partial(begin_call, step),
+                    to_storage=to_storage,
+                    is_last_step=is_last_step,
+                    awaited=awaited,
+                )
+                is_skipped = not saved
+            finally:
+                if self.local is not None and not is_skipped:
+                    self.local.record_tried()
             if saved and to_storage:
                 self.schedule.record_save()
             if awaited:

@@ -87,12 +87,7 @@ class Publisher:
         """The save of the last publication."""
 
     def _anchor_of(self, number: int) -> float:
-        anchor = self._checkpointer.metrics(number).get(_ANCHOR)
-        if anchor is None:
-            raise InputError(
-                f"{self._checkpointer.path(number)} holds no published weights: give a Publisher its own folder"
-            )
-        return anchor
+        return _require_anchor(self._checkpointer.path(number), self._checkpointer.metrics(number))
 
     def _is_needed(self, number: int, metrics: Mapping[str, float | None]) -> bool:
         return (metrics.get(_ANCHOR) or 0.0) >= self._oldest_anchor
@@ -205,6 +200,7 @@ def _subscribe(
         last_applied: tuple[int, float | None] | None = None
         after = found[0] - 1 if found and found[0] else None
         for publication in follow(run.url, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
+            _require_anchor(publication.path, publication.metrics)
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
                 weights = publication.restore(target, mesh=mesh, specs=specs)
@@ -228,9 +224,16 @@ def _newest_chain(run: Store, newest: int | None, options: Options | None) -> tu
         return None
     newest_path = run.child(step_name(newest)).url
     metrics = open_checkpoint(newest_path, options=options).metrics
+    return int(_require_anchor(newest_path, metrics)), metrics.get(_CHAIN)
+
+
+def _require_anchor(path: str, metrics: Mapping[str, float | None]) -> float:
+    """The number of the anchor of a publication. Raises InputError for any other step."""
     if (anchor := metrics.get(_ANCHOR)) is None:
-        raise InputError(f"{newest_path} holds no published weights; give the directory of a Publisher")
-    return int(anchor), metrics.get(_CHAIN)
+        raise InputError(
+            f"{path} holds no published weights: Publisher and subscribe need a directory that no Checkpointer uses"
+        )
+    return anchor
 
 
 # On the devices -------------------------------------------------------------------------------------------

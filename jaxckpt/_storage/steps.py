@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import msgspec
 
@@ -15,6 +16,8 @@ from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import require_whole_number
 from jaxckpt._storage.child_folders import UNLISTABLE
+from jaxckpt._storage.errors import translate_os_errors
+from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.store import Store
 
 RUN = "_run"
@@ -45,6 +48,23 @@ def is_step(name: str) -> bool:
     """Whether a step's folder can have this name."""
     # A number with more digits could exceed the largest step and would then always be the newest.
     return re.fullmatch(r"\d{8}|[1-9]\d{8,18}", name, re.ASCII) is not None and int(name) <= MAX_INTEGER
+
+
+def require_no_checkpoint(directory: Store) -> None:
+    """Raise InputError if a directory of steps is itself a checkpoint."""
+    if directory.read(MANIFEST) is not None:
+        raise InputError(f"{directory.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
+
+
+def is_link(step: Store) -> TypeGuard[Folder]:
+    """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never changed."""
+    return isinstance(step, Folder) and os.path.islink(step.folder)
+
+
+def remove_link(step: Folder) -> None:
+    """Delete the symbolic link of a step, but not the folder that it leads to. Raises StorageError."""
+    with translate_os_errors(f"cannot delete {step.url}"):
+        os.unlink(step.folder)
 
 
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:

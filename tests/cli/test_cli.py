@@ -150,6 +150,22 @@ def test_rm_reports_data_that_it_could_not_delete(tmp_path: Path) -> None:
     assert os.listdir(path) == [data.name]
 
 
+def test_rm_of_a_link_deletes_only_the_link(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "theirs") as theirs:
+        for step in (1, 2):
+            theirs.save(step, {"w": np.full(3, step)})
+    (tmp_path / "ours").mkdir()
+    for step in (1, 2):
+        (tmp_path / f"ours/{step:08d}").symlink_to(f"../theirs/{step:08d}")
+    link = str(tmp_path / "ours/00000001")
+    assert f"delete the link {link} (jaxckpt: 1 leaf" in run("rm", link, code=1, stdin="n\n").stderr
+    assert run("rm", link, "--yes").stdout == f"deleted the link {link}\n"
+    assert run_json("rm", str(tmp_path / "ours@2"), "--yes")["left"] == []
+    assert os.listdir(tmp_path / "ours") == []
+    assert jaxckpt.steps(tmp_path / "theirs") == [1, 2]
+    assert jaxckpt.verify(tmp_path / "theirs").ok
+
+
 def test_rm_refuses_other_paths(here: Path, tmp_path: Path) -> None:
     reported = run("rm", "run1/exported.safetensors", "--yes", code=2).stderr
     assert reported == "jaxckpt: " + os.path.abspath("run1/exported.safetensors") + (

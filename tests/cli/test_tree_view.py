@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,9 @@ import pytest
 from command_line import SAVED, run, run_json
 
 import jaxckpt
+from jaxckpt._cli import tree_view
+from jaxckpt._inspect import leaf as _leaf
+from jaxckpt._restore import reading
 
 # The tree -------------------------------------------------------------------------------------------------
 
@@ -182,6 +187,28 @@ def test_cat_saves_npy(tmp_path: Path, dtype: str, index: str | None) -> None:
     assert loaded.dtype == {"bfloat16": "float32", "float8_e4m3fn": "float32", "int4": "int8"}.get(dtype, dtype)
     assert ("without loss" in result.stderr) == (loaded.dtype != kind)
     assert [path.name for path in tmp_path.iterdir() if "npy" in path.name] == ["w.npy"]
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 18), (4, 1 << 16), (1 << 18,), (1, 1, 1 << 9, 1 << 9)])
+def test_cat_saves_an_array_that_is_larger_than_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    host_bytes, sizes = 1 << 18, list[int]()
+    array = np.arange(1 << 18, dtype=np.float64).reshape(shape)  # 2 MiB
+    jaxckpt.save(tmp_path / "c", {"w": array}, options=jaxckpt.Options(chunk_bytes=1 << 14))
+    whole = reading.read_box
+
+    def read_box(*arguments: Any) -> Any:
+        sizes.append((part := whole(*arguments)).nbytes)
+        return part
+
+    monkeypatch.setattr(reading, "read_box", read_box)
+    monkeypatch.setattr(_leaf, "read_box", read_box)
+    small = functools.partial(jaxckpt.open, options=jaxckpt.Options(host_bytes=host_bytes))
+    monkeypatch.setattr(tree_view, "open_checkpoint", small)
+    run("cat", str(tmp_path / "c"), "w", "--save", str(tmp_path / "w.npy"))
+    assert np.array_equal(np.load(tmp_path / "w.npy"), array)
+    assert max(sizes) <= host_bytes
 
 
 def test_cat_saves_odd_shapes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -590,7 +591,8 @@ def test_a_conversion_leaves_the_draft_of_a_running_one(tmp_path: Path, monkeypa
     def write_another_draft(path: str) -> None:
         if not others:
             others.append(path)
-            jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", overwrite=True)
+            with ThreadPoolExecutor() as rival:
+                rival.submit(jaxckpt.convert, tmp_path / "from", tmp_path / "to.npz", overwrite=True).result()
         sync(path)
 
     monkeypatch.setattr(destination, "_sync", write_another_draft)
@@ -652,12 +654,15 @@ def test_each_process_reads_its_shards_of_a_foreign_file_and_one_converts(
     tmp_path: Path, run_processes: processes.RunProcesses
 ) -> None:
     tree = {f"w{n}": np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32) for n in range(3)}
-    jaxckpt.save(tmp_path / "from", tree)
-    jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
-    arguments = {"file": str(tmp_path / "w.safetensors"), "to": str(tmp_path / "to")}
+    jaxckpt.save(tmp_path / "from", {**tree, "text": "x" * 5000})
+    jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors", select="w*")
+    arguments = {name: str(tmp_path / name) for name in ("from", "to")} | {"file": str(tmp_path / "w.safetensors")}
     done = run_processes(processes.PROGRAMS / "convert_in_two.py", processes=2, devices_per_process=4, args=arguments)
-    assert [one.stdout.split() for one in done] == [["4"], ["4"]]
-    assert jaxckpt.diff(tmp_path / "from", tmp_path / "to").leaves[0].differing == 0
+    assert done[0].stdout.split() == ["4", "PeerFailedError", "PeerFailedError"]
+    assert done[1].stdout.split() == ["4", "NotACheckpointError", "NotACheckpointError"]
+    assert jaxckpt.diff(tmp_path / "from", tmp_path / "to", select="w*").leaves[0].differing == 0
+    assert jaxckpt.diff(tmp_path / "from", tmp_path / "to-copy").identical
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "to-b"))]
 
 
 def test_data_with_a_wrong_checksum_does_not_get_a_new_one(tmp_path: Path) -> None:

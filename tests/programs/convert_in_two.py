@@ -1,4 +1,5 @@
-"""Restores a foreign file in a job, where each process reads its own shards, and converts it for a mesh."""
+"""Restores a foreign file in a job, where each process reads its own shards, and converts it for a mesh; converts a
+checkpoint to all formats; and converts one that a process lacks."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from joined import args
+from joined import args, process_id
 
 import jaxckpt
 
@@ -19,4 +20,19 @@ for n in range(3):
 jaxckpt.convert(args["file"], args["to"], mesh_shape={"data": 2, "model": 4}, specs=P("data"))
 again = jaxckpt.restore(args["to"], mesh=mesh)
 assert again["w1"].sharding.spec == P("data")
-print(len(restored["w0"].addressable_shards))
+tree = jaxckpt.load_numpy(args["from"])
+jaxckpt.convert(args["from"], f"{args['to']}-copy")
+assert jaxckpt.load_numpy(f"{args['to']}-copy")["text"] == tree["text"]
+for name, form in (("a.npz", None), ("a.safetensors", None), ("a.zarr", None), ("a-orbax", "orbax")):
+    path = f"{args['to']}-{name}"
+    for overwrite in (False, True):
+        jaxckpt.convert(args["from"], path, format=form, select="w*", overwrite=overwrite)
+    if name != "a.zarr":  # which jaxckpt does not read
+        assert all(np.array_equal(value, tree[key]) for key, value in jaxckpt.load_numpy(path).items())
+said: list[str] = []
+for name in ("b", "b.npz"):
+    try:
+        jaxckpt.convert(args["from"] if process_id == 0 else f"{args['from']}-missing", f"{args['to']}-{name}")
+    except jaxckpt.JaxckptError as error:
+        said.append(type(error).__name__)
+print(len(restored["w0"].addressable_shards), *said)

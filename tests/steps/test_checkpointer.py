@@ -130,6 +130,47 @@ def test_subtrees_that_are_not_stored_separately_are_kept(tmp_path: Path) -> Non
     assert all("opt_state" in jaxckpt.load_numpy(checkpoints.path(step)) for step in range(3))
 
 
+def test_components_may_overlap(tmp_path: Path) -> None:
+    """The leaves have equal shapes, so they share a stack unless a component separates them."""
+    components = {"opt": 3, "opt/mu": 1, "**/b": 2}
+    with jaxckpt.Checkpointer(tmp_path, components=components, background=False, options=FAST) as checkpoints:
+        for step in range(4):
+            leaf = np.full((4, 4), step)
+            tree = {"params": {"w": leaf, "b": leaf + 1}, "opt": {"mu": {"w": leaf, "b": leaf + 2}, "nu": leaf + 3}}
+            checkpoints.save(step, tree)
+    mu, nu, bias = {"opt/mu/w"}, {"opt/nu"}, {"params/b"}
+    rest = {"params/w"}
+    expected = {0: rest, 1: rest | nu, 2: rest | nu | bias, 3: rest | nu | bias | mu | {"opt/mu/b"}}
+    assert {step: {*jaxckpt.open(tmp_path / f"{step:08d}")} for step in range(4)} == expected
+    for step in range(4):
+        assert jaxckpt.load_numpy(tmp_path / f"{step:08d}")["params"]["w"][0, 0] == step
+    assert jaxckpt.verify(tmp_path).ok
+
+
+def test_a_subtree_that_cannot_be_dropped_does_not_keep_the_others(tmp_path: Path) -> None:
+    """Not even after a subtree was dropped, and without another attempt after each save."""
+    tree = {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(5), "d": np.zeros(7)}
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step, tree)
+    components = {"a": 1, "c": 1, "d": 2}  # "a" shares its stack with "b"
+    checkpoints = jaxckpt.Checkpointer(tmp_path, components=components, background=False, options=FAST)
+    assert [{*jaxckpt.open(checkpoints.path(step))} for step in range(2)] == [{"a", "b", "d"}, {*tree}]
+    checkpoints.save(2, tree)
+    assert [{*jaxckpt.open(checkpoints.path(step))} for step in range(2)] == [{"a", "b"}, {"a", "b", "d"}]
+    saved = [checkpoints._directory.saved_step(step) for step in range(3)]
+    assert [one.undroppable for one in saved if one] == [("a",), ("a",), ()]
+    checkpoints.close()
+
+
+def test_subtrees_that_share_a_stack_with_each_other_are_dropped_together(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step, {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(5)})
+    jaxckpt.Checkpointer(tmp_path, components={"a": 1, "b": 1}, options=FAST).close()
+    assert {*jaxckpt.open(tmp_path / "00000000")} == {"c"}
+
+
 class Crash(BaseException):
     """Simulates the end of the process."""
 
@@ -948,3 +989,38 @@ def test_changing_the_working_directory_does_not_matter(tmp_path: Path, monkeypa
         jaxckpt.save("run/00000003", {"x": 999})  # in another directory
         assert checkpoints.restore() == {"x": 3}
     assert names_in(tmp_path / "a/run") == ["00000002", "00000003"]
+
+
+def test_a_checkpoint_is_not_the_directory_of_a_run(tmp_path: Path) -> None:
+    """A restore of its path would return the checkpoint and not the newest step."""
+    jaxckpt.save(tmp_path / "run", {"w": 1})
+    before = sorted(os.listdir(tmp_path / "run"))
+    with pytest.raises(jaxckpt.InputError, match="run is a checkpoint; give the directory of a Checkpointer"):
+        jaxckpt.Checkpointer(tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == before
+
+
+# Notes on errors -------------------------------------------------------------------------------------------
+
+
+def test_notes_on_an_error_cost_nothing_if_none_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = filled(tmp_path, range(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "folders", lambda *_: pytest.fail("it lists the steps"))
+        with pytest.raises(jaxckpt.TreeError, match="nowhere"):
+            checkpoints.restore(1, select="nowhere")
+    checkpoints.close()
+
+
+def test_notes_on_an_error_do_not_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = filled(tmp_path, range(3))
+    (Path(checkpoints.path(1)) / "manifest.json").write_text("{")
+
+    def refuse(*_: object) -> None:
+        raise jaxckpt.StorageError(5, "the disk is broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "folders", refuse)
+        with pytest.raises(jaxckpt.ManifestError):
+            checkpoints.restore(1)
+    checkpoints.close()

@@ -320,3 +320,47 @@ def test_a_step_that_is_a_link_is_unlinked_and_its_target_stays(tmp_path: Path, 
     for step in (1, 2, 3):
         assert jaxckpt.load_numpy(tmp_path / f"theirs@{step}")["moments"].sum() == 3
     assert jaxckpt.verify(tmp_path / "theirs").ok
+
+
+def test_a_step_that_is_a_link_is_not_overwritten(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "theirs", options=FAST) as theirs:
+        theirs.save(3, state(3))
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/00000003").symlink_to("../theirs/00000003")
+    with jaxckpt.Checkpointer(tmp_path / "ours", options=FAST) as ours:
+        with pytest.raises(jaxckpt.CheckpointExistsError):
+            ours.save(3, state(30))
+        with pytest.raises(jaxckpt.InputError, match="ours/00000003 is a symbolic link"):
+            ours.save(3, state(30), overwrite=True)
+        ours.save(4, state(4))
+        ours.delete(3)
+        ours.save(3, state(30))
+        ours.wait()
+        assert ours.restore(3)["step"] == 30
+    assert jaxckpt.restore(tmp_path / "theirs@3")["step"] == 3
+    assert jaxckpt.verify(tmp_path / "theirs").ok
+
+
+def test_the_remains_of_a_save_behind_a_link_are_not_deleted(tmp_path: Path) -> None:
+    """They may belong to a save that is running in another run."""
+    remains = tmp_path / "theirs/00000001" / f"data-{'0' * 32}"
+    remains.mkdir(parents=True)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/00000001").symlink_to("../theirs/00000001")
+    for step in (2, 3):
+        with jaxckpt.Checkpointer(tmp_path / "ours", options=FAST) as ours:
+            ours.save(step, state(step))
+    assert remains.exists()
+
+
+def test_a_new_step_is_not_saved_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    with jaxckpt.Checkpointer(tmp_path / "ours", options=FAST) as ours:
+        ours.save(1, state(1))
+        ours.wait()
+        (tmp_path / "ours/00000002").symlink_to("../theirs")
+        with pytest.raises(jaxckpt.InputError, match=r"is a symbolic link.*with delete\(2\)"):
+            ours.save(2, state(2))
+        ours.delete(2)
+        ours.save(2, state(2))
+    assert list((tmp_path / "theirs").iterdir()) == []

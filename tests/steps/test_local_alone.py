@@ -205,3 +205,31 @@ def test_the_folder_of_another_run_is_refused_with_a_remedy(tmp_path: Path) -> N
     assert error().endswith(f"an earlier run in {tmp_path}/run, which was deleted or replaced since{remedy}")
     (own / "run.json").unlink()
     assert "holds other files, but no run.json" in error()
+
+
+def test_a_local_save_that_is_owed_is_due_until_one_is_tried(tmp_path: Path) -> None:
+    """A restore that lacked copies owes one."""
+    with opened(tmp_path) as checkpoints:
+        local = checkpoints._local
+        assert local is not None
+        for step, owed in ((3, True), (4, False), (10, True), (11, False)):  # step 10 is due in any case
+            if owed:
+                local.record_restored(None, complete=False)
+            assert local.is_due(step) == local.is_due(step) == owed
+            assert checkpoints.save(step, state(step)) == owed
+            checkpoints.wait()
+    assert resumed(tmp_path) == 10
+
+
+def test_a_skipped_local_save_is_still_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as checkpoints:
+        local = checkpoints._local
+        assert local is not None
+        local.record_restored(None, complete=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(local, "is_blocked_by_flush", lambda *_: True)
+            assert not checkpoints.save(3, state(3))
+        assert checkpoints.save(4, state(4))
+        with pytest.raises(jaxckpt.TreeError):
+            checkpoints.save(5, {"w": object()})
+        assert not checkpoints.save(6, state(6))

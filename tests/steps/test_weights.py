@@ -300,3 +300,14 @@ def test_another_runs_directory_is_not_changed(tmp_path: Path) -> None:
         jaxckpt.Publisher(tmp_path)
     assert [step.number for step in jaxckpt.follow(tmp_path, timeout=60)] == [1], "the run is still ended"
     assert (tmp_path / "_run/ended.json").exists()
+
+
+def test_a_checkpointer_that_saves_among_the_publications_is_an_error(tmp_path: Path) -> None:
+    follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+        publisher.publish(0, {"w": jnp.ones(3)})
+    assert next(follower)[0] == 0
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as run:
+        run.save(1, {"w": jnp.ones(3)}, metadata={"note": 1})
+    with pytest.raises(jaxckpt.InputError, match="00000001 holds no published weights"):
+        next(follower)
