@@ -201,7 +201,10 @@ class _Community:
             nothing = [Transfer([], {})] * (len(programs) - len(found))  # other communities have more
             return list(zip([*found, *nothing], programs, strict=True))
 
-        with CollectiveCalls((), lambda one, _: self._interconnect.gather(*one, own)) as calls:
+        def gather(one: tuple[Transfer, _Program], _: object) -> dict[int, Array]:
+            return self._interconnect.gather(*one, own)
+
+        with CollectiveCalls[tuple[Transfer, _Program], dict[int, Array]]((), gather) as calls:
             agreed = calls.extend(agree)
             for piece, _ in calls:
                 self._deliver(piece, calls.run_next(), delivery, report)

@@ -80,7 +80,7 @@ class PeerReads:
         def exchange(sizes: list[int], _: object) -> list[bytes]:
             return _all_gather_bytes(Interconnect((everyone,), self._process), asked, sizes)
 
-        with CollectiveCalls((), exchange) as calls:
+        with CollectiveCalls[list[int], list[bytes]]((), exchange) as calls:
             calls.extend(agree)
             for _ in calls:
                 self._rounds_by_process = [_decode_requests(text) if text else [] for text in calls.run_next()]
@@ -117,7 +117,7 @@ class PeerReads:
 
         with (
             StorageThread(self._options.timeout_seconds) as aside,
-            CollectiveCalls((), lambda hop, own: run(tuple(hop), _sent_bytes(hop), own)) as calls,
+            CollectiveCalls[Hop, Bytes | None]((), lambda hop, own: run(tuple(hop), _sent_bytes(hop), own)) as calls,
         ):
             calls.extend(agree)
             for hop in calls:
