@@ -5,9 +5,8 @@ compiles, and compares everything that it restores with the saved values, bit fo
 round. A contender whose round takes longer than SLOW_SECONDS does not take part in the following rounds.
 
 Freed memory stays in the process (steady.py), for all contenders. Before each measurement, outside the measured time,
-dirty pages are flushed. Before each save, TOUCHED times the tree's size of memory is allocated, written and freed: on a
-virtual machine, the first access to memory that the host has reclaimed is slow, and files on tmpfs are memory. Files
-are read from the page cache.
+dirty pages are flushed. Before each save, the memory that its files need is touched (steady.py). Files are read from
+the page cache.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ steady.begin(devices=8 // case["processes"])
 import functools
 import gc
 import itertools
-import mmap
 import os
 import time
 import warnings
@@ -45,7 +43,6 @@ import jaxckpt
 SAVE_ASYNC, STEP_AFTER, STEP_ALONE = "save_async, until it returns", "a step just after it", "a step alone"
 LOAD_NUMPY, ONE_LEAF, OPEN = "load_numpy", "one leaf", "open"
 SLOW_SECONDS = 180
-TOUCHED = 1.25  # the files of one save, plus a margin
 STEP_LEAVES = 5000  # with more leaves, the step that follows save_async takes minutes to compile
 
 Samples = dict[str, dict[str, list[float]]]
@@ -235,9 +232,7 @@ class Turns:
         contender.prepare()
         gc.collect()
         if saving:
-            with mmap.mmap(-1, max(int(TOUCHED * self.workload.nbytes / jax.process_count()), 1)) as touched:
-                touched.madvise(mmap.MADV_HUGEPAGE)  # like NumPy
-                np.frombuffer(touched, np.uint8)[:: mmap.PAGESIZE] = 1
+            steady.touch_memory(self.workload.nbytes // jax.process_count())
         os.sync()
 
     def renew(self) -> None:
