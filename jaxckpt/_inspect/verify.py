@@ -34,6 +34,7 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.progress import display_progress, show_bytes
+from jaxckpt._storage.errors import retry_stale
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store_path import store_at
@@ -266,14 +267,16 @@ def _pause(n_bytes: int, options: Options) -> None:
 
 
 def _check(store: Objects, file: _ExpectedObject) -> list[Problem]:
-    problems: list[Problem] = []
     try:
-        with store.range_reader(file.key) as read:
-            for box, reason in zarr.object_problems(read, file.stack, file.index, file.length, file.digest):
-                problems.extend(file.problems(box, reason))
-    except (DataError, StorageError) as error:
-        problems.extend(file.problems(None, f"cannot be read: {error}"))
-    return problems
+        found = retry_stale(functools.partial(_object_problems, store, file))
+    except (DataError, OSError) as error:
+        return list(file.problems(None, f"cannot be read: {error}"))
+    return [problem for box, reason in found for problem in file.problems(box, reason)]
+
+
+def _object_problems(store: Objects, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
+    with store.range_reader(file.key) as read:
+        return list(zarr.object_problems(read, file.stack, file.index, file.length, file.digest))
 
 
 def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -1,13 +1,42 @@
-"""Translates errors of the file system and of tensorstore into jaxckpt's errors."""
+"""Translates errors of the file system and of tensorstore into jaxckpt's errors; retries those that pass."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
+import time
 from collections.abc import Callable, Generator
+from typing import TypeVar
 
 from jaxckpt._runtime.errors import DataError, InputError, JaxckptError, StorageError
+
+T = TypeVar("T")
+
+_STALE_SECONDS = 2.0
+"""How long a path may lead to a file that another host has deleted or replaced. GlusterFS and FUSE cache for 1 s."""
+
+
+def retry_stale(work: Callable[[], T]) -> T:
+    """Return what `work` returns. If it fails with ESTALE, try again for 2 s.
+
+    NFS and GlusterFS raise ESTALE if another host has deleted or replaced a file that this host has open, or has found
+    by its path a moment ago. `work` must therefore begin with the path. An error that does not pass is raised as
+    FileNotFoundError: the file was deleted.
+    """
+    deadline = time.monotonic() + _STALE_SECONDS
+    pause = 0.005
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            if time.monotonic() >= deadline:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ESTALE), error.filename) from error
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
 
 
 @contextlib.contextmanager
@@ -48,7 +77,8 @@ def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | 
     decoding = "Error decoding" in text or (unsupported and "Error reading shard entry" in text)
     if (unsupported and not decoding) or "ignored by server" in text:
         return StorageError(errno.ENOTSUP, f"{what}: {text}")
-    damaged = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) if system else decoding or status in _DAMAGED
+    missing = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
+    damaged = missing if system else decoding or status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
 
 

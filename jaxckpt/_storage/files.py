@@ -32,8 +32,8 @@ from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
 from jaxckpt._format.zarr import Bytes, Chunks
 from jaxckpt._runtime.errors import DataError
-from jaxckpt._storage.errors import translate_os_errors
-from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.errors import retry_stale, translate_os_errors
+from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, Pending
 from jaxckpt._storage.workers import THREADS, JoinedWork, submit
 
 BATCH_BYTES = 4 << 20
@@ -73,7 +73,7 @@ class FileWriter:
     def _write(self, index: tuple[int, ...], pieces: Pieces) -> tuple[int, str]:
         path = _path(self.folder, index)
         with translate_os_errors(f"cannot write {path}"):
-            handle = _create_file(path, self.folder)
+            handle = retry_stale(functools.partial(_create_file, path, self.folder))
             try:
                 written = self._encode(handle, index, pieces)
                 if self.sync:
@@ -137,18 +137,21 @@ class FileReader(ArrayReader):
         path = _path(self.folder, index)
         with translate_os_errors(f"cannot read {path}"):
             try:
-                odd = None if index in self.chunk_indexes else self.path_problem(path)
-                if odd:
-                    raise DataError(f"{path} {odd}")
-                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    _OpenObject(self.stack, index, path, handle, self._chunk_index(path, handle, index)).read(wanted)
-                finally:
-                    os.close(handle)
+                retry_stale(functools.partial(self._read_object, path, index, wanted))
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                     raise DataError(f"{path} is missing") from error
                 raise
+
+    def _read_object(self, path: str, index: tuple[int, ...], wanted: Sequence[_Wanted]) -> None:
+        odd = None if index in self.chunk_indexes else self.path_problem(path)
+        if odd:
+            raise DataError(f"{path} {odd}")
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            _OpenObject(self.stack, index, path, handle, self._chunk_index(path, handle, index)).read(wanted)
+        finally:
+            os.close(handle)
 
     def _chunk_index(self, path: str, handle: int, index: tuple[int, ...]) -> _ChunkIndex:
         """The index of an object; read once."""
@@ -160,8 +163,8 @@ class FileReader(ArrayReader):
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path} is not a regular file")
-        if status.st_size != length:
-            raise DataError(f"{path} is {status.st_size} bytes long, expected {length}")
+        if status.st_size != length and (size := current_size(handle)) != length:
+            raise DataError(f"{path} is {size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         read_into(path, handle, length - len(tail), [tail])
         entries = zarr.parse_index(tail, length - len(tail))
@@ -471,6 +474,33 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
         return count
 
     _move_all(buffers, read_some)
+
+
+def read_to_end(path: str, handle: int) -> bytes:
+    """The content of a file. Raises DataError if it has more than MAX_FILE_BYTES.
+
+    FUSE caches the size of a file that another host has replaced, and ends reads there. A read makes it ask for the
+    size again, so the end is where a read returns nothing and the size after that agrees.
+    """
+    pieces, count, size, at_end = list[bytes](), 0, os.fstat(handle).st_size, False
+    while True:
+        if max(count, size) > MAX_FILE_BYTES:
+            raise DataError(f"{path} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
+        if piece := os.read(handle, max(size - count, 0) + 4096):
+            pieces.append(piece)
+            count += len(piece)
+            at_end = False
+            continue
+        size = os.fstat(handle).st_size
+        if at_end or size <= count:
+            return b"".join(pieces)
+        at_end = True
+
+
+def current_size(handle: int) -> int:
+    """The size of an open file. Reads a byte, because FUSE then asks for the size again instead of using its cache."""
+    os.pread(handle, 1, 0)
+    return os.fstat(handle).st_size
 
 
 def _move_all(buffers: Sequence[Any], move_some: Callable[[Sequence[Any]], int]) -> None:

@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,10 +31,10 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, StorageError
 from jaxckpt._runtime.events import log_swept
 from jaxckpt._storage.claims import overtaken_error, parse_note
-from jaxckpt._storage.errors import translate_os_errors
-from jaxckpt._storage.files import FileReader, FileWriter, read_into
+from jaxckpt._storage.errors import retry_stale, translate_os_errors
+from jaxckpt._storage.files import FileReader, FileWriter, current_size, read_into, read_to_end
 from jaxckpt._storage.links import link
-from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects
+from jaxckpt._storage.objects import ArrayReader, ArrayWriter, Objects
 from jaxckpt._storage.removal import remove_folder
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
@@ -70,14 +71,14 @@ class Folder:
     def read(self, key: str) -> bytes | None:
         with self._translate_errors("read", key):
             try:
-                with self._open_file(key) as (handle, size), open(handle, "rb", closefd=False) as file:
-                    if size > MAX_FILE_BYTES:
-                        raise DataError(
-                            f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large"
-                        )
-                    return file.read(size)
+                return retry_stale(functools.partial(self._read, key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
+
+    def _read(self, key: str) -> bytes:
+        _revalidate(self._path(key))
+        with self._open_file(key) as (handle, _):
+            return read_to_end(f"{self.url}/{key}", handle)
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         return [self.read(key) for key in keys]
@@ -88,12 +89,17 @@ class Folder:
         _, odd = self._inspect_file(key, set())
         if odd:
             raise DataError(f"{self.url}/{key} {odd}")
-        # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
-        handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            yield handle, os.fstat(handle).st_size
-        finally:
-            os.close(handle)
+            # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
+            handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                yield handle, os.fstat(handle).st_size
+            finally:
+                os.close(handle)
+        except FileNotFoundError as error:
+            # It has just been found, so another process has replaced or deleted it. GlusterFS raises ENOENT also for
+            # reads of an open file.
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
 
     def _inspect_file(self, key: str, plain_folders: set[str]) -> tuple[int, str | None]:
         """(size of a file, a problem unless it is a regular file in real folders below this one).
@@ -112,7 +118,11 @@ class Folder:
         return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, not a regular file"
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        with self._translate_errors("write", key), open(self._path(key), "wb") as file:
+        with self._translate_errors("write", key):
+            retry_stale(functools.partial(self._put, key, content, sync=sync))
+
+    def _put(self, key: str, content: bytes, *, sync: bool) -> None:
+        with open(self._path(key), "wb") as file:
             file.write(content)
             file.flush()
             if sync:
@@ -120,7 +130,7 @@ class Folder:
 
     def remove(self, key: str) -> None:
         with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self._path(key))
+            retry_stale(functools.partial(os.unlink, self._path(key)))
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -162,10 +172,13 @@ class Folder:
         """Length and digest of an object."""
         with self._translate_errors("read", key):
             try:
-                with self._open_file(key) as (handle, size):
-                    return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
+                return retry_stale(functools.partial(self._digest, key, stack))
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise DataError(f"{self.url}/{key} is missing") from error
+
+    def _digest(self, key: str, stack: Stack) -> tuple[int, str]:
+        with self._open_file(key) as (handle, size):
+            return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         plain = set[str]()
@@ -173,12 +186,18 @@ class Folder:
         for key, length in lengths.items():
             with self._translate_errors("look at", key):
                 try:
-                    size, odd = self._inspect_file(key, plain)
+                    size, odd = retry_stale(functools.partial(self._inspect_file, key, plain))
+                    if not odd and size != length:
+                        size = retry_stale(functools.partial(self._current_size, key))
                 except (FileNotFoundError, NotADirectoryError):
                     size, odd = 0, "is missing"
             if odd or size != length:
                 found[key] = odd or f"is {size} bytes long, expected {length}"
         return found
+
+    def _current_size(self, key: str) -> int:
+        with self._open_file(key) as (handle, _):
+            return current_size(handle)
 
     @contextlib.contextmanager
     def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
@@ -204,13 +223,16 @@ class Folder:
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
         with self._translate_errors("create", data):
-            for tries_left in reversed(range(100)):
-                try:
-                    return DataClaim(self, data, self._create_data_folder(self._path(data), note))
-                except (FileNotFoundError, FileExistsError):
-                    # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
-                    if not tries_left:
-                        raise
+            return DataClaim(self, data, retry_stale(functools.partial(self._claim_folder, self._path(data), note)))
+
+    def _claim_folder(self, path: str, note: bytes) -> int:
+        for tries_left in reversed(range(100)):
+            try:
+                return self._create_data_folder(path, note)
+            except (FileNotFoundError, FileExistsError):
+                # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
+                if not tries_left:
+                    raise
         raise AssertionError
 
     def _create_data_folder(self, path: str, note: bytes) -> int:
@@ -230,7 +252,7 @@ class Folder:
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
         """The checkpoint's folder, open and locked, so that claims, sweeps and publications exclude each other."""
-        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = retry_stale(functools.partial(os.open, self.folder, os.O_RDONLY | os.O_DIRECTORY))
         try:
             self._lock(handle)
             yield handle
@@ -262,7 +284,7 @@ class Folder:
 
     def create_array(self, data: str, stack: Stack) -> None:
         with self._translate_errors("create", f"{data}/{stack.name}"):
-            os.makedirs(self._path(data, stack.name), exist_ok=True)
+            retry_stale(functools.partial(os.makedirs, self._path(data, stack.name), exist_ok=True))
         self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
@@ -324,7 +346,7 @@ class Folder:
             contextlib.suppress(FileNotFoundError),
             self._locked() as handle,
         ):
-            os.unlink(self._path(MANIFEST))
+            retry_stale(functools.partial(os.unlink, self._path(MANIFEST)))
             if sync:  # otherwise a power loss could restore the manifest without its data
                 os.fsync(handle)
 
@@ -412,16 +434,20 @@ class Folder:
         return os.path.isfile(self.folder)
 
     def names(self) -> list[str]:
-        with self._translate_errors("list", ""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(os.listdir(self.folder))
-        return []
+        with self._translate_errors("list", ""):
+            try:
+                return sorted(retry_stale(functools.partial(os.listdir, self.folder)))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if error.__cause__ is not None:  # ESTALE that did not pass: a lost export must not look like a new run
+                    raise error.__cause__ from None
+                return []
 
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
         return {name: self._is_published(name) for name in filter(wanted, self.names())}
 
     def _is_published(self, name: str) -> bool | StorageError:
         try:
-            os.stat(self._path(name, MANIFEST))
+            retry_stale(functools.partial(os.stat, self._path(name, MANIFEST)))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -436,7 +462,7 @@ class Folder:
 
     def create_child(self, name: str) -> Self:
         with self._translate_errors("create", name):
-            os.makedirs(self._path(name), exist_ok=True)
+            retry_stale(functools.partial(os.makedirs, self._path(name), exist_ok=True))
         return self.child(name)
 
     def parent_and_name(self) -> tuple[Self, str] | None:
@@ -452,8 +478,8 @@ class Folder:
     def rename(self, name: str, to: str) -> None:
         """Rename a folder below this one atomically. Does nothing if it does not exist."""
         with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
-            os.makedirs(os.path.dirname(self._path(to)), exist_ok=True)
-            os.rename(self._path(name), self._path(to))
+            retry_stale(functools.partial(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True))
+            retry_stale(functools.partial(os.rename, self._path(name), self._path(to)))
 
     def delete(self, name: str) -> None:
         remove_folder(self._path(name))
@@ -467,6 +493,18 @@ class Folder:
         return translate_os_errors(f"cannot {verb} {self.url}/{key}")
 
 
+def _revalidate(path: str) -> None:
+    """Make a file system that caches names look up a file again. GlusterFS otherwise still opens and reads a file for a
+    second after another host has replaced it.
+
+    The server is asked for an attribute that does not exist. If it does not know the file, the kernel looks up its
+    name again. Other file systems answer without asking a server.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.getxattr(path, "user.jaxckpt", follow_symlinks=False)
+
+
 def _kind(mode: int) -> str:
     return "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
 
@@ -474,11 +512,15 @@ def _kind(mode: int) -> str:
 def sync_path(path: str) -> None:
     """Make a file durable, or the names in a folder. Raises StorageError."""
     with translate_os_errors(f"cannot sync {path}"):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        retry_stale(functools.partial(_sync_path, path))
+
+
+def _sync_path(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _is_abandoned(path: str) -> bool:

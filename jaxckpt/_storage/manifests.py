@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,14 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
 
     Raises NotACheckpointError, ManifestError.
     """
+    # Read again before it counts as damaged: a network file system may mix the old and the new content of a file that
+    # another host replaces while this one reads it.
+    with contextlib.suppress(ManifestError):
+        return _load_manifest(store, sha256)
+    return _load_manifest(store, sha256)
+
+
+def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     content = store.read(MANIFEST)
     if content is None:
         raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")

@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,6 +172,18 @@ def read(say: Say, path: str, count: int, steps: bool) -> None:
         else:
             ends["bit-exact"] += 1
     say(ends)
+
+
+def follow(say: Say, folder: str) -> None:
+    """Restore each step of a run, and report it; end when no more appear."""
+    for step in jaxckpt.follow(folder, timeout=0.1, poll_seconds=0.01):
+        assert require_version(step.restore()) == step.number
+        say(step.number)
+
+
+def list_steps(say: Say, folder: str) -> None:
+    """Report the steps of a run."""
+    say(jaxckpt.steps(folder))
 
 
 def keep_steps_by_another_clock(say: Say, folder: str, days: list[int]) -> None:
@@ -332,14 +344,18 @@ def _run(link: socket.socket, program: Callable[..., None], args: tuple[Any, ...
 
 
 @contextlib.contextmanager
-def traced(saver: Saver, log: Path, calls: str, fault: str | None = None) -> Generator[None]:
-    """Run strace on a process and all its threads, from before `go` until the process ends.
+def traced(
+    saver: Saver, log: Path, calls: str, fault: str | None = None, paths: Iterable[Path] = ()
+) -> Generator[None]:
+    """Run strace on a process and all its threads, from before `go` until the process ends. If there are `paths`, it
+    sees only calls on these.
 
     A fault such as "error=EIO:when=3" applies to the calls. strace counts calls per thread. Of tensorstore's threads
     and the main thread, the first one to reach the count gets the fault first, and others may get it later.
     """
     inject = [] if fault is None else ["-e", f"inject={calls}:{fault}"]
-    command = [STRACE or "", "-f", "-y", "-s", "64", "-o", str(log), "-e", f"trace={calls}", *inject]
+    only = [f"--trace-path={path}" for path in paths]
+    command = [STRACE or "", "-f", "-y", "-s", "64", "-o", str(log), "-e", f"trace={calls}", *inject, *only]
     with subprocess.Popen([*command, "-p", str(saver.pid)], stderr=subprocess.PIPE, text=True) as strace:
         try:
             assert strace.stderr is not None
@@ -352,10 +368,15 @@ def traced(saver: Saver, log: Path, calls: str, fault: str | None = None) -> Gen
 
 
 def run_traced(
-    program: Callable[..., None], *args: Any, log: Path, calls: str, fault: str | None = None
+    program: Callable[..., None],
+    *args: Any,
+    log: Path,
+    calls: str,
+    fault: str | None = None,
+    paths: Iterable[Path] = (),
 ) -> tuple[list[Any], bool]:
     """Run a program to its end under `traced`; returns its messages, and whether it was killed."""
-    with Saver(program, *args) as saver, traced(saver, log, calls, fault):
+    with Saver(program, *args) as saver, traced(saver, log, calls, fault, paths):
         saver.go()
         said = saver.end()
         return said, saver.killed

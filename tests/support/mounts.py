@@ -9,12 +9,14 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
 import pytest
 
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
@@ -57,6 +59,70 @@ def sshfs(source: Path, at: Path, *options: str) -> Generator[Mount]:
         yield mount
 
 
+@contextlib.contextmanager
+def glusterfs(folder: Path, *at: Path) -> Generator[list[Mount]]:
+    """A GlusterFS volume with its files in `folder`, mounted at each path as one more host sees it, with default caches.
+
+    Its server listens on 127.0.0.1. It needs no glusterd.
+    """
+    server, client = (
+        _program("glusterfsd", package="glusterfs-server"),
+        _program("glusterfs", package="glusterfs-client"),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    port = processes.free_port()
+    listens = {"transport.socket.bind-address": "127.0.0.1", "transport.socket.listen-port": port}
+    calls = {"remote-host": "127.0.0.1", "remote-port": port, "remote-subvolume": "locks"}
+    caches = ("write-behind", "open-behind", "quick-read", "md-cache")
+    volumes = {
+        "server": [
+            ("storage/posix", "posix", {"directory": folder}),
+            ("features/locks", "locks", {}),
+            ("protocol/server", "server", {"transport-type": "tcp", "auth.addr.locks.allow": "127.0.0.1", **listens}),
+        ],
+        "client": [
+            ("protocol/client", "client", {"transport-type": "tcp", **calls}),
+            ("cluster/distribute", "distribute", {}),
+            *((f"performance/{name}", name, {}) for name in caches),
+        ],
+    }
+    files = {name: folder.with_name(f"{folder.name}.{name}.vol") for name in volumes}
+    for name, layers in volumes.items():
+        files[name].write_text(_volume_file(layers))
+    log = folder.with_name(f"{folder.name}.log")
+    common = ["--no-daemon", "--log-file", str(log), "--volfile"]
+    daemon = subprocess.Popen([server, *common, str(files["server"])], stdin=subprocess.DEVNULL)
+    try:
+        _await_server(daemon, port, log)
+        with contextlib.ExitStack() as mounted:
+            command = [client, *common, str(files["client"])]
+            yield [mounted.enter_context(_mounted([*command, str(path)], path)) for path in at]
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def _volume_file(layers: Sequence[tuple[str, str, Mapping[str, object]]]) -> str:
+    """A volume of GlusterFS as text: (type, name, options) of each layer, the lowest first."""
+    text, below = "", ""
+    for kind, name, options in layers:
+        lines = [f"type {kind}", *(f"option {key} {value}" for key, value in options.items()), below]
+        text += "\n  ".join([f"volume {name}", *filter(None, lines)]) + "\nend-volume\n"
+        below = f"subvolumes {name}"
+    return text
+
+
+def _await_server(daemon: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _MOUNT_SECONDS
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        if daemon.poll() is not None:
+            pytest.skip(f"GlusterFS cannot serve a folder here: {log.read_text(errors='replace')[-500:]}")
+        assert time.monotonic() < deadline, f"no server on port {port} within {_MOUNT_SECONDS:g} s"
+        time.sleep(0.02)
+
+
 def as_host(name: str) -> list[str]:
     """The beginning of a command that runs in a container with this host name."""
     unshare = _program("unshare", package="util-linux")
@@ -86,6 +152,7 @@ def _mounted(command: Sequence[str], at: Path) -> Generator[Mount]:
         with contextlib.suppress(ProcessLookupError):
             daemon.send_signal(signal.SIGCONT)
         subprocess.run(["umount", "--lazy", str(at)], capture_output=True, check=False)
+        daemon.terminate()  # GlusterFS does not always end when it is unmounted
         try:
             daemon.communicate(timeout=5)
         except subprocess.TimeoutExpired:
