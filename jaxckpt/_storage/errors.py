@@ -22,8 +22,8 @@ def retry_stale(work: Callable[[], T]) -> T:
     """Return what `work` returns. If it fails with ESTALE, try again for 2 s.
 
     NFS and GlusterFS raise ESTALE if another host has deleted or replaced a file that this host has open, or has found
-    by its path a moment ago. `work` must therefore begin with the path. An error that does not pass is raised as
-    FileNotFoundError: the file was deleted.
+    by its path a moment ago. `work` must therefore begin with the path. An ESTALE that does not pass is raised as a
+    FileNotFoundError, because the file was deleted. It keeps its errno.
     """
     deadline = time.monotonic() + _STALE_SECONDS
     pause = 0.005
@@ -34,7 +34,7 @@ def retry_stale(work: Callable[[], T]) -> T:
             if error.errno != errno.ESTALE:
                 raise
             if time.monotonic() >= deadline:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ESTALE), error.filename) from error
+                raise FileNotFoundError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
 

@@ -139,7 +139,7 @@ class FileReader(ArrayReader):
             try:
                 retry_stale(functools.partial(self._read_object, path, index, wanted))
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
                     raise DataError(f"{path} is missing") from error
                 raise
 

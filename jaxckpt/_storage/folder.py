@@ -229,9 +229,9 @@ class Folder:
         for tries_left in reversed(range(100)):
             try:
                 return self._create_data_folder(path, note)
-            except (FileNotFoundError, FileExistsError):
+            except (FileNotFoundError, FileExistsError) as error:
                 # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
-                if not tries_left:
+                if not tries_left or error.errno == errno.ESTALE:
                     raise
         raise AssertionError
 
@@ -438,8 +438,8 @@ class Folder:
             try:
                 return sorted(retry_stale(functools.partial(os.listdir, self.folder)))
             except (FileNotFoundError, NotADirectoryError) as error:
-                if error.__cause__ is not None:  # ESTALE that did not pass: a lost export must not look like a new run
-                    raise error.__cause__ from None
+                if error.errno == errno.ESTALE:  # a server that has lost its files must not look like a new run
+                    raise
                 return []
 
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:

@@ -61,7 +61,7 @@ def sshfs(source: Path, at: Path, *options: str) -> Generator[Mount]:
 
 @contextlib.contextmanager
 def glusterfs(folder: Path, *at: Path) -> Generator[list[Mount]]:
-    """A GlusterFS volume with its files in `folder`, mounted at each path as one more host sees it, with default caches.
+    """A GlusterFS volume with its files in `folder`, mounted at each path as another host sees it, with default caches.
 
     Its server listens on 127.0.0.1. It needs no glusterd.
     """
