@@ -133,7 +133,7 @@ def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[in
 
 
 def given_casts(
-    manifest: Manifest, match: Match, request: RestoreRequest, options: Options
+    manifest: Manifest, match: Match, request: RestoreRequest, policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each requested path whose dtype `dtype=` changes, and the problems."""
     if request.dtype is None:
@@ -144,8 +144,8 @@ def given_casts(
     for path, number in zip(match.requests.paths, match.requests.numbers, strict=True):
         leaf = SavedLeaf(manifest, manifest.leaves[number])
         is_array = leaf.is_array and leaf.kind in CASTABLE and number not in kept
-        castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None))
-    return resolve_casts(request.dtype, castable, options)
+        castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None, leaf.shape))
+    return resolve_casts(request.dtype, castable, policies)
 
 
 # Matching paths -------------------------------------------------------------------------------------------

@@ -105,6 +105,85 @@ def test_lossless_casts_are_made_and_others_only_on_request(tmp_path: Path) -> N
     np.testing.assert_array_equal(unsafe["f"], np.array([1, -2], "int8"))
 
 
+def test_whole_numbers_are_cast_to_a_dtype_that_holds_their_values(tmp_path: Path, mesh: Mesh) -> None:
+    saved = {"step": jnp.int32(7), "seen": np.array([3, 1 << 40]), "scale": jnp.float32(1024)}
+    jaxckpt.save(tmp_path / "c", saved)
+    rows = NamedSharding(mesh, P("data"))
+    target = {
+        "step": jax.ShapeDtypeStruct((), "uint32", sharding=NamedSharding(mesh, P())),
+        "seen": np.zeros(2, np.float64),
+        "scale": jax.ShapeDtypeStruct((), "int16"),
+    }
+    restored = jaxckpt.restore(tmp_path / "c", target)
+    assert {name: leaf.dtype.name for name, leaf in restored.items()} == {
+        "step": "uint32", "seen": "float64", "scale": "int16",
+    }  # fmt: skip
+    assert (restored["step"], restored["seen"].tolist(), restored["scale"]) == (7, [3.0, 2.0**40], 1024)
+    assert jaxckpt.restore(tmp_path / "c", dtype={"step": np.uint32})["step"].dtype == "uint32"
+
+    jaxckpt.save(tmp_path / "d", {"step": jnp.array([5, -1]), "zero": jnp.float32(-0.0), "half": jnp.float32(0.5)})
+    target = {"step": jax.ShapeDtypeStruct((2,), "uint32", sharding=rows), "zero": jnp.int32(0), "half": jnp.int32(0)}
+    with pytest.raises(jaxckpt.MismatchError) as caught:
+        jaxckpt.restore(tmp_path / "d", target)
+    assert caught.value.paths == ("half", "step", "zero")
+    reason = "has dtype int32 in the checkpoint, uint32 in the target: a lossy cast of -1"
+    assert reason in [problem.reason for problem in caught.value.problems]
+    with pytest.raises(jaxckpt.MismatchError, match="but dtype= gives uint32: a lossy cast of -1"):
+        jaxckpt.restore(tmp_path / "d", dtype={"step": np.uint32})
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (np.zeros((1 << 14) + 1, np.int32), "uint32"),
+        (np.zeros(2, np.float32), "int32"),
+        (np.ones((), np.int32), "bool"),
+    ],
+    ids=["above 64 KiB", "an array of floats", "to bool"],
+)
+def test_other_lossy_casts_are_refused_whatever_the_values(values: Any, wanted: str, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": values})
+    with pytest.raises(jaxckpt.MismatchError, match=r"a lossy cast\n"):
+        jaxckpt.restore(tmp_path / "c", {"x": np.zeros(values.shape, wanted)})
+
+
+def test_a_plan_names_the_casts_that_depend_on_values(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"step": jnp.int32(-1), "w": jnp.ones(3), "same": jnp.int32(1)})
+    checkpoint = jaxckpt.open(tmp_path / "c")
+    target = {"step": jnp.uint32(0), "w": jnp.zeros(3), "same": jnp.int32(0)}
+    plan = checkpoint.plan(target)
+    assert plan.value_dependent == ("step",)
+    assert "casts      only if no value changes, in 'step'" in str(plan)
+    assert plan.read_bytes > checkpoint.plan().read_bytes  # the step is read twice
+    assert checkpoint.plan(target, options=jaxckpt.Options(cast="unsafe")).value_dependent == ()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [{"opt": "unsafe"}, {"opt": {"mu": "unsafe"}}, lambda path, leaf: "unsafe" if path == "opt/mu" else None],
+    ids=["container", "leaf", "function"],
+)
+def test_lossy_casts_may_be_allowed_by_leaf(cast: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"opt": {"mu": jnp.full(3, 1.7)}, "w": jnp.full(3, 1.7)})
+    options = jaxckpt.Options(cast=cast)
+    whole = jax.ShapeDtypeStruct((3,), "int32")
+    restored = jaxckpt.restore(tmp_path / "c", {"opt": {"mu": whole}, "w": jnp.zeros(3)}, options=options)
+    assert restored["opt"]["mu"].tolist() == [1, 1, 1]
+    with pytest.raises(jaxckpt.MismatchError, match="for the whole tree or by leaf") as caught:
+        jaxckpt.restore(tmp_path / "c", {"opt": {"mu": whole}, "w": whole}, options=options)
+    assert caught.value.paths == ("w",)
+    saved = {"opt": {"mu": jnp.full(3, 1.7)}}
+    jaxckpt.save(tmp_path / "d", saved, dtype={"opt": {"mu": np.int32}}, options=options)
+    assert jaxckpt.load_numpy(tmp_path / "d")["opt"]["mu"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cast", [{"opt": "always"}, {"opt": True}, lambda path, leaf: True], ids=str)
+def test_a_policy_that_does_not_exist_is_an_error(cast: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"opt": jnp.ones(3)})
+    with pytest.raises(jaxckpt.InputError, match=r"Options\.cast gives .* for 'opt'; expected one of"):
+        jaxckpt.restore(tmp_path / "c", options=jaxckpt.Options(cast=cast))
+
+
 def exact(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Numbers as Python objects, with one object for all NaNs, and -0.0 equal to 0.0."""
     numbers = values.astype(object) if values.dtype.kind in "biuc" else values.astype(np.float64).astype(object)
