@@ -38,10 +38,10 @@ from jaxckpt._restore.target import (
     given_casts,
     is_array_like,
     match_paths,
-    mesh_in_context,
     selected_numbers,
     unrestorable_reason,
 )
+from jaxckpt._runtime.current_mesh import mesh_in_context
 from jaxckpt._runtime.errors import LayoutError, MismatchError, Problem, SpecError, show_count
 from jaxckpt._runtime.options import Options
 
@@ -523,4 +523,4 @@ def _fit_sharding(
         return _Reason(problems[0].reason, problems[0].remedy)
     if not isinstance(sharding.mesh, Mesh):
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
-    return sharding if spec == given else sharding.update(spec=partition_spec(spec))
+    return sharding if spec == given else sharding.update(spec=partition_spec(spec, sharding.spec))

@@ -38,6 +38,7 @@ from jaxckpt._format.tree import (
 from jaxckpt._restore.objects import TargetObject, revive_object, shardings_below
 from jaxckpt._restore.renaming import renamed_tree, require_single_root, selected_numbers
 from jaxckpt._restore.rules import Rules
+from jaxckpt._runtime.current_mesh import mesh_in_context
 from jaxckpt._runtime.errors import InputError, Problem, show_path
 from jaxckpt._runtime.options import Options, require_bool
 
@@ -380,12 +381,6 @@ def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
         return NamedSharding(mesh, value)
     except ValueError as error:
         raise InputError(f"target has the {value} at {show_path(leaf.path)}: {error}") from error
-
-
-def mesh_in_context() -> Mesh | None:
-    """The mesh of jax.set_mesh, if any. jax 0.6 has no public function for it."""
-    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-    return mesh if mesh is not None and mesh.shape else None
 
 
 def _is_abstract(value: Any) -> bool:

@@ -1104,7 +1104,8 @@ def test_devices_and_partition_specs_in_a_target_work_as_in_device_put(path: Pat
 
 
 def _with_mesh(mesh: Mesh, work: Any) -> Any:
-    with jax.set_mesh(mesh):
+    set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # jax 0.6
+    with set_mesh(mesh):
         return work()
 
 
@@ -1295,17 +1296,44 @@ def test_a_tree_that_contains_itself_or_mixes_keys_is_reported(tmp_path: Path) -
         jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="this JAX cannot return the mesh of jax.set_mesh")
+@pytest.mark.skipif(not hasattr(P(), "reduced"), reason="this JAX has no reduced axes")
+def test_reduced_axes_are_refused_in_specs_and_kept_in_a_target(path: Path, tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    reduced = P("data", reduced={"model"})
+    for given in (reduced, {"params": {"w": reduced}, "layers": P()}, lambda path, leaf: reduced):
+        with pytest.raises(jaxckpt.SpecError, match=r"reduced mesh axes \(model\).*a jax.sharding.NamedSharding in"):
+            jaxckpt.restore(path, mesh=mesh, specs=given)
+        with pytest.raises(jaxckpt.SpecError, match=r"reduced mesh axes \(model\)"):
+            jaxckpt.save(
+                tmp_path / "new", {"params": {"w": jnp.ones((8, 8))}, "layers": jnp.ones(3)}, mesh=mesh, specs=given
+            )
+    assert not (tmp_path / "new").exists()
+    wanted = NamedSharding(mesh, reduced)
+    restored = jaxckpt.restore(path, {"params": {"w": wanted}}, select="params/w")
+    assert restored["params"]["w"].sharding == wanted
+    options = jaxckpt.Options(indivisible="replicate")  # 3 is not divisible by 2
+    restored = jaxckpt.restore(path, {"layers": wanted}, select="layers", options=options)
+    assert restored["layers"][0].sharding.spec == P(None, reduced={"model"})
+
+
+def test_a_sharding_on_an_abstract_mesh_uses_the_mesh_that_is_set(path: Path) -> None:
+    other = jax.make_mesh((4, 2), ("data", "model"))
+    spec = P("model", "data")
+    target = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(other.abstract_mesh, spec))
+    restored = _with_mesh(other, lambda: jaxckpt.restore(path, {"params": {"w": target}}, select="params/w"))
+    assert restored["params"]["w"].sharding == NamedSharding(other, spec)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="jax.eval_shape returns no specs in this JAX")
 def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
     other = jax.make_mesh((4, 2), ("data", "model"))  # axes in types: eval_shape also returns the specs
 
     def init() -> Any:
         return {"w": jax.sharding.reshard(jnp.zeros((8, 8)), P("model", "data")), "b": jnp.zeros(8)}
 
-    with jax.set_mesh(other):
-        target = {"params": jax.eval_shape(init)}
-        assert isinstance(target["params"]["w"].sharding.mesh, jax.sharding.AbstractMesh)
-        set_ = jaxckpt.restore(path, target, select="params")["params"]
+    target = {"params": _with_mesh(other, lambda: jax.eval_shape(init))}
+    assert isinstance(target["params"]["w"].sharding.mesh, jax.sharding.AbstractMesh)
+    set_ = _with_mesh(other, lambda: jaxckpt.restore(path, target, select="params"))["params"]
     given = jaxckpt.restore(path, target, select="params", mesh=other)["params"]
     for params in (set_, given):
         assert params["w"].sharding == NamedSharding(other, P("model", "data"))
