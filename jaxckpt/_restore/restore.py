@@ -78,10 +78,10 @@ def restore(
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
             cast: the checkpoint then has the leaves that the rules make, and `select` chooses among those.
         strict: Leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are errors. With
-            False, a missing leaf keeps the target's value (a leaf without a value, such as a ShapeDtypeStruct, is still
-            an error), and extra leaves are ignored. Always errors: a target with no leaf in the checkpoint, a different
-            shape, a class, and an object that JAX treats as a leaf in place of a container. For a different dtype,
-            `options.cast` decides.
+            False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in the tree; a
+            Sharding is still an error), and extra leaves are ignored. Always errors: a target with no leaf in the
+            checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place of a container. For
+            a different dtype, `options.cast` decides.
         dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
         tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
             sharding at each of their paths. By default each leaf is a separate array, so that all of them can be

@@ -304,7 +304,8 @@ class _Matching:
             return False
         if isinstance(leaf.value, (Sharding, Format)) and self._leaves_below(leaf.path, self.numbers):
             return False
-        return self.request.strict or (_is_abstract(leaf.value) and self.request.initial is None)
+        # A sharding has neither a value nor a shape, so the caller could not complete the tree.
+        return self.request.strict or (isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None)
 
     def _is_selected(self, path: str) -> bool:
         """Whether `select`, which uses saved paths, selects a leaf of the target that the checkpoint lacks.
@@ -334,8 +335,8 @@ class _Matching:
                 except KeyError:
                     hint = closest_hint(leaf.path, self.wanted)
             remedy = self._strict_remedy if self.request.strict else ""
-            if _is_abstract(leaf.value) and self.request.initial is None:
-                remedy = "a ShapeDtypeStruct or a Sharding has no value to keep: give an array, or leave it out"
+            if isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None:
+                remedy = "a Sharding has no value to keep: give an array, or leave it out"
             yield Problem(leaf.path, f"is not in the checkpoint{hint}", remedy)
 
     def _extra(self, paths: Sequence[str], shape: Structure) -> Iterator[Problem]:

@@ -1006,10 +1006,25 @@ def test_an_array_where_none_was_saved_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
-    target = {"step": 0, "new": jax.ShapeDtypeStruct((5,), "float32")}
+    target = {"step": 0, "new": SingleDeviceSharding(jax.devices()[0])}
     with pytest.raises(jaxckpt.MismatchError, match="has no value to keep: give an array") as caught:
         jaxckpt.restore(path, target, strict=False)
     assert "strict=False" not in str(caught.value)
+
+
+def test_a_missing_struct_stays_in_the_tree_if_not_strict(path: Path) -> None:
+    target = {"step": 0, "new": {"mu": jax.ShapeDtypeStruct((5,), "float32")}}
+    with pytest.raises(jaxckpt.MismatchError, match="strict=False keeps the target's value for missing leaves"):
+        jaxckpt.restore(path, target)
+    restored = jaxckpt.restore(path, target, strict=False)
+    assert restored["step"] == 7
+    assert restored["new"]["mu"] is target["new"]["mu"]
+    assert [leaf.path for leaf in jaxckpt.open(path).plan(target, strict=False).leaves] == []
+    # A struct in place of a container, and a target of which nothing is in the checkpoint, are still errors.
+    with pytest.raises(jaxckpt.MismatchError, match="'params' is not in the checkpoint; a container was saved there"):
+        jaxckpt.restore(path, {"step": 0, "params": target["new"]["mu"]}, strict=False)
+    with pytest.raises(jaxckpt.MismatchError, match="none of the target's"):
+        jaxckpt.restore(path, {"new": target["new"]}, strict=False)
 
 
 def test_a_sharding_may_be_given_for_a_subtree_without_leaves(tmp_path: Path) -> None:
