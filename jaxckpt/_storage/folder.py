@@ -416,6 +416,11 @@ class Folder:
             return sorted(os.listdir(self.folder))
         return []
 
+    def is_empty_folder(self, name: str) -> bool:
+        path = self._path(name)
+        with self._translate_errors("list", name):
+            return os.path.isdir(path) and not os.path.islink(path) and _has_no_files(path)
+
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
         return {name: self._is_published(name) for name in filter(wanted, self.names())}
 
@@ -465,6 +470,11 @@ class Folder:
 
     def _translate_errors(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
         return translate_os_errors(f"cannot {verb} {self.url}/{key}")
+
+
+def _has_no_files(path: str) -> bool:
+    with os.scandir(path) as entries:
+        return all(entry.is_dir(follow_symlinks=False) and _has_no_files(entry.path) for entry in entries)
 
 
 def _kind(mode: int) -> str:

@@ -569,6 +569,21 @@ def test_existing_paths_are_not_overwritten(path: Path, tree: Any, tmp_path: Pat
             jaxckpt.save(tmp_path / "file", tree, overwrite=overwrite)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_empty_subfolders_are_not_other_files(overwrite: bool, tree: Any, tmp_path: Path) -> None:
+    (tmp_path / "c" / "input_iterators" / "0").mkdir(parents=True)
+    (tmp_path / "c" / "summaries").mkdir()
+    jaxckpt.save(tmp_path / "c", tree, overwrite=overwrite)
+    assert jaxckpt.restore(tmp_path / "c")["step"] == 7
+    assert (tmp_path / "c" / "input_iterators" / "0").is_dir()
+    for number, other in enumerate(("file", "link")):
+        inner = tmp_path / f"{number}" / "a" / "b"
+        inner.mkdir(parents=True)
+        (inner / other).write_text("x") if other == "file" else (inner / other).symlink_to(tmp_path / "c")
+        with pytest.raises(jaxckpt.CheckpointExistsError, match=r"holds other files \(a\)"):
+            jaxckpt.save(tmp_path / f"{number}", tree, overwrite=overwrite)
+
+
 def test_the_reason_why_a_path_is_not_a_checkpoint_is_reported(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "torn").mkdir()
