@@ -14,6 +14,10 @@ PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "tensor_files", "fetching", "folder", "bucket")]
 """The modules that may import tensorstore."""
 
+JAX_PRIVATE = ["_runtime.job", "_runtime.current_mesh"]
+"""The modules that may import JAX's private modules: for the coordination service, and for the mesh of jax.set_mesh in
+versions of JAX that have no public function for it."""
+
 LAYERS = [
     "__main__",
     "_cli",
@@ -78,8 +82,8 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{name}: {inner} is above {here}")
         elif package == "tensorstore" and module not in TENSORSTORE:
             found.append(f"{name}: only the storage modules may import it")
-        elif (package, inner) == ("jax", "_src") and module != "_runtime.job":
-            found.append(f"{name}: only _runtime.job may import it, for the coordination service")
+        elif (package, inner) == ("jax", "_src") and module not in JAX_PRIVATE:
+            found.append(f"{name}: only these may import it: {JAX_PRIVATE}")
         elif package in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             found.append(f"{name}: reading a checkpoint must run no code from it")
         elif package == "orbax" and name in imports.on_load and module != "orbax":

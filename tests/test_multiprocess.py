@@ -42,7 +42,9 @@ def test_four_save_two_restore_one_reads(run_processes: RunProcesses, run_python
 
 
 def test_numbers_become_arrays_without_comparing_the_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
-    run_processes(PROGRAMS / "numbers_in_two.py", processes=2, devices_per_process=2, args=str(tmp_path / "c"))
+    program = PROGRAMS / "numbers_in_two.py"
+    for done in run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "c")):
+        assert done.stdout.split() == ["counts"] * 2
 
 
 def test_sixty_four_devices_to_fifty_six_and_to_one(run_python: RunPython, tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from jaxckpt._foreign.local_files import (
     convert_checked,
     from_json,
     list_names,
+    opened,
     path_inside,
+    read_at,
     read_json,
     require_length,
 )
@@ -176,7 +178,10 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
             raise DataError(f"{where}: the chunk of {show_path(name)} at {list(chunk.offsets)} is not in any file")
         if info.transform_descriptors:
             return _encoded(info)
-        if info.length < math.prod(chunk.sizes) * DTYPES[dtype].itemsize:
+        n_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
+        if info.length == n_bytes:
+            _require_torch_save(info)
+        if info.length < n_bytes:
             raise DataError(
                 f"{where}: a chunk of {show_path(name)}, {dtype}{list(chunk.sizes)}, has {info.length} bytes in all"
             )
@@ -184,6 +189,23 @@ def _leaf(where: str, name: str, item: Any, stored: StoredItems) -> Tree:
             info.relative_path, info.offset, info.length, dtype, chunk.sizes
         )
     return ForeignArray(dtype, tensor.size, tiled(name, tensor.size, pieces.items()))
+
+
+def _require_torch_save(info: _StorageInfo) -> None:
+    """Raise DataError if the item is in a safetensors file within its file. Then its length is that of the bare tensor;
+    a file of torch.save is longer.
+
+    torch/distributed/checkpoint/filesystem.py: _write_files_from_queue with SerializationFormat.SAFETENSORS, whose
+    result FileSystemReader.read_data passes to torch.load.
+    """
+    with opened(info.relative_path) as handle:
+        head = read_at(handle, 9, info.offset)
+    if head[8:] == b"{":  # after the length of the header
+        raise DataError(
+            f"{info.relative_path} was written with serialization_format=SAFETENSORS, which"
+            " torch.distributed.checkpoint cannot load either: save again with SerializationFormat.TORCH_SAVE, or with"
+            " HuggingFaceStorageWriter for safetensors"
+        )
 
 
 def _encoded(info: _StorageInfo) -> ForeignArray:

@@ -70,7 +70,7 @@ def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
             continue
         groups = _groups(family, int(config["num_hidden_layers"]), scan)
         rules += [_rule_for_group(rule, f"{names[module]}/{leaf}", group) for group in groups if group[2] != range(0)]
-    return Rules(rules)
+    return Rules(rules, plain.drop)
 
 
 def _embedding_scale(config: Mapping[str, Any]) -> float:

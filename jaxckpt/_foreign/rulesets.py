@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +21,13 @@ from typing import Any, Literal
 import msgspec
 
 from jaxckpt._foreign.maxtext_rules import maxtext_rules
-from jaxckpt._format.paths import closest_hint
-from jaxckpt._restore.rule import Paths, Rule, paths_in
+from jaxckpt._restore.rule import Paths, Rule, matching_paths, paths_in
 from jaxckpt._restore.rule_layouts import AxisLayout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
-from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._restore.source import source_at
+from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError
+from jaxckpt._runtime.options import Options
 from jaxckpt._storage.store_path import local_path
 
 Config = Mapping[str, Any]
@@ -42,10 +43,12 @@ def huggingface_rules(
     """Make rules that map the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
 
     Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
-    leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized.
+    leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized. If the
+    model uses its embedding as head and the folder also stores the head, both must be equal: a read compares them.
 
     Args:
-        folder: A local folder with the model's config.json.
+        folder: A local folder with the model's config.json, and usually with its tensors: the rules follow their names,
+            which differ between versions of transformers.
         layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
             MaxText's checkpoints, for all families except GPT-2.
         scan: Whether layers are stacked: along axis 0, as for `jax.lax.scan`, or along axis 1 for MaxText. By default
@@ -57,14 +60,14 @@ def huggingface_rules(
         The rules. Their `inverse(dtype=…)` maps back to the folder's tensors.
 
     Raises:
-        DataError: config.json is missing or incomplete.
+        DataError: config.json is missing or incomplete, or the files of the tensors are damaged.
         InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
     config = _config_of(folder)
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
-            f"{folder} is of model_type {family!r}{closest_hint(family, _FAMILIES)}; rules exist for"
+            f"{folder} is of model_type {family!r}, for which there are no rules: they exist for"
             f" {', '.join(_FAMILIES)}. Write your own Rules for other models."
         )
     if layout not in ("plain", "maxtext"):
@@ -72,7 +75,9 @@ def huggingface_rules(
     is_plain = layout == "plain"
     try:
         rules = _FAMILIES[family](config, bool(scan) and is_plain)
-        rules = Rules([_add_scales(_resized(rule, config, vocab_size), config) for rule in rules.rules])
+        rules = _as_stored(rules, _tensor_names(folder))
+        resized = [_resized(rule, config, vocab_size) for rule in rules.rules]
+        rules = Rules([_add_scales(rule, config) for rule in resized], rules.drop)
         return rules if is_plain else maxtext_rules(rules, config, scan is not False)
     except KeyError as error:
         raise DataError(f"the config.json of {folder} has no {error.args[0]!r}") from error
@@ -91,6 +96,36 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
         raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+
+
+_BUFFERS = (
+    "transformer.h.{i}.attn.bias",
+    "transformer.h.{i}.attn.masked_bias",
+    "h.{i}.attn.bias",
+    "h.{i}.attn.masked_bias",
+    "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+    "model.rotary_emb.inv_freq",
+)
+"""Constants that older versions of transformers stored and newer ones ignore: causal masks, and the frequencies of
+rotary positions, which follow from the configuration."""
+
+
+def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
+    """The names of the tensors in a folder; none if it has only the configuration. Raises DataError."""
+    try:
+        return source_at(folder, Options())[0].manifest.numbers.keys()
+    except NotACheckpointError:
+        return ()
+
+
+def _as_stored(rules: Rules, names: Collection[str]) -> Rules:
+    """The rules for the names in a folder, which differ between versions of transformers and classes of models."""
+    found = list(rules.rules)
+    if "wte.weight" in names:  # a GPT2Model, as in the folder "gpt2" itself, instead of a GPT2LMHeadModel
+        found = [replace(rule, source=str(rule.source).removeprefix("transformer.")) for rule in found]
+    if "lm_head.weight" in names and all(rule.source != "lm_head.weight" for rule in found):
+        found = [replace(rule, copies="lm_head.weight") if rule.target == "embed/embedding" else rule for rule in found]
+    return Rules(found, [name for name in _BUFFERS if matching_paths(name, names)])
 
 
 def huggingface_dtype(folder: str | os.PathLike[str]) -> str:

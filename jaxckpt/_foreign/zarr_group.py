@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import crc32c
@@ -33,6 +33,9 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     bfloat16 and other dtypes that Zarr lacks are stored as unsigned integers of their width; the array's attributes
     name the dtype. Other values of the tree are attributes of the group. Raises TreeError for leaves that Zarr cannot
     hold.
+
+    The dimensions of the leaf "a/w" are named "a/w/0", "a/w/1", and so on, because xarray, which needs names, takes
+    dimensions of the same name for one dimension. No other leaf or dimension has such a name.
     """
     arrays = arrays_of(source, options, report, _problem, keep_values=True)
     groups = {"", *(head for name in arrays for head in path_prefixes(name.rpartition("/")[0]))}
@@ -46,10 +49,11 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
         node = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
         write_json(os.path.join(path, name, _METADATA), node)
     for name, data in arrays.items():
-        _write_array(os.path.join(path, name), data, options)
+        dimension_names = [f"{name}/{number}" for number in range(len(data.shape))]
+        _write_array(os.path.join(path, name), data, dimension_names, options)
 
 
-def _write_array(folder: str, data: Data, options: Options) -> None:
+def _write_array(folder: str, data: Data, dimension_names: Sequence[str], options: Options) -> None:
     """Write an array as a stack of its own, with the first dimension as the stack's rows."""
     if not data.shape:
         _write_scalar(folder, data)
@@ -58,7 +62,8 @@ def _write_array(folder: str, data: Data, options: Options) -> None:
     chunk = chunk_shape(shape, itemsize, options.chunk_bytes, shape)
     sides = object_shape(shape, chunk, itemsize, options.object_bytes, shape)
     stack = Stack("", data.dtype.name, shape[1:], shape[0], chunk, sides)
-    write_json(os.path.join(folder, _METADATA), json.loads(zarr.metadata(stack)))
+    metadata = {**json.loads(zarr.metadata(stack)), "dimension_names": dimension_names}
+    write_json(os.path.join(folder, _METADATA), metadata)
     writer = FileWriter(folder, stack, sync=False)  # everything is synced at the end
     for index, box in stack.objects() if 0 not in shape else ():
         held = data[tuple(slice(*side) for side in box)]
@@ -70,6 +75,7 @@ def _write_scalar(folder: str, data: Data) -> None:
     metadata = json.loads(zarr.metadata(Stack("", data.dtype.name, (), 1, (1,), (1,))))
     metadata["shape"] = metadata["chunk_grid"]["configuration"]["chunk_shape"] = []
     metadata["codecs"] = metadata["codecs"][0]["configuration"]["codecs"]
+    metadata["dimension_names"] = []
     write_json(os.path.join(folder, _METADATA), metadata)
     content = next(slabs(data)).tobytes()
     with open(os.path.join(folder, "c"), "wb") as file:

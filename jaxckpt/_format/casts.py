@@ -1,9 +1,11 @@
-"""The dtype that each leaf is cast to: the one from `dtype=`, if the cast loses no more than requested."""
+"""The dtype that each leaf is cast to: the one from `dtype=`, if the cast loses no more than `Options.cast` allows."""
 
 from __future__ import annotations
 
+import enum
+import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +16,22 @@ from jax.sharding import Mesh
 
 from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._format.paths import closest_hint, longest_prefix
+from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, show_path
-from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.options import CAST_POLICIES, CastPolicies
 
 Dtypes = Any
 """A dtype, a pytree prefix of them, or a function of (path, leaf)."""
 
 CASTABLE = ("jax", "numpy", "numpy_scalar")
 """The kinds of leaves that can be cast."""
+
+ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts, for the whole tree or by leaf'
+
+CHECKED_BYTES = 64 << 10
+"""Leaves up to this size are read to see whether a cast loses any of their values: every process reads them whole, so
+that all of them decide alike."""
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -38,9 +47,12 @@ class Castable:
     dtype: np.dtype[Any] | None
     """Its current dtype; None for PRNG keys, for values that are not arrays, and in the state of an object."""
 
+    shape: tuple[int, ...] | None = None
+    """Its shape if its values can be read before the cast, otherwise None."""
+
 
 def resolve_casts(
-    requested: Dtypes, leaves: Sequence[Castable], options: Options
+    requested: Dtypes, leaves: Sequence[Castable], policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The new dtype of each leaf whose dtype changes, by path, and the problems.
 
@@ -56,9 +68,9 @@ def resolve_casts(
             problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
         elif wanted != one.dtype:
             chosen[one.path] = wanted
-            if not _may_cast(one.dtype, wanted, options):
+            if judge_cast(one.dtype, wanted, policies[one.path], one.shape, may_round=True) is Verdict.REFUSED:
                 reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast"
-                problems.append(Problem(one.path, reason, 'Options(cast="unsafe") allows lossy casts'))
+                problems.append(Problem(one.path, reason, ALLOW_LOSS))
     return chosen, problems
 
 
@@ -109,7 +121,70 @@ def _is_same_kind(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
     return own is not None and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS)
 
 
-def _may_cast(own: np.dtype[Any], wanted: np.dtype[Any], options: Options) -> bool:
-    """Whether a cast loses nothing, or only digits of a float."""
-    inexact = any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
-    return inexact or options.cast == "unsafe" or is_lossless(own, wanted)
+# Losses ---------------------------------------------------------------------------------------------------
+
+
+def resolve_policies(requested: CastPolicies, paths: Sequence[str], leaves: Iterable[Any]) -> dict[str, str]:
+    """What `Options.cast` allows for each leaf, by path. Raises InputError if an entry is not a policy.
+
+    Entries that match no leaf are ignored: options serve several calls, and a cast without an entry is refused.
+    """
+    if isinstance(requested, str):
+        return dict.fromkeys(paths, requested)
+    if callable(requested):
+        by_path = zip(paths, leaves, strict=True)
+        return {path: _policy(requested(path, leaf) or "safe", path) for path, leaf in by_path}
+    by_prefix = {entry.path: _policy(entry.value, entry.path) for entry in flatten(requested)[0]}
+    heads = ((path, longest_prefix(path, by_prefix)) for path in paths)
+    return {path: "safe" if head is None else by_prefix[head] for path, head in heads}
+
+
+def _policy(value: object, path: str) -> str:
+    if not isinstance(value, str) or value not in CAST_POLICIES:
+        raise InputError(
+            f"Options.cast gives {reprlib.repr(value)} for {show_path(path)}; expected one of {CAST_POLICIES}"
+        )
+    return value
+
+
+class Verdict(enum.Enum):
+    """Whether a cast is made."""
+
+    ALLOWED = enum.auto()
+    DEPENDS_ON_VALUES = enum.auto()
+    REFUSED = enum.auto()
+
+
+def judge_cast(
+    own: np.dtype[Any], wanted: np.dtype[Any], policy: str, shape: tuple[int, ...] | None, *, may_round: bool = False
+) -> Verdict:
+    """Whether the policy allows a cast of a leaf of this shape; None if its values cannot be read before the cast.
+
+    With `may_round`, floats may lose digits and range.
+    """
+    if policy == "unsafe" or is_lossless(own, wanted):
+        return Verdict.ALLOWED
+    if may_round and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:]):
+        return Verdict.ALLOWED
+    if shape is None or "c" in (own.kind, wanted.kind) or wanted.kind == "b":
+        return Verdict.REFUSED
+    # An array of floats fits a narrower dtype only by chance, such as before its first update.
+    is_countable = math.prod(shape) == 1 or jnp.issubdtype(own, jnp.integer)
+    is_small = math.prod(shape) * own.itemsize <= CHECKED_BYTES
+    return Verdict.DEPENDS_ON_VALUES if is_countable and is_small else Verdict.REFUSED
+
+
+def lost_value(values: Array, wanted: np.dtype[Any]) -> object | None:
+    """The first of some real numbers that a cast changes, including the sign of a zero; None if it changes none."""
+    made = np.empty(values.shape, wanted)
+    assign(made, values)
+    for before, after in zip(_numbers(values), _numbers(made), strict=True):
+        if before != after or math.copysign(1, before) != math.copysign(1, after):
+            return before
+    return None
+
+
+def _numbers(values: Array) -> list[Any]:
+    """The values as Python numbers, which compare exactly."""
+    # float64 holds every value of the dtypes of ml_dtypes.
+    return (values if values.dtype.kind in "biuf" else values.astype(np.float64)).ravel().tolist()

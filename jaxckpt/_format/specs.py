@@ -94,8 +94,11 @@ def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
     return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
 
 
-def partition_spec(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec))
+def partition_spec(spec: Spec, like: PartitionSpec | None = None) -> PartitionSpec:
+    """The PartitionSpec of a spec, with the reduced axes of another PartitionSpec, if given."""
+    entries = (None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec)
+    reduced = getattr(like, "reduced", None)  # jax before 0.8 has none
+    return PartitionSpec(*entries, **({"reduced": reduced} if reduced else {}))
 
 
 # The caller's specs ---------------------------------------------------------------------------------------
@@ -129,6 +132,12 @@ def _require_spec(spec: Any, path: str) -> Spec:
     if not isinstance(spec, PartitionSpec):
         raise SpecError(
             f"specs gives {reprlib.repr(spec)} for leaf {show_path(path)}; expected a jax.sharding.PartitionSpec"
+        )
+    if reduced := getattr(spec, "reduced", None):
+        raise SpecError(
+            f"specs gives {spec} for leaf {show_path(path)}, and stored specs have no reduced mesh axes"
+            f" ({', '.join(map(str, sorted(reduced)))}): leave reduced= out of specs=; for a restore, a"
+            " jax.sharding.NamedSharding in the target keeps it"
         )
     try:
         return spec_of(spec)

@@ -250,7 +250,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             options: See `Options`.
 
         Returns:
-            A `RestorePlan`; print it to see a table.
+            A `RestorePlan`; print it to see a table. Its `value_dependent` lists leaves whose cast depends on their
+            values: `restore` raises MismatchError if the cast would change one.
 
         Raises:
             MismatchError, TreeError, SpecError, LayoutError: As `restore` would.
@@ -263,4 +264,4 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)
         require_request(request)
         manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
-        return plan_restore(manifest, resolve(manifest, request, options).goals, options)
+        return plan_restore(manifest, resolve(manifest, request, options), options)

@@ -19,10 +19,10 @@ from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, jo
 from jaxckpt._restore.destinations import can_keep_buffers
 from jaxckpt._restore.fetch import goal_layout, split_tied_goals
 from jaxckpt._restore.gathering import needs_whole_job
-from jaxckpt._restore.goals import Goal
+from jaxckpt._restore.goals import Goal, Resolved, host_goal
 from jaxckpt._restore.plan import ReadCost, WantedRows, plan_read, read_cost
 from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
-from jaxckpt._runtime.errors import show_count
+from jaxckpt._runtime.errors import show_count, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
 
@@ -91,6 +91,10 @@ class RestorePlan:
     leaves: tuple[LeafPlan, ...]
     """The layouts of each leaf that is stored as an array."""
 
+    value_dependent: tuple[str, ...] = ()
+    """Paths of leaves whose cast depends on their values, which a plan does not read: `restore` raises MismatchError if
+    the cast would change one of them."""
+
     @property
     def needed_bytes(self) -> int:
         """Bytes that the processes need, summed over processes. A box that several devices of a process need is counted
@@ -148,6 +152,8 @@ class RestorePlan:
             f"  per device {_range(devices)}",
             f"  host       {show_bytes(self.peak_host_bytes)} in addition to the arrays",
         ]
+        if self.value_dependent:
+            lines.append(f"  casts      only if no value changes, in {_shown_paths(self.value_dependent)}")
         moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
         lines.extend(f"  {before} → {after}: leaves: {count}" for (before, after), count in moves.most_common())
         changed = [leaf for leaf in self.leaves if leaf.saved.spec != leaf.wanted.spec]
@@ -160,6 +166,12 @@ class RestorePlan:
         if len(changed) > 20:
             lines.append(f"  … and {len(changed) - 20} more leaves with another spec")
         return "\n".join(lines)
+
+
+def _shown_paths(paths: Sequence[str]) -> str:
+    """The first paths of leaves, and how many others there are."""
+    rest = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
+    return ", ".join([*map(show_path, paths[:3]), *rest])
 
 
 def _range(sizes: Sequence[int]) -> str:
@@ -179,6 +191,7 @@ def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
         "requests": f"{plan.requests:,}",
         "per device": _range(sizes),
         "additional host memory": show_bytes(plan.peak_host_bytes),
+        **({"cast only if no value changes": _shown_paths(plan.value_dependent)} if plan.value_dependent else {}),
     }
     busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:max_bars]
     widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
@@ -213,9 +226,9 @@ def _describe_layout(where: LeafLayout) -> str:
     return " on ".join(filter(None, [where.spec, where.on]))
 
 
-def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options) -> RestorePlan:
-    """Compute what every process reads for the goals, which are by leaf number."""
-    stacks = manifest.decoded_stacks
+def plan_restore(manifest: Manifest, resolved: Resolved, options: Options) -> RestorePlan:
+    """Compute what every process reads for the goals."""
+    stacks, goals = manifest.decoded_stacks, resolved.goals
     leaf_groups = split_tied_goals(manifest, goals)
     group_numbers = {number: turn for turn, some in enumerate(leaf_groups) for number in some}
     wanted: list[list[tuple[WantedRows, Goal, dict[int, tuple[Box, ...]] | None]]] = [[] for _ in leaf_groups]
@@ -240,6 +253,12 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
         for process, device, n_bytes in bytes_of:
             sizes = device_bytes.setdefault(process, {})
             sizes[device] = sizes.get(device, 0) + n_bytes
+    # Every process first reads the leaves whose cast depends on their values.
+    on_host = host_goal("numpy")
+    for some in split_tied_goals(manifest, dict.fromkeys(resolved.unproven, on_host)):
+        records = [manifest.leaves[number] for number in some]
+        places = [(*manifest.stack_and_row(record), whole_box(manifest.leaf_shape(record))) for record in records]
+        wanted.append([(WantedRows(stack, (row, row + 1), (box,)), on_host, None) for stack, row, box in places])
     readers = {process for some in wanted for *_, boxes_of in some for process in boxes_of or ()}
     has_real_sharding = any(isinstance(goal.sharding, Sharding) for some in wanted for _, goal, _ in some)
     if has_real_sharding:  # includes processes without a part of any leaf
@@ -266,7 +285,8 @@ def plan_restore(manifest: Manifest, goals: Mapping[int, Goal], options: Options
                     by_partition[partition] = plan_rounds(stacks, common, members, options.host_bytes)
                 cost += shared_cost(stacks, by_partition.get(partition, []), process, options.host_bytes)
         plans.append(ProcessPlan(process, replace(cost, needed_bytes=needed), device_bytes.get(process, {})))
-    return RestorePlan(tuple(plans), tuple(leaves))
+    value_dependent = tuple(problem.leaf or "" for problem in resolved.unproven.values())
+    return RestorePlan(tuple(plans), tuple(leaves), value_dependent)
 
 
 def _boxes_and_bytes(

@@ -7,7 +7,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jaxckpt._format.casts import ALLOW_LOSS, Verdict, judge_cast, resolve_policies
 from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless, key_dtype
 from jaxckpt._format.grid import Spec, spec_of
 from jaxckpt._format.layouts import PlannedSharding, named_sharding, saved_sharding
@@ -37,10 +38,10 @@ from jaxckpt._restore.target import (
     given_casts,
     is_array_like,
     match_paths,
-    mesh_in_context,
     selected_numbers,
     unrestorable_reason,
 )
+from jaxckpt._runtime.current_mesh import mesh_in_context
 from jaxckpt._runtime.errors import LayoutError, MismatchError, Problem, SpecError, show_count
 from jaxckpt._runtime.options import Options
 
@@ -83,6 +84,9 @@ class Resolved:
     objects: Sequence[TargetObject] = ()
     """Objects of the target that receive their state after everything has been read."""
 
+    unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
+    """The problem of each leaf, by number, that exists if its cast changes any of its values."""
+
 
 @functools.cache
 def host_goal(kind: str) -> Goal:
@@ -105,14 +109,27 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     """
     match, differences = match_paths(manifest, request)
     specs = _given_specs(manifest, match.requests, request)
-    casts, losses = given_casts(manifest, match, request, options)
-    groups = _group(manifest, match.requests, specs, casts)
-    checked, mismatches = _check(groups, options)
+    leaves = (SavedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
+    policies = resolve_policies(options.cast, match.requests.paths, leaves)
+    casts, losses = given_casts(manifest, match, request, policies)
+    groups = _group(manifest, match.requests, specs, casts, policies)
+    checked, mismatches = _check(groups)
     placed, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
     numbers = match.requests.numbers
     goals = {numbers[i]: goal for group, goal in zip(groups, placed, strict=True) if goal for i in group.indices}
-    return Resolved(goals, match.build, match.to_initialize, match.objects)
+    unproven = {
+        numbers[index]: problem
+        for group, goal in zip(groups, placed, strict=True)
+        if goal and (reason := _doubt(group, goal))
+        for index, problem in zip(group.indices, group.problems(reason), strict=True)
+    }
+    return Resolved(goals, match.build, match.to_initialize, match.objects, unproven)
+
+
+def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:
+    """The error for casts that were seen to change values."""
+    return MismatchError.of(f"casts would change values of {show_count(len(problems), 'leaf')}", problems)
 
 
 def _raise_problems(
@@ -171,6 +188,9 @@ class _Group:
     dtype: _Dtype | None
     """The dtype that `dtype=` gives them, if any."""
 
+    policy: str
+    """What `Options.cast` allows for them."""
+
     @property
     def wanted(self) -> Any:
         """The leaf of the target; None if the leaves are restored as they were saved."""
@@ -195,7 +215,11 @@ def _given_specs(manifest: Manifest, requests: LeafRequests, request: RestoreReq
 
 
 def _group(
-    manifest: Manifest, requests: LeafRequests, specs: Mapping[str, Spec], casts: Mapping[str, _Dtype]
+    manifest: Manifest,
+    requests: LeafRequests,
+    specs: Mapping[str, Spec],
+    casts: Mapping[str, _Dtype],
+    policies: Mapping[str, str],
 ) -> list[_Group]:
     """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
     leaves = manifest.leaves
@@ -204,7 +228,7 @@ def _group(
         record = leaves[number]
         spec = specs.get(path) if specs else None
         dtype = casts.get(path) if casts else None
-        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype)
+        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype, policies[path])
         if wanted is not None:
             tell = _attributes(type(wanted))
             form = path if tell is None or record.value is not None else (form, type(wanted), tell(wanted))
@@ -215,7 +239,7 @@ def _group(
             group.append(place)
     firsts = ((places, requests.paths[places[0]], leaves[requests.numbers[places[0]]]) for places in groups.values())
     return [
-        _Group(requests, places, SavedLeaf(manifest, leaf), specs.get(path), casts.get(path))
+        _Group(requests, places, SavedLeaf(manifest, leaf), specs.get(path), casts.get(path), policies[path])
         for places, path, leaf in firsts
     ]
 
@@ -238,9 +262,9 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 # Checking kind, shape and dtype ---------------------------------------------------------------------------
 
 
-def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None], list[Problem]]:
+def _check(groups: Sequence[_Group]) -> tuple[list[Goal | None], list[Problem]]:
     """The goal of each group, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    goals = [_goal(group.leaf, group.wanted, options, group.dtype) for group in groups]
+    goals = [_goal(group.leaf, group.wanted, group.policy, group.dtype) for group in groups]
     problems = [
         problem
         for group, goal in zip(groups, goals, strict=True)
@@ -250,7 +274,7 @@ def _check(groups: Sequence[_Group], options: Options) -> tuple[list[Goal | None
     return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
 
 
-def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> Goal | _Reason:
+def _goal(leaf: SavedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
     """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
     if isinstance(wanted, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
@@ -265,16 +289,16 @@ def _goal(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) 
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (wanted is None and not leaf.on_devices):
             return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
-        return _ordered(leaf, wanted, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, options))
+        return _ordered(leaf, wanted, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, policy))
     if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
-        cast = _cast_dtype(leaf, wanted, options, dtype)
+        cast = _cast_dtype(leaf, wanted, policy, dtype)
         if isinstance(cast, _Reason):
             return cast
         if isinstance(wanted, (np.ndarray, np.generic)):
             return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
         weak = dtype is None and getattr(wanted, "weak_type", False)
-        return _ordered(leaf, wanted, _device_goal(leaf, cast, weak, options))
+        return _ordered(leaf, wanted, _device_goal(leaf, cast, weak, policy))
     if type(wanted) in PYTHON_KINDS:
         return _python_goal(leaf, PYTHON_KINDS[type(wanted)])
     return _Reason(unrestorable_reason(wanted, is_container=False))
@@ -287,7 +311,7 @@ def _is_known(impl: str) -> bool:
         return False
 
 
-def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Options) -> Goal | _Reason:
+def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> Goal | _Reason:
     """The goal of an array on devices, with a dtype that JAX supports in its current configuration."""
     if leaf.kind == "key":
         return Goal("key")
@@ -295,7 +319,7 @@ def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Opti
     made = np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # pyright: ignore[reportUnknownMemberType]
     if made == wanted:
         return Goal("jax", cast, weak=weak)
-    if options.cast == "safe":
+    if policy == "safe":
         return _Reason(
             f"would be {wanted}, which JAX converts to {made} while jax_enable_x64 is off: a lossy cast",
             'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
@@ -305,10 +329,9 @@ def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, options: Opti
 
 
 _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
-_ALLOW_LOSS = 'Options(cast="unsafe") allows lossy casts'
 
 
-def _cast_dtype(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | None) -> _Dtype | _Reason | None:
+def _cast_dtype(leaf: SavedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> _Dtype | _Reason | None:
     """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
@@ -324,19 +347,31 @@ def _cast_dtype(leaf: SavedLeaf, wanted: Any, options: Options, dtype: _Dtype | 
     if leaf.shape != tuple(wanted.shape):
         return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target", _OTHER_SHAPE)
     if not leaf.is_array:
-        return _cast_number(leaf, np.dtype(wanted.dtype), options)
+        return _cast_number(leaf, np.dtype(wanted.dtype), policy)
     if dtype is not None:  # checked when it was given
         return None if leaf.dtype == dtype else dtype
     if leaf.dtype == wanted.dtype:
         return None
     if is_key:
         return _Reason(f"{differs}; PRNG keys do not cast")
-    if options.cast == "safe" and not is_lossless(leaf.dtype, np.dtype(wanted.dtype)):
-        return _Reason(f"{differs}: a lossy cast", _ALLOW_LOSS)
+    if judge_cast(leaf.dtype, np.dtype(wanted.dtype), policy, leaf.shape) is Verdict.REFUSED:
+        return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
     return np.dtype(wanted.dtype)
 
 
-def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _Reason:
+def _doubt(group: _Group, goal: Goal) -> _Reason | None:
+    """What is wrong with the goal of a group if its cast changes values; None if the cast is made in any case."""
+    leaf, wanted = group.leaf, goal.cast
+    if wanted is None or not leaf.is_array or leaf.kind == "key":
+        return None
+    may_round = group.dtype is not None
+    if judge_cast(leaf.dtype, wanted, group.policy, leaf.shape, may_round=may_round) is not Verdict.DEPENDS_ON_VALUES:
+        return None
+    differs = f", but dtype= gives {wanted}" if may_round else f" in the checkpoint, {wanted} in the target"
+    return _Reason(f"has dtype {leaf.dtype}{differs}: a lossy cast", ALLOW_LOSS)
+
+
+def _cast_number(leaf: SavedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reason:
     """The dtype for a Python number: any dtype that holds its value, and for a float any float dtype, as for JAX's weak
     types. Otherwise the reason against it."""
     value, made, fits = leaf.value, None, False
@@ -345,13 +380,13 @@ def _cast_number(leaf: SavedLeaf, dtype: _Dtype, options: Options) -> _Dtype | _
         made = np.asarray(value).astype(dtype).item()
         weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
         fits = made == value or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
-    if made is not None and (fits or options.cast == "unsafe"):
+    if made is not None and (fits or policy == "unsafe"):
         return dtype
     shown = (leaf.record.value or "")[:40]
     differs = f"is {leaf.kind} {shown} in the checkpoint, {dtype} in the target"
     if made is None:
         return _Reason(f"{differs}: the value cannot be cast")
-    return _Reason(f"{differs}: a lossy cast", _ALLOW_LOSS)
+    return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
 
 
 def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
@@ -488,4 +523,4 @@ def _fit_sharding(
         return _Reason(problems[0].reason, problems[0].remedy)
     if not isinstance(sharding.mesh, Mesh):
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
-    return sharding if spec == given else sharding.update(spec=partition_spec(spec))
+    return sharding if spec == given else sharding.update(spec=partition_spec(spec, sharding.spec))

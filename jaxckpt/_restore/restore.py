@@ -12,21 +12,21 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, Sharding
 
-from jaxckpt._format.casts import Dtypes
+from jaxckpt._format.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._format.select import Select
 from jaxckpt._format.specs import Specs, require_mesh
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.gathering import require_agreement
-from jaxckpt._restore.goals import Goal, host_goals, resolve
+from jaxckpt._restore.goals import Goal, Resolved, host_goal, host_goals, lossy_casts_error, resolve
 from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
-from jaxckpt._restore.source import Location, source_at
+from jaxckpt._restore.source import Location, Source, source_at
 from jaxckpt._restore.target import RestoreRequest, require_request
-from jaxckpt._runtime.errors import InputError, PeersDisagreeError
+from jaxckpt._runtime.errors import InputError, PeersDisagreeError, Problem
 from jaxckpt._runtime.events import record_event
 from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._runtime.processes import Call, Group
+from jaxckpt._runtime.processes import Call, Group, Meeting
 
 
 def restore(
@@ -78,10 +78,10 @@ def restore(
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
             cast: the checkpoint then has the leaves that the rules make, and `select` chooses among those.
         strict: Leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are errors. With
-            False, a missing leaf keeps the target's value (a leaf without a value, such as a ShapeDtypeStruct, is still
-            an error), and extra leaves are ignored. Always errors: a target with no leaf in the checkpoint, a different
-            shape, a class, and an object that JAX treats as a leaf in place of a container. For a different dtype,
-            `options.cast` decides.
+            False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in the tree; a
+            Sharding is still an error), and extra leaves are ignored. Always errors: a target with no leaf in the
+            checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place of a container. For
+            a different dtype, `options.cast` decides.
         dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
         tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
             sharding at each of their paths. By default each leaf is a separate array, so that all of them can be
@@ -147,6 +147,7 @@ def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, opti
             initial = request.initial(resolved.to_initialize) if request.initial else []
             pooled = path if isinstance(path, PooledCheckpoint) else None
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
+                _require_lossless(source, resolved, options, meeting, pooled)
                 values = fetch(source, resolved.goals, options, meeting, tied=request.tied, pooled=pooled)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
@@ -167,6 +168,29 @@ def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, opti
         leaves=len(resolved.goals),
     )
     return result
+
+
+def _require_lossless(
+    source: Source, resolved: Resolved, options: Options, meeting: Meeting, pooled: PooledCheckpoint | None
+) -> None:
+    """Raise MismatchError if a cast that depends on the values of its leaf changes one of them.
+
+    Every process reads these leaves, which are small, whole. Otherwise one process could refuse what others make.
+    """
+    problems: list[Problem] = []
+    unproven, n_at_once = sorted(resolved.unproven), max(1, options.host_bytes // CHECKED_BYTES)
+    options = replace(options, progress=None)
+    for start in range(0, len(unproven), n_at_once):
+        numbers = unproven[start : start + n_at_once]
+        values = fetch(source, dict.fromkeys(numbers, host_goal("numpy")), options, meeting, pooled=pooled)
+        for number in numbers:
+            wanted = resolved.goals[number].cast
+            lost = None if wanted is None else lost_value(values[number], wanted)
+            if lost is not None:
+                problem = resolved.unproven[number]
+                problems.append(replace(problem, reason=f"{problem.reason} of {lost!r}"))
+    if problems:
+        raise lossy_casts_error(problems)
 
 
 def _global_goals_digest(goals: Mapping[int, Goal]) -> str:

@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from jaxckpt._runtime.options import require_whole_number
 Paths = str | tuple[str, ...]
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("source", "target", "scales"), (str, tuple, list)),
+    **dict.fromkeys(("source", "target", "scales", "copies"), (str, tuple, list)),
     **dict.fromkeys(("parts", "block"), (tuple, list, type(None))),
     **dict.fromkeys(("sizes", "resized"), (Mapping,)),
     **dict.fromkeys(("scale", "offset"), (numbers.Real,)),
@@ -94,6 +95,10 @@ class Rule:
     tied: bool = False
     """Whether another rule has the same source. `inverse` makes the source from the other rule's target."""
 
+    copies: Paths = ()
+    """Paths of source leaves that repeat `source`, such as the stored head of a model that uses its embedding as head.
+    All values that are read are compared bit for bit: a difference is a DataError. `inverse` leaves them out."""
+
     def inverse(self, dtype: str | None = None) -> Rule:
         """The rule from target to source.
 
@@ -122,9 +127,10 @@ class Rule:
             if not isinstance(value := getattr(self, what), kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise InputError(f"Rule.{what} must be of type {wanted}, found {reprlib.repr(value)}")
-        for what, names in (("source", self.source), ("target", self.target), ("scales", self.scales)):
-            paths = paths_in(names) if names else ()
-            if not all(isinstance(path, str) and path for path in paths) or not (paths or what == "scales"):  # pyright: ignore[reportUnnecessaryIsInstance]
+        for what, is_optional in (("source", False), ("target", False), ("scales", True), ("copies", True)):
+            names: Any = getattr(self, what)
+            paths: tuple[Any, ...] = paths_in(names) if names else ()
+            if not all(isinstance(path, str) and path for path in paths) or not (paths or is_optional):
                 raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
             if odd := next((path for path in paths if "" in path.split("/")), None):
                 raise InputError(f"Rule.{what} {odd!r} has an empty component; the empty key is written '~2'")
@@ -134,6 +140,9 @@ class Rule:
             set(captures(self.source)) for _ in paths_in(self.source)
         ]:
             raise InputError(f"{self}: scales= must name one path for each source, with the same numbers")
+        sources = paths_in(self.source)
+        if self.copies and (len(sources) > 1 or captures((*sources, *paths_in(self.copies)))):
+            raise InputError(f"{self}: copies= needs one source, and paths without numbers such as {{i}}")
         if self.block is not None and not self.scales:
             raise InputError(f"{self}: block= needs scales=")
         several = max(len(paths_in(self.source)), len(paths_in(self.target))) > 1

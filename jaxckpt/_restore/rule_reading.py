@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, intersection, relative, slices_within
-from jaxckpt._format.pieces import Array, assign
+from jaxckpt._format.pieces import Array, as_bits, assign
 from jaxckpt._restore.rule_layouts import AxisLayout, Interval, axes_of, cover, tiles
 from jaxckpt._restore.source import ArrayData, AsyncArrayData
+from jaxckpt._runtime.errors import DataError, show_path
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.workers import submit_waiting
 
@@ -112,6 +113,31 @@ class MappedSource:
                 if any(taken[axis] != wanted[axis] for axis in dim):
                     return next(axis for axis in dim if axis in several)
         return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedData(ArrayData):
+    """A source leaf that is stored several times. Each box that is read is compared with its copies."""
+
+    path: str
+    data: ArrayData
+    copies: Mapping[str, ArrayData]
+    """The copies, by path."""
+
+    def read(self, box: Box, target: Array) -> None:
+        self.data.read(box, target)
+        for path, copy in self.copies.items():
+            other = np.empty(target.shape, target.dtype)
+            copy.read(box, other)
+            if not np.array_equal(as_bits(target), as_bits(other)):
+                raise DataError(
+                    f"{show_path(path)} differs from {show_path(self.path)}, and the rules take it for a copy"
+                    " (Rule.copies)"
+                )
+
+    def check(self) -> None:
+        for data in (self.data, *self.copies.values()):
+            data.check()
 
 
 @dataclass(frozen=True, slots=True)

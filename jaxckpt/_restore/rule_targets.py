@@ -14,7 +14,7 @@ from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.records import MeshRecord
 from jaxckpt._restore.rule import CaptureValues, Rule, captures, fill_captures, paths_in
 from jaxckpt._restore.rule_layouts import AxisLayout, Interval, solve
-from jaxckpt._restore.rule_reading import MappedData, MappedSource
+from jaxckpt._restore.rule_reading import ComparedData, MappedData, MappedSource
 from jaxckpt._restore.rule_scales import dequantize
 from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, Source, StackRow, as_foreign
 from jaxckpt._runtime.errors import show_path
@@ -127,6 +127,8 @@ def _stack_sources(
     first = None
     for index, path in paths.items():
         array = leaves.array(path)
+        if rule.copies and not isinstance(array, str):
+            array = _compared(array, path, paths_in(rule.copies), leaves)
         if path in scale_of and not isinstance(array, str):
             scaled = scale_of[path]
             scales = None if scaled is None else leaves.array(scaled)
@@ -142,6 +144,20 @@ def _stack_sources(
         blocks[index] = array.data
     assert first is not None
     return _SourceStack(counts, blocks, first, show_path(next(iter(paths.values()))))
+
+
+def _compared(array: ForeignArray, path: str, copies: Sequence[str], leaves: SourceLeaves) -> ForeignArray | str:
+    """A leaf that is compared with its copies when it is read, or the reason why they are not copies."""
+    found: dict[str, ArrayData] = {}
+    for name in copies:
+        copy = leaves.array(name) if name in leaves.paths else f"{show_path(name)} is missing"
+        if isinstance(copy, str):
+            return copy
+        if (copy.shape, copy.dtype) != (array.shape, array.dtype):
+            shown = f"{copy.dtype}{list(copy.shape)}, and {show_path(path)} is {array.dtype}{list(array.shape)}"
+            return f"{show_path(name)} is {shown}, so it is not a copy"
+        found[name] = copy.data
+    return replace(array, data=ComparedData(path, array.data, found))
 
 
 def _targets_of_group(

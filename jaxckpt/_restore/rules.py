@@ -77,7 +77,9 @@ class Rules:
                 )
                 continue
             scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
-            paths = [] if rule.tied else [path for found in [*matches, *scales] for path in found.values()]
+            copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
+            own = [*copies] if rule.tied else [*matches, *scales, *copies]
+            paths = [path for found in own for path in found.values()]
             problems += [
                 Problem(path, f"matches both {claimed[path]} and {rule}")
                 for path in paths

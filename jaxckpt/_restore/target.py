@@ -38,6 +38,7 @@ from jaxckpt._format.tree import (
 from jaxckpt._restore.objects import TargetObject, revive_object, shardings_below
 from jaxckpt._restore.renaming import renamed_tree, require_single_root, selected_numbers
 from jaxckpt._restore.rules import Rules
+from jaxckpt._runtime.current_mesh import mesh_in_context
 from jaxckpt._runtime.errors import InputError, Problem, show_path
 from jaxckpt._runtime.options import Options, require_bool
 
@@ -133,7 +134,7 @@ def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[in
 
 
 def given_casts(
-    manifest: Manifest, match: Match, request: RestoreRequest, options: Options
+    manifest: Manifest, match: Match, request: RestoreRequest, policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each requested path whose dtype `dtype=` changes, and the problems."""
     if request.dtype is None:
@@ -144,8 +145,8 @@ def given_casts(
     for path, number in zip(match.requests.paths, match.requests.numbers, strict=True):
         leaf = SavedLeaf(manifest, manifest.leaves[number])
         is_array = leaf.is_array and leaf.kind in CASTABLE and number not in kept
-        castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None))
-    return resolve_casts(request.dtype, castable, options)
+        castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None, leaf.shape))
+    return resolve_casts(request.dtype, castable, policies)
 
 
 # Matching paths -------------------------------------------------------------------------------------------
@@ -303,7 +304,8 @@ class _Matching:
             return False
         if isinstance(leaf.value, (Sharding, Format)) and self._leaves_below(leaf.path, self.numbers):
             return False
-        return self.request.strict or (_is_abstract(leaf.value) and self.request.initial is None)
+        # A sharding has neither a value nor a shape, so the caller could not complete the tree.
+        return self.request.strict or (isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None)
 
     def _is_selected(self, path: str) -> bool:
         """Whether `select`, which uses saved paths, selects a leaf of the target that the checkpoint lacks.
@@ -333,8 +335,8 @@ class _Matching:
                 except KeyError:
                     hint = closest_hint(leaf.path, self.wanted)
             remedy = self._strict_remedy if self.request.strict else ""
-            if _is_abstract(leaf.value) and self.request.initial is None:
-                remedy = "a ShapeDtypeStruct or a Sharding has no value to keep: give an array, or leave it out"
+            if isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None:
+                remedy = "a Sharding has no value to keep: give an array, or leave it out"
             yield Problem(leaf.path, f"is not in the checkpoint{hint}", remedy)
 
     def _extra(self, paths: Sequence[str], shape: Structure) -> Iterator[Problem]:
@@ -380,12 +382,6 @@ def _as_sharding(leaf: Leaf, mesh: Any) -> Any:
         return NamedSharding(mesh, value)
     except ValueError as error:
         raise InputError(f"target has the {value} at {show_path(leaf.path)}: {error}") from error
-
-
-def mesh_in_context() -> Mesh | None:
-    """The mesh of jax.set_mesh, if any. jax 0.6 has no public function for it."""
-    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-    return mesh if mesh is not None and mesh.shape else None
 
 
 def _is_abstract(value: Any) -> bool:

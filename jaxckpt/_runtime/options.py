@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 COMPRESSIONS = (None, "zstd", "blosc")
 """The values of `Options.compression`; None stores chunks uncompressed."""
 
+CAST_POLICIES = ("safe", "unsafe")
+"""The values of `Options.cast` for a leaf."""
+
+CastPolicies = (
+    Literal["safe", "unsafe"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Callable[[str, Any], str | None]
+)
+"""One of `CAST_POLICIES`, a pytree prefix of them, or a function of (path, leaf)."""
+
 _MAX_BLOSC_CHUNK_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
 
 
@@ -60,7 +68,10 @@ class Options:
             devices and compared by a 128-bit digest, which this setting also records in the manifest. None: every
             object is written, as always on object stores.
         cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
-            lose precision and range. "unsafe": all NumPy casts.
+            lose precision and range. Whole numbers of up to 64 KiB a leaf, and single numbers, are also cast by a
+            restore to a dtype that holds only some of their values, if it holds those that are there. "unsafe": all
+            NumPy casts. By leaf, as for `dtype=`: a pytree prefix of these, such as `{"opt": {"count": "unsafe"}}`, or
+            a function of (path, leaf); "safe" for all other leaves.
         indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
             dimension is not split over devices.
         timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
@@ -99,7 +110,7 @@ class Options:
     when_busy: Literal["wait", "skip"] = "wait"
     sync: bool = True
     reuse: Literal["identity", "content"] | None = "identity"
-    cast: Literal["safe", "unsafe"] = "safe"
+    cast: CastPolicies = "safe"
     indivisible: Literal["error", "replicate"] = "error"
     timeout_seconds: float = 300.0
     storage: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -121,12 +132,17 @@ class Options:
             ("reuse", (None, "identity", "content")),
             ("read", ("each", "shared")),
             ("sync", (True, False)),
-            ("cast", ("safe", "unsafe")),
             ("indivisible", ("error", "replicate")),
         ):
             value = getattr(self, name)
             if type(value) not in map(type, allowed) or value not in allowed:
                 raise InputError(f"Options.{name} must be one of {allowed}, found {value!r}")
+        is_by_leaf = callable(self.cast) or isinstance(self.cast, (Mapping, tuple, list))
+        if not (is_by_leaf or (isinstance(self.cast, str) and self.cast in CAST_POLICIES)):
+            raise InputError(
+                f"Options.cast must be one of {CAST_POLICIES}, a pytree prefix of these, or a function of (path, leaf),"
+                f" found {self.cast!r}"
+            )
         digest = cast("object", self.manifest_sha256)
         if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
             raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")

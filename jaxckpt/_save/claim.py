@@ -107,6 +107,8 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     if not names and "@" in store.url and resolve_step(store) is not None:
         raise CheckpointExistsError(f"{store.url} names a step of a run, so nothing can be saved there: give a folder")
     foreign = [name for name in names if not is_data_folder(name) and name != _ORBAX_NOTE]
+    # A trainer may have created folders for its other files in advance.
+    foreign = [name for name in foreign if not store.is_empty_folder(name)]
     if foreign:
         raise CheckpointExistsError(
             f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts
+from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts, resolve_policies
 from jaxckpt._format.checks import MAX_TIED
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name, key_dtype
 from jaxckpt._format.grid import Layout, Spec, intersect_holders, spec_of
@@ -201,7 +201,8 @@ def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: 
         )
         for number, (leaf, record) in enumerate(zip(leaves, draft.records, strict=True))
     ]
-    casts, problems = resolve_casts(dtype, castable, options)
+    policies = resolve_policies(options.cast, [one.path for one in castable], (one.leaf for one in castable))
+    casts, problems = resolve_casts(dtype, castable, policies)
     if problems:
         raise TreeError.of(f"dtype= cannot be met for {show_count(len(problems), 'leaf')}", problems)
     for number, record in enumerate(draft.records):

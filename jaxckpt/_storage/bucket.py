@@ -387,6 +387,10 @@ class Bucket:
         # "" is the key of the folder itself, which S3's console creates.
         return sorted({key.partition("/")[0] for key in self._list("")} - {""})
 
+    def is_empty_folder(self, name: str) -> bool:
+        below = [key for key in self._list(name) if not key or key.startswith("/")]
+        return all(key.endswith("/") for key in below)  # the keys of folders themselves
+
     def _list(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix, without the prefix."""
         until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""

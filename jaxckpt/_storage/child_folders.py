@@ -27,6 +27,10 @@ class ChildFolders(Protocol):
         """Names directly in it; empty if it does not exist."""
         ...
 
+    def is_empty_folder(self, name: str) -> bool:
+        """Whether a name directly below is a folder in which there are no files, at any depth."""
+        ...
+
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> Mapping[str, bool | StorageError]:
         """Maps the name of each subfolder that `wanted` accepts to whether the subfolder holds a checkpoint, or to the
         error that prevents finding out."""

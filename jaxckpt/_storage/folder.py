@@ -442,6 +442,11 @@ class Folder:
                     raise
                 return []
 
+    def is_empty_folder(self, name: str) -> bool:
+        path = self._path(name)
+        with self._translate_errors("list", name):
+            return os.path.isdir(path) and not os.path.islink(path) and _has_no_files(path)
+
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
         return {name: self._is_published(name) for name in filter(wanted, self.names())}
 
@@ -503,6 +508,11 @@ def _revalidate(path: str) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.getxattr(path, "user.jaxckpt", follow_symlinks=False)
+
+
+def _has_no_files(path: str) -> bool:
+    with os.scandir(path) as entries:
+        return all(entry.is_dir(follow_symlinks=False) and _has_no_files(entry.path) for entry in entries)
 
 
 def _kind(mode: int) -> str:

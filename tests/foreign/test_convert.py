@@ -601,6 +601,16 @@ def test_a_conversion_leaves_the_draft_of_a_running_one(tmp_path: Path, monkeypa
     assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
 
 
+def test_zarr_names_each_dimension_once(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    tree = {"w": np.zeros((2, 3)), "a": {"w": np.zeros((4, 2)), "w:0": np.zeros(5)}, "step": np.float32(1)}
+    jaxckpt.save(tmp_path / "from", tree)
+    jaxckpt.convert(tmp_path / "from", tmp_path / "to.zarr")
+    group = zarr.open_group(tmp_path / "to.zarr", mode="r")
+    names = {path: group[path].metadata.dimension_names for path in ("w", "a/w", "a/w:0", "step")}
+    assert names == {"w": ("w/0", "w/1"), "a/w": ("a/w/0", "a/w/1"), "a/w:0": ("a/w:0/0",), "step": ()}
+
+
 def test_zarr_keeps_shapes_without_dimensions(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     tree = {np.dtype(dtype).name: np.asarray(bits(dtype, (1,))[0], dtype) for dtype in DTYPES}

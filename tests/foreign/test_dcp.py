@@ -132,7 +132,8 @@ DAMAGE = processes.PROGRAMS / "dcp_damage.py"
 @pytest.fixture(scope="session")
 def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damaged")
-    processes.run_python(DAMAGE, args=[str(written(2) / "training"), str(folder)])
+    out = processes.run_python(DAMAGE, args=[str(written(2) / "training"), str(folder)])
+    assert "torch cannot load it" in out
     return folder
 
 
@@ -152,6 +153,7 @@ def damaged(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("path", "occurs twice"),
         ("same path", "two of its names have the path 'step'"),
         ("hostile place", "an entry of its storage_data is damaged"),
+        ("as safetensors", r"written with serialization_format=SAFETENSORS, which torch\..* cannot load either"),
     ],
 )
 def test_damaged_metadata_is_reported_when_opened(damaged: Path, name: str, message: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -335,8 +336,97 @@ def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.DataError, match=r"config\.json"):
         jaxckpt.huggingface_rules(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
-    with pytest.raises(jaxckpt.InputError, match="did you mean 'llama'"):
+    with pytest.raises(
+        jaxckpt.InputError, match=r"'lama', for which there are no rules: they exist for llama, mistral"
+    ):
         jaxckpt.huggingface_rules(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(jaxckpt.DataError, match="num_attention_heads"):
         jaxckpt.huggingface_rules(tmp_path)
+
+
+# Folders as on the hub --------------------------------------------------------------------------------------
+
+
+def hub_folder(folder: Path, family: str, change: Callable[[dict[str, Any]], dict[str, Any]], **settings: Any) -> Path:
+    """A folder of a family with other tensors, and with these settings in config.json."""
+    config = json.loads((DATA / family / "config.json").read_text())
+    jaxckpt.save(folder / "checkpoint", change(jaxckpt.load_numpy(DATA / family)))
+    jaxckpt.convert(folder / "checkpoint", folder / "model.safetensors")
+    shutil.rmtree(folder / "checkpoint")
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    return folder
+
+
+def like_gpt2(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names of the folders "gpt2" to "gpt2-xl": a GPT2Model with its masks."""
+    masks = {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 32, 32), np.float32)) for i in range(2)}
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | masks
+
+
+def like_distilgpt2(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names of the folder "distilgpt2": a GPT2LMHeadModel with its masks and its head."""
+    masks = {f"transformer.h.{i}.attn.bias": np.tril(np.ones((1, 1, 32, 32), bool)) for i in range(2)}
+    masked = {f"transformer.h.{i}.attn.masked_bias": np.array(-10000.0, np.float32) for i in range(2)}
+    return tensors | masks | masked | {"lm_head.weight": tensors["transformer.wte.weight"]}
+
+
+def like_llama_2(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names of "Llama-2-7b-hf" before safetensors."""
+    frequencies = 1e4 ** -(np.arange(3, dtype=np.float32) / 3)
+    return tensors | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": frequencies for i in range(2)}
+
+
+def with_head(tensors: dict[str, Any]) -> dict[str, Any]:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+
+
+HUB = [("gpt2", like_gpt2), ("gpt2", like_distilgpt2), ("llama", like_llama_2), ("gemma2", with_head)]
+
+
+@pytest.mark.parametrize(("family", "change"), HUB, ids=[change.__name__ for _, change in HUB])
+def test_folders_as_on_the_hub_are_read(family: str, change: Any, mesh: Mesh, tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, family, change)
+    for layout in ("plain",) if family == "gpt2" else ("plain", "maxtext"):
+        rules = jaxckpt.huggingface_rules(folder, layout=layout)
+        found = jaxckpt.restore(folder, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+        expected = jaxckpt.load_numpy(DATA / family, rename=jaxckpt.huggingface_rules(DATA / family, layout=layout))
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b)
+
+
+def test_the_inverse_writes_the_names_of_the_folder_without_constants(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, "gpt2", like_gpt2)
+    rules = jaxckpt.huggingface_rules(folder)
+    jaxckpt.convert(folder, tmp_path / "ours", rename=rules)
+    back = jaxckpt.load_numpy(tmp_path / "ours", rename=rules.inverse(dtype="float32"))
+    tensors = like_gpt2(jaxckpt.load_numpy(DATA / "gpt2"))
+    wanted = {name: tensor for name, tensor in tensors.items() if not name.endswith(".attn.bias")}
+    assert back.keys() == wanted.keys()
+    assert all(back[name].tobytes() == tensor.tobytes() for name, tensor in wanted.items())
+
+
+def test_a_stored_head_that_differs_from_a_tied_embedding_is_an_error(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        head = tensors["model.embed_tokens.weight"].copy()
+        head[-1, -1] += 1
+        return tensors | {"lm_head.weight": head}
+
+    folder = hub_folder(tmp_path, "gemma2", change)
+    rules = jaxckpt.huggingface_rules(folder)
+    with pytest.raises(jaxckpt.DataError, match=r"(?s)'embed/embedding'.*'lm_head.weight' differs from 'model.embed"):
+        jaxckpt.load_numpy(folder, rename=rules)
+    assert jaxckpt.load_numpy(folder, rename=rules, select="norm")["norm"]["scale"].shape == (16,)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    untied = jaxckpt.load_numpy(folder, rename=jaxckpt.huggingface_rules(folder))
+    assert untied["head"]["kernel"][-1, -1] == untied["embed"]["embedding"][-1, -1] + 1
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe", "phi3"])
+def test_other_families_get_the_list_of_supported_ones_and_no_guess(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(jaxckpt.InputError, match=f"{family}.*llama, mistral, qwen2, qwen3, gemma2.*gpt2") as caught:
+        jaxckpt.huggingface_rules(tmp_path)
+    assert "did you mean" not in str(caught.value)

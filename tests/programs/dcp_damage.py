@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 
 source, target = map(Path, sys.argv[1:])
 NAME = "model.0.weight"
@@ -128,3 +130,12 @@ def _(metadata, item, storage):
 @damaged("hostile place")
 def _(metadata, item, storage):
     place(storage, relative_path=Runs())
+
+
+state = {"w": torch.ones(2, 3), "step": 3}
+writer = FileSystemWriter(target / "as safetensors", serialization_format=SerializationFormat.SAFETENSORS)
+dcp.save(state, storage_writer=writer, no_dist=True)
+try:
+    dcp.load(state, checkpoint_id=target / "as safetensors", no_dist=True)
+except dcp.CheckpointException:
+    print("torch cannot load it")

@@ -91,6 +91,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     global fault
     fault = case.get("fault", "")
     host = jaxckpt.load_numpy(case["like"])
+    host["host"] = host["host"].astype(case.get("host_dtype", host["host"].dtype))
     saved = jaxckpt.open(case["like"])
     mesh, spec = LAYOUTS[case.get("layout", "fsdp")]
     target = {

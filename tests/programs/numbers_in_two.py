@@ -23,3 +23,18 @@ for devices in (jax.devices(), jax.devices()[2:]):
         assert (leaf.dtype, leaf.sharding) == (target[name].dtype, sharding)
         assert [shard.device for shard in leaf.addressable_shards] == own
         assert all(np.array_equal(shard.data, saved[name], equal_nan=True) for shard in leaf.addressable_shards)
+
+# Only the second process holds the number that the cast would change.
+across = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+counts = jax.make_array_from_callback((4,), across, lambda index: np.array([1, 2, 3, -4], np.int32)[index])
+jaxckpt.save(f"{args}-counts", {"counts": counts, "step": jnp.int32(7)})
+target = {name: jax.ShapeDtypeStruct(shape, jnp.uint32) for name, shape in (("counts", (4,)), ("step", ()))}
+target["counts"] = target["counts"].update(sharding=across)
+for read in ("each", "shared"):
+    options = jaxckpt.Options(read=read)
+    step = jaxckpt.restore(f"{args}-counts", target, select="step", strict=False, options=options)["step"]
+    assert (step.dtype, int(step)) == (jnp.uint32, 7)
+    try:
+        jaxckpt.restore(f"{args}-counts", target, options=options)
+    except jaxckpt.MismatchError as error:
+        print(*error.paths)

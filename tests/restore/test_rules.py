@@ -260,6 +260,28 @@ def test_scale_offset_cast_tied_and_dropped(tmp_path: Path) -> None:
     assert delta.identical, delta
 
 
+def test_copies_are_compared_when_they_are_read(tmp_path: Path) -> None:
+    embed = np.arange(6, dtype=np.float32).reshape(3, 2)
+    other = embed + np.array([[0], [0], [1]], np.float32)
+    jaxckpt.save(tmp_path / "a", {"embed": embed, "head": embed.copy(), "other": other, "short": embed[:2]})
+
+    def rules(copies: Any, *drop: str) -> Rules:
+        return Rules([Rule(source="embed", target="e", layout="v m -> m v", copies=copies)], drop=drop)
+
+    equal = rules("head", "other", "short")
+    assert same(jaxckpt.load_numpy(tmp_path / "a", rename=equal)["e"], embed.T)
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=equal)
+    assert [*jaxckpt.load_numpy(tmp_path / "b", rename=equal.inverse())] == ["embed"]
+    leaf = jaxckpt.open(tmp_path / "a", rename=rules(("head", "other"), "short"))["e"]
+    assert same(leaf[:, :2], embed.T[:, :2]), "only the values that are read are compared"
+    with pytest.raises(jaxckpt.DataError, match="'other' differs from 'embed', and the rules take it for a copy"):
+        leaf[:, 1:]
+    for copies, expected in (("hed", "'hed' is missing"), ("short", r"'short' is float32\[2, 2\], and 'embed' is")):
+        dropped = {"head", "other", "short"} - {copies}
+        with pytest.raises(jaxckpt.MismatchError, match=expected):
+            jaxckpt.load_numpy(tmp_path / "a", rename=rules(copies, *dropped))
+
+
 def test_the_repr_of_a_rule_shows_its_arguments() -> None:
     rule = Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out", scale=2.0)
     assert repr(rule) == "Rule(source='h.{i}.w', target='layers/w', layout='out in -> i in out', scale=2.0)"
@@ -336,6 +358,9 @@ def test_one_error_lists_all_mismatches(tmp_path: Path) -> None:
         ({"source": "a", "target": ("b", "/c")}, r"Rule\.target '/c' has an empty component"),
         ({"source": "a/", "target": "b"}, r"Rule\.source 'a/' has an empty component"),
         ({"source": "a", "target": "b", "scales": 3}, r"Rule\.scales must be of type"),
+        ({"source": "a", "target": "b", "copies": ("c", "")}, r"Rule\.copies must be a path or a tuple of paths"),
+        ({"source": ("a", "c"), "target": "b", "copies": "d"}, "copies= needs one source"),
+        ({"source": "h.{i}", "target": "b.{i}", "copies": "c.{i}"}, "copies= needs one source, and paths without num"),
         ({"source": "a", "target": "b", "sizes": "d"}, r"Rule\.sizes must be of type Mapping"),
         ({"source": "a", "target": "b", "layout": 3}, r"Rule\.layout must be of type str"),
         ({"source": "a", "target": "b", "axis": -1}, "axis= must be a whole number not below 0"),

@@ -105,6 +105,85 @@ def test_lossless_casts_are_made_and_others_only_on_request(tmp_path: Path) -> N
     np.testing.assert_array_equal(unsafe["f"], np.array([1, -2], "int8"))
 
 
+def test_whole_numbers_are_cast_to_a_dtype_that_holds_their_values(tmp_path: Path, mesh: Mesh) -> None:
+    saved = {"step": jnp.int32(7), "seen": np.array([3, 1 << 40]), "scale": jnp.float32(1024)}
+    jaxckpt.save(tmp_path / "c", saved)
+    rows = NamedSharding(mesh, P("data"))
+    target = {
+        "step": jax.ShapeDtypeStruct((), "uint32", sharding=NamedSharding(mesh, P())),
+        "seen": np.zeros(2, np.float64),
+        "scale": jax.ShapeDtypeStruct((), "int16"),
+    }
+    restored = jaxckpt.restore(tmp_path / "c", target)
+    assert {name: leaf.dtype.name for name, leaf in restored.items()} == {
+        "step": "uint32", "seen": "float64", "scale": "int16",
+    }  # fmt: skip
+    assert (restored["step"], restored["seen"].tolist(), restored["scale"]) == (7, [3.0, 2.0**40], 1024)
+    assert jaxckpt.restore(tmp_path / "c", dtype={"step": np.uint32})["step"].dtype == "uint32"
+
+    jaxckpt.save(tmp_path / "d", {"step": jnp.array([5, -1]), "zero": jnp.float32(-0.0), "half": jnp.float32(0.5)})
+    target = {"step": jax.ShapeDtypeStruct((2,), "uint32", sharding=rows), "zero": jnp.int32(0), "half": jnp.int32(0)}
+    with pytest.raises(jaxckpt.MismatchError) as caught:
+        jaxckpt.restore(tmp_path / "d", target)
+    assert caught.value.paths == ("half", "step", "zero")
+    reason = "has dtype int32 in the checkpoint, uint32 in the target: a lossy cast of -1"
+    assert reason in [problem.reason for problem in caught.value.problems]
+    with pytest.raises(jaxckpt.MismatchError, match="but dtype= gives uint32: a lossy cast of -1"):
+        jaxckpt.restore(tmp_path / "d", dtype={"step": np.uint32})
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (np.zeros((1 << 14) + 1, np.int32), "uint32"),
+        (np.zeros(2, np.float32), "int32"),
+        (np.ones((), np.int32), "bool"),
+    ],
+    ids=["above 64 KiB", "an array of floats", "to bool"],
+)
+def test_other_lossy_casts_are_refused_whatever_the_values(values: Any, wanted: str, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": values})
+    with pytest.raises(jaxckpt.MismatchError, match=r"a lossy cast\n"):
+        jaxckpt.restore(tmp_path / "c", {"x": np.zeros(values.shape, wanted)})
+
+
+def test_a_plan_names_the_casts_that_depend_on_values(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"step": jnp.int32(-1), "w": jnp.ones(3), "same": jnp.int32(1)})
+    checkpoint = jaxckpt.open(tmp_path / "c")
+    target = {"step": jnp.uint32(0), "w": jnp.zeros(3), "same": jnp.int32(0)}
+    plan = checkpoint.plan(target)
+    assert plan.value_dependent == ("step",)
+    assert "casts      only if no value changes, in 'step'" in str(plan)
+    assert plan.read_bytes > checkpoint.plan().read_bytes  # the step is read twice
+    assert checkpoint.plan(target, options=jaxckpt.Options(cast="unsafe")).value_dependent == ()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [{"opt": "unsafe"}, {"opt": {"mu": "unsafe"}}, lambda path, leaf: "unsafe" if path == "opt/mu" else None],
+    ids=["container", "leaf", "function"],
+)
+def test_lossy_casts_may_be_allowed_by_leaf(cast: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"opt": {"mu": jnp.full(3, 1.7)}, "w": jnp.full(3, 1.7)})
+    options = jaxckpt.Options(cast=cast)
+    whole = jax.ShapeDtypeStruct((3,), "int32")
+    restored = jaxckpt.restore(tmp_path / "c", {"opt": {"mu": whole}, "w": jnp.zeros(3)}, options=options)
+    assert restored["opt"]["mu"].tolist() == [1, 1, 1]
+    with pytest.raises(jaxckpt.MismatchError, match="for the whole tree or by leaf") as caught:
+        jaxckpt.restore(tmp_path / "c", {"opt": {"mu": whole}, "w": whole}, options=options)
+    assert caught.value.paths == ("w",)
+    saved = {"opt": {"mu": jnp.full(3, 1.7)}}
+    jaxckpt.save(tmp_path / "d", saved, dtype={"opt": {"mu": np.int32}}, options=options)
+    assert jaxckpt.load_numpy(tmp_path / "d")["opt"]["mu"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cast", [{"opt": "always"}, {"opt": True}, lambda path, leaf: True], ids=str)
+def test_a_policy_that_does_not_exist_is_an_error(cast: Any, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"opt": jnp.ones(3)})
+    with pytest.raises(jaxckpt.InputError, match=r"Options\.cast gives .* for 'opt'; expected one of"):
+        jaxckpt.restore(tmp_path / "c", options=jaxckpt.Options(cast=cast))
+
+
 def exact(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Numbers as Python objects, with one object for all NaNs, and -0.0 equal to 0.0."""
     numbers = values.astype(object) if values.dtype.kind in "biuc" else values.astype(np.float64).astype(object)
@@ -488,6 +567,21 @@ def test_existing_paths_are_not_overwritten(path: Path, tree: Any, tmp_path: Pat
             jaxckpt.save(tmp_path / "home", tree, overwrite=overwrite)
         with pytest.raises(jaxckpt.CheckpointExistsError, match="is a file"):
             jaxckpt.save(tmp_path / "file", tree, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_empty_subfolders_are_not_other_files(overwrite: bool, tree: Any, tmp_path: Path) -> None:
+    (tmp_path / "c" / "input_iterators" / "0").mkdir(parents=True)
+    (tmp_path / "c" / "summaries").mkdir()
+    jaxckpt.save(tmp_path / "c", tree, overwrite=overwrite)
+    assert jaxckpt.restore(tmp_path / "c")["step"] == 7
+    assert (tmp_path / "c" / "input_iterators" / "0").is_dir()
+    for number, other in enumerate(("file", "link")):
+        inner = tmp_path / f"{number}" / "a" / "b"
+        inner.mkdir(parents=True)
+        (inner / other).write_text("x") if other == "file" else (inner / other).symlink_to(tmp_path / "c")
+        with pytest.raises(jaxckpt.CheckpointExistsError, match=r"holds other files \(a\)"):
+            jaxckpt.save(tmp_path / f"{number}", tree, overwrite=overwrite)
 
 
 def test_the_reason_why_a_path_is_not_a_checkpoint_is_reported(path: Path, tmp_path: Path) -> None:
@@ -927,10 +1021,25 @@ def test_an_array_where_none_was_saved_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
-    target = {"step": 0, "new": jax.ShapeDtypeStruct((5,), "float32")}
+    target = {"step": 0, "new": SingleDeviceSharding(jax.devices()[0])}
     with pytest.raises(jaxckpt.MismatchError, match="has no value to keep: give an array") as caught:
         jaxckpt.restore(path, target, strict=False)
     assert "strict=False" not in str(caught.value)
+
+
+def test_a_missing_struct_stays_in_the_tree_if_not_strict(path: Path) -> None:
+    target = {"step": 0, "new": {"mu": jax.ShapeDtypeStruct((5,), "float32")}}
+    with pytest.raises(jaxckpt.MismatchError, match="strict=False keeps the target's value for missing leaves"):
+        jaxckpt.restore(path, target)
+    restored = jaxckpt.restore(path, target, strict=False)
+    assert restored["step"] == 7
+    assert restored["new"]["mu"] is target["new"]["mu"]
+    assert [leaf.path for leaf in jaxckpt.open(path).plan(target, strict=False).leaves] == []
+    # A struct in place of a container, and a target of which nothing is in the checkpoint, are still errors.
+    with pytest.raises(jaxckpt.MismatchError, match="'params' is not in the checkpoint; a container was saved there"):
+        jaxckpt.restore(path, {"step": 0, "params": target["new"]["mu"]}, strict=False)
+    with pytest.raises(jaxckpt.MismatchError, match="none of the target's"):
+        jaxckpt.restore(path, {"new": target["new"]}, strict=False)
 
 
 def test_a_sharding_may_be_given_for_a_subtree_without_leaves(tmp_path: Path) -> None:
@@ -1025,7 +1134,8 @@ def test_devices_and_partition_specs_in_a_target_work_as_in_device_put(path: Pat
 
 
 def _with_mesh(mesh: Mesh, work: Any) -> Any:
-    with jax.set_mesh(mesh):
+    set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # jax 0.6
+    with set_mesh(mesh):
         return work()
 
 
@@ -1216,17 +1326,44 @@ def test_a_tree_that_contains_itself_or_mixes_keys_is_reported(tmp_path: Path) -
         jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="this JAX cannot return the mesh of jax.set_mesh")
+@pytest.mark.skipif(not hasattr(P(), "reduced"), reason="this JAX has no reduced axes")
+def test_reduced_axes_are_refused_in_specs_and_kept_in_a_target(path: Path, tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    reduced = P("data", reduced={"model"})
+    for given in (reduced, {"params": {"w": reduced}, "layers": P()}, lambda path, leaf: reduced):
+        with pytest.raises(jaxckpt.SpecError, match=r"reduced mesh axes \(model\).*a jax.sharding.NamedSharding in"):
+            jaxckpt.restore(path, mesh=mesh, specs=given)
+        with pytest.raises(jaxckpt.SpecError, match=r"reduced mesh axes \(model\)"):
+            jaxckpt.save(
+                tmp_path / "new", {"params": {"w": jnp.ones((8, 8))}, "layers": jnp.ones(3)}, mesh=mesh, specs=given
+            )
+    assert not (tmp_path / "new").exists()
+    wanted = NamedSharding(mesh, reduced)
+    restored = jaxckpt.restore(path, {"params": {"w": wanted}}, select="params/w")
+    assert restored["params"]["w"].sharding == wanted
+    options = jaxckpt.Options(indivisible="replicate")  # 3 is not divisible by 2
+    restored = jaxckpt.restore(path, {"layers": wanted}, select="layers", options=options)
+    assert restored["layers"][0].sharding.spec == P(None, reduced={"model"})
+
+
+def test_a_sharding_on_an_abstract_mesh_uses_the_mesh_that_is_set(path: Path) -> None:
+    other = jax.make_mesh((4, 2), ("data", "model"))
+    spec = P("model", "data")
+    target = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(other.abstract_mesh, spec))
+    restored = _with_mesh(other, lambda: jaxckpt.restore(path, {"params": {"w": target}}, select="params/w"))
+    assert restored["params"]["w"].sharding == NamedSharding(other, spec)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "get_mesh"), reason="jax.eval_shape returns no specs in this JAX")
 def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
     other = jax.make_mesh((4, 2), ("data", "model"))  # axes in types: eval_shape also returns the specs
 
     def init() -> Any:
         return {"w": jax.sharding.reshard(jnp.zeros((8, 8)), P("model", "data")), "b": jnp.zeros(8)}
 
-    with jax.set_mesh(other):
-        target = {"params": jax.eval_shape(init)}
-        assert isinstance(target["params"]["w"].sharding.mesh, jax.sharding.AbstractMesh)
-        set_ = jaxckpt.restore(path, target, select="params")["params"]
+    target = {"params": _with_mesh(other, lambda: jax.eval_shape(init))}
+    assert isinstance(target["params"]["w"].sharding.mesh, jax.sharding.AbstractMesh)
+    set_ = _with_mesh(other, lambda: jaxckpt.restore(path, target, select="params"))["params"]
     given = jaxckpt.restore(path, target, select="params", mesh=other)["params"]
     for params in (set_, given):
         assert params["w"].sharding == NamedSharding(other, P("model", "data"))

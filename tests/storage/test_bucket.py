@@ -135,6 +135,17 @@ def test_a_folder_created_in_a_console_is_empty(store: Store) -> None:
     assert np.array_equal(jaxckpt.load_numpy(store.url)["x"], TREE["x"])
 
 
+def test_folders_without_files_are_empty(store: Store) -> None:
+    for key in ("marked/", "marked/inner/", "used/", "used/inner/file", "file", "file.txt"):
+        store.put(key, b"")
+    assert [store.is_empty_folder(name) for name in ("marked", "used", "file", "file.txt")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
 def test_a_restore_leaves_nothing_in_memory(store: Store) -> None:
     memory = ts.KvStore.open({"driver": "memory"}, context=ROOT_CONTEXT).result()
     path = store.url.removeprefix("memory://")
