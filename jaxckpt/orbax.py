@@ -185,7 +185,7 @@ class V1Handler:
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
         """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
         start = functools.partial(self._start_save, directory.path, checkpointable)
-        pending = await _call_in_name_order(directory.path, directory.await_creation(), start)
+        pending = await (await _call_in_name_order(directory.path, directory.await_creation(), start))
         return _wait_and_mark(pending, directory.path)
 
     def _start_save(self, path: Path, tree: Tree) -> PendingSave:
@@ -194,7 +194,7 @@ class V1Handler:
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
         """Load the pytree in the form that an abstract pytree requests."""
         load = functools.partial(self._restore, directory, abstract_checkpointable)
-        return _value(await _call_in_name_order(directory, _nothing(), load))
+        return await _call_in_name_order(directory, _nothing(), load)
 
     def _restore(self, directory: Path, abstract: Tree) -> Tree:
         from orbax.checkpoint.experimental.v1._src.context.context import get_context
@@ -254,8 +254,9 @@ class _Turns(threading.local):
 _turns = _Turns()
 
 
-async def _call_in_name_order(path: Path, ready: Awaitable[Any], call: Callable[[], T]) -> T:
-    """Make a collective call for a pytree when `ready` ends, in the order of the names of the step's pytrees.
+async def _call_in_name_order(path: Path, ready: Awaitable[Any], call: Callable[[], T]) -> asyncio.Future[T]:
+    """Make a collective call for a pytree when `ready` ends, in the order of the names of the step's pytrees. Returns
+    its outcome.
 
     Orbax starts the tasks of all pytrees of a step together, and then resumes them in an order that differs between
     the processes. The last that is ready makes the calls of all. It makes each of them even if an earlier one raises,
@@ -275,11 +276,9 @@ async def _call_in_name_order(path: Path, ready: Awaitable[Any], call: Callable[
                 turn.outcome.set_result(turn.call())
             except Exception as error:
                 turn.outcome.set_exception(error)
-    return await own.outcome
-
-
-async def _value(value: T) -> T:
-    return value
+                turn.outcome.exception()  # Orbax may drop it after another error; then asyncio need not log it
+    await asyncio.wait([own.outcome])
+    return own.outcome
 
 
 def _is_not_a_false_alarm(record: logging.LogRecord) -> bool:
@@ -598,9 +597,10 @@ def _described(saved: SavedLeaf, directory: Path) -> Any:
 
 
 def _describe_storage(saved: SavedLeaf) -> Any:
-    """Orbax's description of how the array of a leaf is stored: the shapes of its chunks and objects."""
+    """Orbax's description of how the array of a leaf is stored: the shapes of its chunks and, for a jax.Array, of its
+    objects."""
     stack = saved.stack
-    return StorageMetadata(chunk_shape=stack.chunk[1:], write_shape=stack.object[1:])
+    return StorageMetadata(chunk_shape=stack.chunk[1:], write_shape=stack.object[1:] if saved.on_devices else None)
 
 
 def _describe_sharding(saved: SavedLeaf) -> Any:

@@ -320,15 +320,16 @@ EMPTY_NODES = {
     "empty": [{}, [], (), optax.EmptyState()],
 }
 EMPTY_NODE_RESTORES: dict[str, Call] = {
-    f"{type(leaf).__name__} where {what} were saved{', in part' if partial else ''}": lambda m, item=item, partial=partial: (
-        m.restore(0, args=pytree(item, partial_restore=partial))
+    f"{name}, partial_restore={partial}": lambda m, item=item, partial=partial: m.restore(
+        0, args=pytree(item, partial_restore=partial)
     )
-    for leaf in (0, WIDE)
-    for what, item in {
-        "a MaskedNode and None": {**EMPTY_NODES, "mu": {"masked": leaf, "none": leaf}},
-        "empty containers": {**EMPTY_NODES, "empty": [leaf] * 4},
-    }.items()
     for partial in (False, True)
+    for name, item in {
+        "int for a MaskedNode and None": {**EMPTY_NODES, "mu": {"masked": 0, "none": 0}},
+        "struct for a MaskedNode and None": {**EMPTY_NODES, "mu": {"masked": WIDE, "none": WIDE}},
+        "int for empty containers": {**EMPTY_NODES, "empty": [0] * 4},
+        "struct for empty containers": {**EMPTY_NODES, "empty": [WIDE] * 4},
+    }.items()
 }
 STANDARD_RESTORES: dict[str, Call] = {
     "structs": lambda m: m.restore(0, args=standard(structs(STATE))),
