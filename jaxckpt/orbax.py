@@ -218,7 +218,7 @@ class V1Handler:
 
         source, _ = source_at(directory, self.options)
         if not isinstance(source, NativeCheckpoint):
-            return await PyTreeHandler().metadata(directory)
+            return await PyTreeHandler().metadata(epath.Path(directory))
         leaves = [_v1_described(SavedLeaf(source.manifest, record)) for record in source.manifest.leaves]
         return unflatten(source.manifest.tree, leaves)
 
@@ -545,7 +545,7 @@ def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = Non
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_requested_sharding(restore_args))
     if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
-    return np.zeros((), dtype)[()] if kind is np.generic else kind()
+    return np.zeros((), dtype)[()] if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
 
 
 def _restored_type(restore_args: Any, saved: SavedLeaf) -> Any:
