@@ -428,12 +428,12 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     leaves = _flatten(item, manifest)
     kept_paths = _placeholder_paths(item, manifest)
     wanted = {leaf.path for leaf in leaves} - kept_paths
-    restore_args = _restore_args(args, wanted, manifest)
+    is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
+    empty_nodes = {} if is_standard else _empty_nodes(saved_tree, manifest)
+    restore_args = _restore_args(args, wanted, manifest.numbers.keys() | empty_nodes.keys(), manifest)
     if partial:
         _require_leaves(wanted, manifest)
         kept_paths |= wanted ^ manifest.numbers.keys()
-    is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
-    empty_nodes = {} if is_standard else _empty_nodes(saved_tree, manifest)
     kept_paths |= wanted & empty_nodes.keys()
 
     def target(leaf: Leaf) -> Any:
@@ -482,7 +482,7 @@ def _or_placeholder(node: Any) -> Any:
     return ocp.PLACEHOLDER if node is None else node
 
 
-def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, Any]:
+def _restore_args(args: Any, wanted: set[str], saved_paths: set[str], manifest: Manifest) -> dict[str, Any]:
     """The RestoreArgs of each leaf. Raises InputError if a leaf has none, or if some belong to no leaf."""
     tree = getattr(args, "restore_args", None)
     if tree is None:
@@ -493,7 +493,7 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
     surplus = [
         path
         for path, one in by_path.items()
-        if path not in wanted and path not in manifest.numbers and one != ocp.RestoreArgs()
+        if path not in wanted and path not in saved_paths and one != ocp.RestoreArgs()
     ]
     if lacking or surplus:
         problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]

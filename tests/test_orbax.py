@@ -331,6 +331,9 @@ EMPTY_NODE_RESTORES: dict[str, Call] = {
         "struct for empty containers": {**EMPTY_NODES, "empty": [WIDE] * 4},
     }.items()
 }
+EMPTY_NODE_RESTORES["RestoreArgs for a MaskedNode"] = lambda m: m.restore(
+    0, args=pytree(EMPTY_NODES, restore_args=ARGS({**EMPTY_NODES, "mu": {"masked": WIDE, "none": None}}))
+)
 STANDARD_RESTORES: dict[str, Call] = {
     "structs": lambda m: m.restore(0, args=standard(structs(STATE))),
     "structs without shardings": lambda m: m.restore(
