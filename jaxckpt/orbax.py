@@ -16,13 +16,16 @@ Importing this module imports Orbax, which takes a second or two.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 import importlib
+import logging
 import os
-from collections.abc import Awaitable, Mapping
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,18 +35,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
+from orbax.checkpoint._src.metadata.value import StorageMetadata
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.layouts import saved_sharding
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest_hint
-from jaxckpt._format.records import LeafRecord, Manifest
+from jaxckpt._format.records import Manifest
 from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
 from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._restore.restore import restore
-from jaxckpt._restore.source import source_at
+from jaxckpt._restore.source import NativeCheckpoint, source_at
 from jaxckpt._restore.target import is_array_like
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, show_count
 from jaxckpt._runtime.options import Options, options_or_default
@@ -51,6 +54,7 @@ from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async
 
 Path = os.PathLike[str]
+T = TypeVar("T")
 
 _args: Any = ocp.args
 _metadata: Any = ocp.metadata
@@ -146,7 +150,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
         source, _ = source_at(directory, self._options)
         manifest = source.manifest
-        leaves = [_described(manifest, record, directory) for record in manifest.leaves]
+        leaves = [_described(SavedLeaf(manifest, record), directory) for record in manifest.leaves]
         tree = jax.tree.map(_describe_empty, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
         tree = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
         return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
@@ -156,8 +160,8 @@ def register_v1(options: Options | None = None) -> None:
     """Make jaxckpt save and load the pytrees that the program passes to Orbax v1 after this call.
 
     `ocp.training.Checkpointer`, `ocp.save` and `ocp.load` of `orbax.checkpoint.experimental.v1`, and libraries that use
-    them, work as before. They also load checkpoints that Orbax itself wrote. In a job of several processes, a step must
-    have at most one pytree.
+    them, work as before. They also load checkpoints that Orbax itself wrote. The pytrees of a step are written one
+    after the other, in the order of their names, and all except the last before `save_checkpointables_async` returns.
 
     Args:
         options: See `jaxckpt.Options`; `when_busy` is always "wait".
@@ -170,6 +174,7 @@ def register_v1(options: Options | None = None) -> None:
     entries: Any = global_registry().get_all_entries()  # Orbax uses the last entry that can handle a pytree
     others = [entry for entry in entries if entry[1] != "state" and not issubclass(entry[0], V1Handler)]
     entries[:] = [*others, (handler, None), (handler, "state")]
+    logging.getLogger("absl").addFilter(_is_not_a_false_alarm)
 
 
 class V1Handler:
@@ -179,15 +184,19 @@ class V1Handler:
 
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
         """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
-        path = await directory.await_creation()
-        pending = save_async(path, _v1_cast(checkpointable), options=self.options)
-        return _wait_and_mark(pending, path)
+        start = functools.partial(self._start_save, directory.path, checkpointable)
+        pending = await (await _call_in_name_order(directory.path, directory.await_creation(), start))
+        return _wait_and_mark(pending, directory.path)
+
+    def _start_save(self, path: Path, tree: Tree) -> PendingSave:
+        return save_async(path, _v1_cast(tree), options=self.options)
 
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
         """Load the pytree in the form that an abstract pytree requests."""
-        return self._restore(directory, abstract_checkpointable)
+        load = functools.partial(self._restore, directory, abstract_checkpointable)
+        return await _call_in_name_order(directory, _nothing(), load)
 
-    async def _restore(self, directory: Path, abstract: Tree) -> Tree:
+    def _restore(self, directory: Path, abstract: Tree) -> Tree:
         from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
         if abstract is None:
@@ -203,10 +212,15 @@ class V1Handler:
         )
 
     async def metadata(self, directory: Path) -> Tree:
-        """The saved tree: a jax.ShapeDtypeStruct for each jax.Array, NumPy arrays without their data, and types."""
-        manifest = source_at(directory, self.options)[0].manifest
-        leaves = [_v1_described(manifest, record) for record in manifest.leaves]
-        return unflatten(manifest.tree, leaves)
+        """Orbax's own description of the saved tree: an ArrayMetadata for each jax.Array, a NumpyMetadata for each
+        NumPy array, and types. The files of a checkpoint that Orbax wrote are described by Orbax."""
+        from orbax.checkpoint.experimental.v1._src.handlers.pytree_handler import PyTreeHandler
+
+        source, _ = source_at(directory, self.options)
+        if not isinstance(source, NativeCheckpoint):
+            return await PyTreeHandler().metadata(epath.Path(directory))
+        leaves = [_v1_described(SavedLeaf(source.manifest, record)) for record in source.manifest.leaves]
+        return unflatten(source.manifest.tree, leaves)
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether jaxckpt can save this pytree. Orbax calls this before it saves."""
@@ -217,6 +231,61 @@ class V1Handler:
         """Whether this is a pytree of arrays, shapes, types, None and `...` that describes what to load."""
         leaves = jax.tree.leaves(abstract_checkpointable, is_leaf=_is_none)
         return abstract_checkpointable is not None and bool(leaves) and all(map(_is_v1_abstract, leaves))
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Turn:
+    """A collective call for a pytree of a step that Orbax saves or loads."""
+
+    path: str
+    call: Callable[[], Any]
+    outcome: asyncio.Future[Any]
+    is_ready: bool = False
+
+
+class _Turns(threading.local):
+    """The calls that have not been made, in any event loop of this thread."""
+
+    def __init__(self) -> None:
+        # Each is held by its task, and disappears with it if the event loop ends before the call.
+        self.waiting: weakref.WeakSet[_Turn] = weakref.WeakSet()
+
+
+_turns = _Turns()
+
+
+async def _call_in_name_order(path: Path, ready: Awaitable[Any], call: Callable[[], T]) -> asyncio.Future[T]:
+    """Make a collective call for a pytree when `ready` ends, in the order of the names of the step's pytrees. Returns
+    its outcome.
+
+    Orbax starts the tasks of all pytrees of a step together, and then resumes them in an order that differs between
+    the processes. The last that is ready makes the calls of all. It makes each of them even if an earlier one raises,
+    so that the processes make the same calls.
+    """
+    loop = asyncio.get_running_loop()
+    own = _Turn(os.fspath(path), call, loop.create_future())
+    _turns.waiting.add(own)
+    await asyncio.sleep(0)  # until the tasks of the other pytrees have started, even if the folder exists
+    await ready
+    own.is_ready = True
+    turns = [turn for turn in _turns.waiting if turn.outcome.get_loop() is loop]
+    if all(turn.is_ready for turn in turns):
+        _turns.waiting.difference_update(turns)
+        for turn in sorted(turns, key=lambda turn: turn.path):
+            try:
+                turn.outcome.set_result(turn.call())
+            except Exception as error:
+                turn.outcome.set_exception(error)
+                turn.outcome.exception()  # Orbax may drop it after another error; then asyncio need not log it
+    await asyncio.wait([own.outcome])
+    return own.outcome
+
+
+def _is_not_a_false_alarm(record: logging.LogRecord) -> bool:
+    """Drop Orbax's warning that a step lacks tensorstore's files if jaxckpt wrote a pytree of it."""
+    if not str(record.msg).startswith("TensorStore data files not found") or not isinstance(record.args, tuple):
+        return True
+    return not any(True for path in record.args for _ in epath.Path(str(path)).glob("*/manifest.json"))
 
 
 def _v1_cast(tree: Tree) -> Tree:
@@ -240,11 +309,17 @@ async def _wait_and_mark(pending: PendingSave, path: Path) -> None:
 
 def _is_v1_abstract(leaf: Any) -> bool:
     kind = leaf if isinstance(leaf, type) else type(leaf)
-    return leaf is None or leaf is ... or kind in PYTHON_KINDS or is_array_like(kind) or hasattr(leaf, "shape")
+    return leaf is None or leaf is ... or kind in PYTHON_KINDS or is_array_like(kind) or _v1_array(kind) is not None
 
 
-_V1_ARRAYS = {np.ndarray: np.ndarray, jax.Array: jax.Array, jax.ShapeDtypeStruct: jax.Array}
-"""The restored type for each array type in an abstract pytree of Orbax v1. Shape and dtype are the saved ones."""
+def _v1_array(kind: type) -> type | None:
+    """The type of array that Orbax v1 restores for abstract leaves of this type; None if they describe no arrays."""
+    from orbax.checkpoint.experimental.v1._src.serialization.protocol_utils import is_subclass_protocol
+    from orbax.checkpoint.experimental.v1._src.serialization.types import AbstractArray, AbstractShardedArray
+
+    if is_subclass_protocol(kind, AbstractShardedArray):
+        return jax.Array
+    return np.ndarray if is_subclass_protocol(kind, AbstractArray) else None
 
 
 def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
@@ -254,25 +329,26 @@ def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
         if wanted in PYTHON_KINDS or number is None:
             return wanted() if wanted in PYTHON_KINDS else wanted
         saved = SavedLeaf(manifest, manifest.leaves[number])
-        return _translate_restore_args(ocp.RestoreArgs(restore_type=_V1_ARRAYS.get(wanted)), saved)
-    if is_array_like(type(wanted)) or not hasattr(wanted, "shape"):
+        kind = None if issubclass(wanted, np.generic) else _v1_array(wanted)
+        return _translate_restore_args(ocp.RestoreArgs(restore_type=kind), saved)
+    kind = None if is_array_like(type(wanted)) else _v1_array(type(wanted))
+    if kind is None:
         return wanted
-    if hasattr(wanted, "sharding"):
+    if kind is jax.Array:
         return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=wanted.sharding)
     return np.broadcast_to(np.empty((), wanted.dtype), wanted.shape)
 
 
-def _v1_described(manifest: Manifest, record: LeafRecord) -> Any:
-    saved = SavedLeaf(manifest, record)
-    if not saved.is_array or record.kind in ("str", "bytes"):
-        return KINDS[record.kind].type
-    if not saved.on_devices:
-        return _translate_restore_args(ocp.RestoreArgs(), saved)
-    sharding = None
-    if record.layout is not None:
-        with contextlib.suppress(LayoutError):
-            sharding = saved_sharding(manifest, record.layout)
-    return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
+def _v1_described(saved: SavedLeaf) -> Any:
+    """Orbax v1's description of a leaf."""
+    from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayMetadata
+    from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyMetadata
+
+    if saved.on_devices:
+        return ArrayMetadata(saved.shape, saved.dtype, _describe_sharding(saved), _describe_storage(saved))
+    if saved.kind == "numpy":
+        return NumpyMetadata(saved.shape, saved.dtype, _describe_storage(saved))
+    return saved.dtype.type if saved.kind == "numpy_scalar" else KINDS[saved.kind].type
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
@@ -345,26 +421,32 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     transforms = getattr(args, "transforms", None)
     if transforms or getattr(args, "legacy_transform_fn", None) is not None:
         raise InputError("PyTreeRestore(transforms=…) is Orbax's own; see rename= and select= of jaxckpt.restore")
-    # transforms={} is the older form of partial_restore=True.
+    # transforms={} is the older form of partial_restore=True. It ignores the item's shapes and dtypes.
     partial = transforms is not None or getattr(args, "partial_restore", False)
-    item = unflatten(manifest.tree, range(len(manifest.leaves))) if args.item is None else args.item
+    saved_tree = unflatten(manifest.tree, range(len(manifest.leaves)))
+    item = saved_tree if args.item is None else args.item
     leaves = _flatten(item, manifest)
     kept_paths = _placeholder_paths(item, manifest)
     wanted = {leaf.path for leaf in leaves} - kept_paths
-    restore_args = _restore_args(args, wanted, manifest)
+    is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
+    empty_nodes = {} if is_standard else _empty_nodes(saved_tree, manifest)
+    restore_args = _restore_args(args, wanted, manifest.numbers.keys() | empty_nodes.keys(), manifest)
     if partial:
         _require_leaves(wanted, manifest)
         kept_paths |= wanted ^ manifest.numbers.keys()
-    is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
+    kept_paths |= wanted & empty_nodes.keys()
 
     def target(leaf: Leaf) -> Any:
+        if leaf.path in wanted and leaf.path in empty_nodes:
+            return empty_nodes[leaf.path]
         number = manifest.numbers.get(leaf.path)
         if number is None or leaf.path in kept_paths:
             return leaf.value
         saved = SavedLeaf(manifest, manifest.leaves[number])
         if is_standard:
             return _standard(leaf.value, saved)
-        return _translate_restore_args(restore_args.get(leaf.path, ocp.RestoreArgs()), saved, leaf.value)
+        described = leaf.value if transforms is None else None
+        return _translate_restore_args(restore_args.get(leaf.path, ocp.RestoreArgs()), saved, described)
 
     return jax.tree.unflatten(jax.tree.structure(item), [target(leaf) for leaf in leaves]), kept_paths
 
@@ -380,6 +462,18 @@ def _placeholder_paths(item: Tree, manifest: Manifest) -> set[str]:
     return {leaf.path for leaf in everywhere if leaf.value is ocp.PLACEHOLDER}
 
 
+def _empty_nodes(saved_tree: Tree, manifest: Manifest) -> dict[str, Any]:
+    """What Orbax restores for a leaf of the item at each path where an empty container or None was saved."""
+    types = jax.tree.map(
+        lambda node: node if isinstance(node, int) else type(node), saved_tree, is_leaf=ocp.utils.is_empty_or_leaf
+    )
+    return {
+        leaf.path: leaf.value() if leaf.value in (dict, list, tuple) else None
+        for leaf in _flatten(types, manifest)
+        if not isinstance(leaf.value, int)
+    }
+
+
 def _is_none(node: Any) -> bool:
     return node is None
 
@@ -388,7 +482,7 @@ def _or_placeholder(node: Any) -> Any:
     return ocp.PLACEHOLDER if node is None else node
 
 
-def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, Any]:
+def _restore_args(args: Any, wanted: set[str], saved_paths: set[str], manifest: Manifest) -> dict[str, Any]:
     """The RestoreArgs of each leaf. Raises InputError if a leaf has none, or if some belong to no leaf."""
     tree = getattr(args, "restore_args", None)
     if tree is None:
@@ -399,7 +493,7 @@ def _restore_args(args: Any, wanted: set[str], manifest: Manifest) -> dict[str, 
     surplus = [
         path
         for path, one in by_path.items()
-        if path not in wanted and path not in manifest.numbers and one != ocp.RestoreArgs()
+        if path not in wanted and path not in saved_paths and one != ocp.RestoreArgs()
     ]
     if lacking or surplus:
         problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
@@ -437,7 +531,7 @@ def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = Non
     """Translate a leaf's RestoreArgs into a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_requested_sharding(restore_args))
-    kind: Any = KINDS[saved.kind].type if restore_args.restore_type is None else restore_args.restore_type
+    kind = _restored_type(restore_args, saved)
     shape, dtype = getattr(restore_args, "global_shape", None), restore_args.dtype
     if getattr(restore_args, "strict", False):  # the item supplies what ArrayRestoreArgs leave open
         shape = getattr(item, "shape", None) if shape is None else shape
@@ -452,6 +546,24 @@ def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = Non
     if kind is np.ndarray:
         return np.broadcast_to(np.empty((), dtype), shape)
     return np.zeros((), dtype)[()] if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
+
+
+def _restored_type(restore_args: Any, saved: SavedLeaf) -> Any:
+    """The type that RestoreArgs request: that of the saved leaf, jax.Array, np.ndarray, or the type of a scalar."""
+    kind: Any = restore_args.restore_type
+    if kind is None:
+        return KINDS[saved.kind].type
+    if isinstance(kind, type):
+        for array_type in (jax.Array, np.ndarray):
+            if issubclass(kind, array_type):
+                return array_type
+        if kind in PYTHON_KINDS or issubclass(kind, np.generic):
+            return kind
+    raise InputError(
+        f"RestoreArgs(restore_type={kind!r}) of the leaf {saved.path!r}: restore_type must be jax.Array, np.ndarray,"
+        f" the type of an array, or one of {', '.join(one.__name__ for one in PYTHON_KINDS)}; None restores the leaf"
+        " as it was saved"
+    )
 
 
 def _requested_sharding(restore_args: Any) -> Sharding | None:
@@ -473,24 +585,31 @@ def _describe_empty(node: Any) -> Any:
     return None if hasattr(node, "_fields") else node
 
 
-def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
+def _described(saved: SavedLeaf, directory: Path) -> Any:
     """Orbax's description of a leaf. A PRNG key is described by its raw data."""
-    name = record.path.replace("/", ".")
-    if record.kind in ("str", "bytes"):
+    name = saved.path.replace("/", ".")
+    if saved.kind in ("str", "bytes"):
         return _metadata.StringMetadata(name, directory)
-    if record.kind not in ("jax", "key", "numpy"):
-        return _metadata.ScalarMetadata(name, directory, dtype=SavedLeaf(manifest, record).dtype)
-    shape = manifest.leaf_shape(record)
-    dtype = DTYPES[manifest.stacks[manifest.stack_and_row(record)[0]].dtype]
-    return _metadata.ArrayMetadata(name, directory, shape, _describe_sharding(manifest, record), dtype)
+    if saved.kind not in ("jax", "key", "numpy"):
+        return _metadata.ScalarMetadata(name, directory, dtype=saved.dtype)
+    shape, dtype = saved.stored_shape, saved.stored_dtype
+    return _metadata.ArrayMetadata(name, directory, shape, _describe_sharding(saved), dtype, _describe_storage(saved))
 
 
-def _describe_sharding(manifest: Manifest, record: LeafRecord) -> Any:
+def _describe_storage(saved: SavedLeaf) -> Any:
+    """Orbax's description of how the array of a leaf is stored: the shapes of its chunks and, for a jax.Array, of its
+    objects."""
+    stack = saved.stack
+    return StorageMetadata(chunk_shape=stack.chunk[1:], write_shape=stack.object[1:] if saved.on_devices else None)
+
+
+def _describe_sharding(saved: SavedLeaf) -> Any:
     """Orbax's description of the sharding of a saved jax.Array; None if its devices do not exist here."""
-    if record.kind == "numpy":
+    if not saved.on_devices:
         return None
+    layout = saved.record.layout
     try:
-        found = None if record.layout is None else saved_sharding(manifest, record.layout)
+        found = None if layout is None else saved_sharding(saved.manifest, layout)
     except LayoutError:
         return None
     if isinstance(found, NamedSharding):

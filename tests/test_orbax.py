@@ -301,10 +301,39 @@ RESTORES: dict[str, Call] = {
     "empty transforms": lambda m: m.restore(
         0, args=pytree({"w": 0, "z": 1}, restore_args={**BY_W, "z": ocp.RestoreArgs()}, transforms={})
     ),
+    "empty transforms, another shape and dtype in the item": lambda m: m.restore(
+        0, args=pytree({"w": jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)}, restore_args=BY_W, transforms={})
+    ),
+    "types of arrays": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.ArrayRestoreArgs(restore_type=type(STATE["w"]))})
+    ),
+    "a type of NumPy arrays": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.RestoreArgs(restore_type=np.memmap)})
+    ),
     "metadata as restore_args": lambda m: m.restore(
         0, args=pytree(m.item_metadata(0).tree, restore_args=ARGS(m.item_metadata(0).tree))
     ),
 }
+EMPTY_NODES = {
+    "w": jnp.arange(3.0),
+    "mu": {"masked": optax.MaskedNode(), "none": None},
+    "empty": [{}, [], (), optax.EmptyState()],
+}
+EMPTY_NODE_RESTORES: dict[str, Call] = {
+    f"{name}, partial_restore={partial}": lambda m, item=item, partial=partial: m.restore(
+        0, args=pytree(item, partial_restore=partial)
+    )
+    for partial in (False, True)
+    for name, item in {
+        "int for a MaskedNode and None": {**EMPTY_NODES, "mu": {"masked": 0, "none": 0}},
+        "struct for a MaskedNode and None": {**EMPTY_NODES, "mu": {"masked": WIDE, "none": WIDE}},
+        "int for empty containers": {**EMPTY_NODES, "empty": [0] * 4},
+        "struct for empty containers": {**EMPTY_NODES, "empty": [WIDE] * 4},
+    }.items()
+}
+EMPTY_NODE_RESTORES["RestoreArgs for a MaskedNode"] = lambda m: m.restore(
+    0, args=pytree(EMPTY_NODES, restore_args=ARGS({**EMPTY_NODES, "mu": {"masked": WIDE, "none": None}}))
+)
 STANDARD_RESTORES: dict[str, Call] = {
     "structs": lambda m: m.restore(0, args=standard(structs(STATE))),
     "structs without shardings": lambda m: m.restore(
@@ -350,6 +379,7 @@ def kind_of(leaf: Any) -> Any:
 
 CASES = {
     **{name: (ocp.args.PyTreeSave(STATE), call) for name, call in RESTORES.items()},
+    **{name: (ocp.args.PyTreeSave(EMPTY_NODES), call) for name, call in EMPTY_NODE_RESTORES.items()},
     **{name: (ocp.args.StandardSave(STATE), call) for name, call in STANDARD_RESTORES.items()},
     **{name: (ocp.args.PyTreeSave(KEYS), call) for name, call in KEY_RESTORES.items()},
     **{name: (ocp.args.StandardSave(KEYS), call) for name, call in STANDARD_KEY_RESTORES.items()},
@@ -376,6 +406,9 @@ REFUSED: dict[str, Call] = {
     ),
     "leaf for a container": lambda m: m.restore(0, args=pytree({"l": 0}, partial_restore=True)),
     "container for a leaf": lambda m: m.restore(0, args=pytree({"w": {"a": 0}}, partial_restore=True)),
+    "a type that is neither an array nor a scalar": lambda m: m.restore(
+        0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.RestoreArgs(restore_type=list)})
+    ),
     "another shape": lambda m: m.restore(
         0, args=pytree(restore_args={**ARGS(STATE), "w": ocp.ArrayRestoreArgs(sharding=OVER, global_shape=(4, 2))})
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental.v1._src.handlers.registration import global_registry
+from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
 import jaxckpt.orbax
@@ -113,8 +116,15 @@ def test_storage_options_cast_what_is_saved(tmp_path: Path, tree: Any) -> None:
 @pytest.mark.usefixtures("registered")
 def test_the_metadata_and_types_are_abstract_trees(tmp_path: Path, tree: Any) -> None:
     ocp.save(tmp_path / "one", tree)
+    found = ocp.metadata(tmp_path / "one").metadata
+    assert [type(leaf).__name__ for leaf in (found["w"], found["n"])] == ["ArrayMetadata", "NumpyMetadata"]
+    assert (found["w"].shape, found["w"].dtype, found["w"].sharding) == ((8, 4), jnp.float32, tree["w"].sharding)
+    assert (found["n"].shape, found["n"].dtype) == ((3,), np.int64)
+    assert [leaf.storage_metadata.chunk_shape for leaf in (found["w"], found["n"])] == [(8, 4), (3,)]
+    assert (found["step"], found["layers"][0].sharding) == (int, tree["layers"][0].sharding)
     types = {"w": jax.ShapeDtypeStruct, "n": np.ndarray, "step": int, "layers": [jax.Array, {"b": None}]}
-    for abstract in (ocp.metadata(tmp_path / "one"), types):
+    types_of_metadata = {**types, "w": type(found["w"]), "n": type(found["n"])}
+    for abstract in (ocp.metadata(tmp_path / "one"), types_of_metadata, types):
         loaded = ocp.load(tmp_path / "one", abstract)
         assert type(loaded["n"]) is np.ndarray
         assert loaded["n"].dtype == np.int64
@@ -128,8 +138,28 @@ def test_the_metadata_and_types_are_abstract_trees(tmp_path: Path, tree: Any) ->
 def test_earlier_checkpoints_of_orbax_are_loaded(tmp_path: Path, tree: Any, request: pytest.FixtureRequest) -> None:
     ocp.save(tmp_path / "before", tree)
     assert not (tmp_path / "before" / "state" / "manifest.json").exists()
+    described = ocp.metadata(tmp_path / "before").metadata
     request.getfixturevalue("registered")
     assert same(ocp.load(tmp_path / "before"), tree)
+    assert ocp.metadata(tmp_path / "before").metadata == described
+    assert same(ocp.load(tmp_path / "before", described), tree)
+
+
+@pytest.mark.usefixtures("registered")
+def test_no_load_warns_of_a_malformed_checkpoint(
+    tmp_path: Path, tree: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("absl"), "propagate", True)
+    ocp.save(tmp_path / "one", tree)
+    (tmp_path / "two/state").mkdir(parents=True)
+    for name in ("one/orbax.checkpoint", "one/_CHECKPOINT_METADATA", "one/state/_METADATA"):
+        shutil.copy(tmp_path / name, tmp_path / name.replace("one", "two", 1))
+    with caplog.at_level(logging.WARNING, "absl"):
+        assert same(ocp.load(tmp_path / "one"), tree)
+        assert "malformed" not in caplog.text
+        with pytest.raises(jaxckpt.JaxckptError):
+            ocp.load(tmp_path / "two")
+    assert f"not found in checkpoint path {tmp_path / 'two'}. This may be a sign of a malformed" in caplog.text
 
 
 @pytest.mark.usefixtures("registered")
@@ -138,3 +168,8 @@ def test_a_failure_is_raised(tmp_path: Path, tree: Any) -> None:
     with pytest.raises(Exception, match=r"target and checkpoint differ|Failed to load") as caught:
         ocp.load(tmp_path / "one", {**tree, "w": jnp.zeros(3)})
     assert isinstance(caught.value, jaxckpt.MismatchError) or isinstance(caught.value.__cause__, jaxckpt.MismatchError)
+
+
+def test_several_items_a_step_in_two_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(PROGRAMS / "orbax_v1_several_items.py", processes=2, devices_per_process=2, args=str(tmp_path))
+    assert [one.stdout.splitlines() for one in done] == [["TreeError", "all loaded"], ["PeerFailedError", "all loaded"]]
