@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -269,7 +270,8 @@ def _pause(n_bytes: int, options: Options) -> None:
 def _check(store: Objects, file: _ExpectedObject) -> list[Problem]:
     try:
         found = retry_stale(functools.partial(_object_problems, store, file))
-    except (DataError, OSError) as error:
+    except (DataError, StorageError, OSError) as error:
+        _require_answer(error)
         return list(file.problems(None, f"cannot be read: {error}"))
     return [problem for box, reason in found for problem in file.problems(box, reason)]
 
@@ -292,11 +294,18 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     try:
         content = store.read(key)
     except (DataError, StorageError) as error:
+        _require_answer(error)
         return [Problem(None, f"cannot be read: {error}", object=key)]
     if content is None:
         return [Problem(None, "is missing", object=key)]
     same = hashlib.sha256(content).hexdigest() == sha256
     return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
+
+
+def _require_answer(error: DataError | StorageError) -> None:
+    """Raise an error that is not a problem of one file: the storage does not respond."""
+    if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
+        raise error
 
 
 def _check_concurrently(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:

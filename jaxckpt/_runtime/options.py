@@ -84,7 +84,8 @@ class Options:
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
-        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`.
+        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, also
+            if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
         manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
             `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata. It guarantees
             arrays only through their crc32c digests, which detect damage but not deliberate forgery

@@ -156,6 +156,7 @@ def require_on_done(on_done: object) -> None:
 def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
+    store = store_at(request.path, options, to_write=True)
     clock = Clock()
     if request.deadline is not None:
         background_saves.hurry_saves(request.deadline)
@@ -169,7 +170,6 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
         request.precheck()
     threaded = background_saves.ensure_thread()  # fails here if no thread can be started
     with clock.timed("plan"):
-        store = store_at(request.path, options)
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         require_readable(state or b"", "process_state")

@@ -43,7 +43,7 @@ class Directory:
     """The steps in a directory. Every process reads it; only process 0 changes it."""
 
     def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
-        self.store: Store = run_at(path, options)
+        self.store: Store = run_at(path, options, to_write=True)
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._rules_with_metric = set[KeepBest]()

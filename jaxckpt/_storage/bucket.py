@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ import tensorstore as ts
 from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box
 from jaxckpt._format.names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
+from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.events import log_swept
@@ -39,11 +41,13 @@ from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, objects_to
 from jaxckpt._storage.objects import MAX_FILE_BYTES, Objects, Pending
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensors import ROOT_CONTEXT
-from jaxckpt._storage.workers import MappedWork
+from jaxckpt._storage.workers import MappedWork, note_progress
 
 MARKS = "_steps/"
 """Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
 cost one request per thousand objects. A mark is written before its checkpoint is published, so it proves nothing."""
+
+SCHEMES = ("s3", "gs", "memory", "http", "https")
 
 _PROBE = "probe"
 _RACERS = 4
@@ -51,22 +55,29 @@ _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 _STALLED_SECONDS = 30
 _MAX_RETRIES = 100_000
 
+_ANSWER_SECONDS = 2.0
+"""How long the last try of a request may take in addition to `Options.retry_seconds`."""
+
+_SILENT_SECONDS, _QUICK_SECONDS = 3.0, 0.5
+"""For `_SILENT_SECONDS` after a server has been silent for the full time, each request may take `_QUICK_SECONDS`.
+Otherwise a call that cleans up after an error would wait for the full time again, once per request."""
+
 
 @functools.cache
 def _context(retry_seconds: float) -> ts.Context:
-    # Delays double up to the longest delay. The number of tries follows from the time.
+    # Delays double up to the longest delay. The number of retries follows from the time.
     delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
-    while waited < retry_seconds and retries < _MAX_RETRIES:
+    while waited + delay <= retry_seconds and retries < _MAX_RETRIES:
         waited += delay
         delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
         retries += 1
     settings = {
-        "max_retries": retries,
+        "max_retries": max(1, retries),
         "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
         "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
     }
-    # Otherwise tensorstore waits forever for a server that accepts a connection and never answers. tensorstore reads
-    # these variables only once.
+    # Otherwise tensorstore never retries a transfer that has stopped. It reads these variables only once, so the limit
+    # of a request with a small result is enforced by `Bucket._await`.
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -109,6 +120,14 @@ class Bucket:
         except TypeError as error:
             raise InputError(f"Options.storage must hold JSON values: {error}") from None
 
+    def require_writable(self) -> None:
+        if json.loads(self.spec)["driver"] == "http":
+            raise StorageError(
+                errno.EROFS,
+                f"cannot write to {self.url}: a URL of http:// or https:// is read-only, because HTTP does not support"
+                " the writes that a save needs. Give a local path or a URL of an object store",
+            )
+
     # Small files -----------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes | None:
@@ -124,14 +143,13 @@ class Bucket:
         return self._await_read(key, self._keys.read(key))
 
     def _await_read(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
-        with self._translate_errors("read", key):
-            found = pending.result()
+        found = self._await("read", key, pending)
         if len(found.value) > MAX_FILE_BYTES:
             raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
         return found.value if found.state == "value" else None, found.stamp.generation
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
-        self._begin_put(key, content).result()
+        self._require_applied(key, self._await("write", key, self._keys.write(key, content)))
 
     def _begin_put(self, key: str, content: bytes, digest: str = "") -> MappedWork:
         """Write a key unconditionally. The result is the content's length and digest."""
@@ -141,14 +159,15 @@ class Bucket:
 
     def _await_write(self, key: str, result: tuple[int, str], pending: Pending) -> tuple[int, str]:
         with self._translate_errors("write", key):
-            stamp = pending.result()
-        if not stamp.generation:  # as for a failed condition, although this write has none
-            raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
+            self._require_applied(key, pending.result())
         return result
 
+    def _require_applied(self, key: str, stamp: ts.KvStore.TimestampedStorageGeneration) -> None:
+        if not stamp.generation:  # as for a failed condition, although this write has none
+            raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
+
     def remove(self, key: str) -> None:
-        with self._translate_errors("delete", key):
-            self._keys.write(key, None).result()
+        self._await("delete", key, self._keys.write(key, None))
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -186,8 +205,7 @@ class Bucket:
 
     def _length_problem(self, key: str, pending: Pending, length: int) -> str | None:
         try:
-            with self._translate_errors("read", key, reading=True):
-                tail = pending.result()
+            tail = self._await("read", key, pending, reading=True)
         except DataError:  # beyond its end
             return f"is shorter than the expected {length} bytes"
         if tail.state != "value":
@@ -198,8 +216,7 @@ class Bucket:
     @contextlib.contextmanager
     def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-            with self._translate_errors("read", key, reading=True):
-                found = self._keys.read(key, byte_range=slice(start, stop)).result()
+            found = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
             if len(found.value) != stop - start:
                 raise DataError(f"{self.url}/{key} was truncated while it was being read")
             return np.frombuffer(found.value, np.uint8)
@@ -216,9 +233,12 @@ class Bucket:
         if not self._write_if_unchanged(key, self._get(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it already exists")
         try:
-            self._require_conditions(data)
+            self._require_guarantees(data)
         except BaseException:
-            self.delete(data)
+            with contextlib.suppress(StorageError, DataError):  # must not hide the reason
+                self.remove(f"{data}/{_PROBE}")  # by name, because a listing may not show it
+                self.remove(key)
+                self.delete(data)
             raise
         return DataClaim(self, data)
 
@@ -226,8 +246,7 @@ class Bucket:
         """Write a key if its content is still what was read with `generation`. `content` must be unique to this
         writer."""
         try:
-            with self._translate_errors("write", key):
-                stamp = self._keys.write(key, content, if_equal=generation).result()
+            stamp = self._await("write", key, self._keys.write(key, content, if_equal=generation))
         except StorageError:
             with contextlib.suppress(StorageError, DataError):
                 if self.read(key) == content:  # the server reported an error but did the write
@@ -277,8 +296,7 @@ class Bucket:
             return
         found, generation = self._get(MANIFEST)
         if found == manifest:
-            with self._translate_errors("delete", MANIFEST):
-                self._keys.write(MANIFEST, None, if_equal=generation).result()
+            self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
         raise overtaken_error(self.url)
 
     def unpublish(self, *, sync: bool) -> None:
@@ -341,38 +359,51 @@ class Bucket:
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
         pass
 
-    def _require_conditions(self, data: str) -> None:
-        """Raise StorageError if the server ignores the conditions of writes. Runs once per process and bucket.
+    def _require_guarantees(self, data: str) -> None:
+        """Raise StorageError if the server ignores the conditions of writes, or if a listing does not show a key that
+        was just written. Runs once per process and bucket.
 
         Several writes race to create a key, and then to replace it. Each time at most one may succeed. On a server that
         ignores conditions all succeed, in any order and with any number of retries. The race may also expose a server
-        that compares and writes in two separate steps.
+        that compares and writes in two separate steps. The key is listed before and after it is written, because a
+        cache may answer a listing that it has seen.
         """
         if self.spec in _verified_stores:
             return
-        key = f"{data}/{_PROBE}"
+        key, folder = f"{data}/{_PROBE}", f"{data}/"
+        self._list(folder)
         google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
-                state = parse_note(self.read(f"{data}/{WRITER}")).get("state")
-                if state != "writing":  # a sweep deleted the key in between
-                    raise overtaken_error(self.url)
-                raise StorageError(
-                    errno.EOPNOTSUPP,
-                    f"cannot save to {self.url}: the server ignores the write condition {condition}. Without it,"
-                    " two saves could publish at once and mix. Use a server that honors it, as Amazon S3 and Google"
-                    " Cloud Storage do",
+                raise self._unfit_server_error(
+                    data,
+                    f"the server ignores the write condition {condition}. Without it, two saves could publish at once"
+                    " and mix. Use a server that honors it",
                 )
+        if _PROBE not in self._list(folder):
+            raise self._unfit_server_error(
+                data,
+                "the server wrote a key, but a listing right after that does not show it. With such a server, a job"
+                " could miss its newest step and start from scratch. Use a server, without a cache in between, that"
+                " lists every key from the moment it is written",
+            )
         self.remove(key)
         _verified_stores.add(self.spec)
+
+    def _unfit_server_error(self, data: str, reason: str) -> Exception:
+        """The error of a server that lacks a guarantee, unless a sweep of the probe's folder explains what was seen."""
+        if parse_note(self.read(f"{data}/{WRITER}")).get("state") != "writing":
+            return overtaken_error(self.url)
+        return StorageError(
+            errno.EOPNOTSUPP, f"cannot save to {self.url}: {reason}, as Amazon S3 and Google Cloud Storage do"
+        )
 
     def _race(self, key: str) -> int:
         """Write a key several times concurrently, on condition of its current content. Returns how many succeeded."""
         generation = self._get(key)[1]
-        with self._translate_errors("write", key):
-            # Each write has different content, because on S3 the generation is a digest of the content.
-            racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
-            return sum(bool(racer.result().generation) for racer in racers)
+        # Each write has different content, because on S3 the generation is a digest of the content.
+        racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
+        return sum(bool(self._await("write", key, racer).generation) for racer in racers)
 
     # As a directory of checkpoints ------------------------------------------------------------------------
 
@@ -394,8 +425,9 @@ class Bucket:
     def _list(self, prefix: str) -> list[str]:
         """The keys that begin with a prefix, without the prefix."""
         until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        listing = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix))
         with self._translate_errors("list", prefix):
-            found = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix)).result()
+            found = self._await_listing(listing)
         if not found and self._is_google:
             # For gs://, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
             self.read(prefix or MANIFEST)
@@ -405,8 +437,10 @@ class Bucket:
         """One request, and one more for each requested mark."""
         names = sorted(filter(wanted, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
-        with self._translate_errors("read", MANIFEST):
-            return {name: head.result().state == "value" for name, head in zip(names, heads, strict=True)}
+        return {
+            name: self._await("read", f"{name}/{MANIFEST}", head).state == "value"
+            for name, head in zip(names, heads, strict=True)
+        }
 
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
@@ -429,10 +463,8 @@ class Bucket:
         self.remove(f"{MARKS}{name}")
 
     def delete(self, name: str) -> None:
-        begun = [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]
-        with self._translate_errors("delete", name):
-            for pending in begun:
-                pending.result()
+        for pending in [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]:
+            self._await("delete", name, pending)
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -444,13 +476,60 @@ class Bucket:
     def _is_google(self) -> bool:
         return json.loads(self.spec)["driver"] == "gcs"
 
+    def _await(self, verb: str, key: str, pending: Pending, *, reading: bool = False) -> Any:
+        """The result of a request that moves few bytes. Raises StorageError if the server does not answer in time, and
+        DataError."""
+        with self._translate_errors(verb, key, reading=reading):
+            return self._answer(pending, self._answer_seconds)
+
+    def _await_listing(self, pending: Pending) -> Any:
+        """A listing takes one request per thousand keys. It may take longer while the server answers other requests."""
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return pending.result(timeout=self._wait_seconds(self._answer_seconds / 2))
+                self._answer(self._keys.read(MANIFEST, byte_range=slice(0, 0)), self._answer_seconds / 2)
+                note_progress()
+        finally:
+            pending.cancel()
+
+    def _answer(self, pending: Pending, seconds: float) -> Any:
+        """The result of a request after at most `seconds`."""
+        begun = time.monotonic()
+        try:
+            found = pending.result(timeout=self._wait_seconds(seconds))
+        except TimeoutError:
+            pending.cancel()  # or tensorstore could repeat a write after this call has ended
+            now, server = time.monotonic(), (self.spec, self.retry_seconds)
+            if _last_answers.get(server, 0.0) < begun and now >= _silent_until.get(server, 0.0):
+                _silent_until[server] = now + _SILENT_SECONDS
+            raise StorageError(
+                errno.ETIMEDOUT, f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
+            ) from None
+        _last_answers[self.spec, self.retry_seconds] = time.monotonic()
+        return found
+
+    def _wait_seconds(self, seconds: float) -> float:
+        is_silent = time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
+        return min(_QUICK_SECONDS, seconds) if is_silent else seconds
+
+    @property
+    def _answer_seconds(self) -> float:
+        return self.retry_seconds + max(_ANSWER_SECONDS, self.retry_seconds / 4)
+
     def _translate_errors(
         self, verb: str, key: str, *, reading: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         return translate_tensorstore_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
 
 
-_verified_stores: set[str] = set()  # stores that are known to honor conditions, by driver, endpoint and bucket
+_verified_stores: set[str] = set()
+"""The specs of stores that are known to honor conditions, and to list what was written."""
+
+# By spec and `retry_seconds`; times of the monotonic clock.
+_last_answers: dict[tuple[str, float], float] = {}
+_silent_until: dict[tuple[str, float], float] = {}
+"""Until when a store that has been silent for the full time counts as silent."""
 
 
 def _identity(manifest: bytes | None) -> str | None:
@@ -466,6 +545,12 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     credentials itself (profile, instance).
     """
     scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        supported = ", ".join(f"{known}://" for known in (*SCHEMES, "file"))
+        raise InputError(
+            f"path {scheme}://… is not a URL that jaxckpt supports: its scheme must be one of {supported}"
+            f"{closest_hint(scheme, SCHEMES)}. To use other storage, mount it and pass the local path"
+        )
     if "@" in rest.partition("/")[0]:
         raise InputError(
             f"path {scheme}://…@{rest.rpartition('@')[2]} has a user name or password: put credentials into the"

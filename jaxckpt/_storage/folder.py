@@ -484,7 +484,17 @@ class Folder:
         """Rename a folder below this one atomically. Does nothing if it does not exist."""
         with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
             retry_stale(functools.partial(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True))
-            retry_stale(functools.partial(os.rename, self._path(name), self._path(to)))
+            try:
+                retry_stale(functools.partial(os.rename, self._path(name), self._path(to)))
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                raise StorageError(
+                    errno.EXDEV,
+                    f"cannot move {self.url}/{name} to {self.url}/{to}: they are on different file systems, or on a"
+                    " lower layer of overlayfs, where a folder cannot be renamed. Nothing was moved or deleted. With"
+                    f" trash=True, {os.path.dirname(to)} must be a plain folder of the same file system; or omit trash",
+                ) from error
 
     def delete(self, name: str) -> None:
         remove_folder(self._path(name))

@@ -16,19 +16,25 @@ from jaxckpt._storage.store import Store
 Path = str | os.PathLike[str]
 
 
-def store_at(path: Path, options: Options) -> Store:
-    """The store at a local path, or at a URL that tensorstore's kvstore takes. Raises InputError."""
+def store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
+    """The store at a local path, or at a URL that tensorstore's kvstore takes.
+
+    Raises InputError; StorageError if it is `to_write` and can only be read.
+    """
     local, text = local_path(path), os.fspath(path)
     if local is None:
         _require_plain_key(text)
-        return Bucket.at(text.rstrip("/"), options)
+        bucket = Bucket.at(text.rstrip("/"), options)
+        if to_write:
+            bucket.require_writable()
+        return bucket
     _require_no_dangling_link(local)
     return Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io)
 
 
-def run_at(path: Path, options: Options) -> Store:
-    """The store of a run's directory, which need not exist yet. Raises InputError."""
-    run = store_at(path, options).absolute()
+def run_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
+    """The store of a run's directory, which need not exist yet. Raises InputError, StorageError as `store_at`."""
+    run = store_at(path, options, to_write=to_write).absolute()
     if run.is_file():
         raise InputError(f"{run.url} is a file; give the directory of a Checkpointer, which holds steps")
     return run
@@ -48,6 +54,11 @@ def local_path(path: Path, what: str = "path, the first argument,") -> str | Non
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
             raise InputError(f"path {text!r} looks like a URL that lost a slash, as in a pathlib.Path: pass a str")
         return os.path.abspath(os.path.expanduser(text))
+    if "|" in rest:
+        raise InputError(
+            f"the path, a URL of {scheme}://, has a '|', which leads into a file, such as a ZIP archive. jaxckpt does"
+            " not support that: unpack the archive, or write %7C for a '|' in a name"
+        )
     if scheme != "file":
         return None
     host, slash, below = rest.partition("/")

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -242,6 +243,23 @@ def test_trash(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(run, keep_last=1, trash=True) as checkpoints:
         assert checkpoints.steps() == [5]
     assert len(os.listdir(run / "_trash")) == 5
+
+
+def test_trash_on_another_file_system_is_an_error_that_says_so(tmp_path: Path) -> None:
+    run, memory = tmp_path / "run", Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("/dev/shm is not another file system")
+    with tempfile.TemporaryDirectory(dir=memory) as elsewhere:
+        run.mkdir()
+        (run / "_trash").symlink_to(elsewhere)
+        checkpoints = jaxckpt.Checkpointer(run, keep_last=1, trash=True, options=FAST)
+        for step in range(2):
+            checkpoints.save(step, state(step))
+        with pytest.raises(jaxckpt.StorageError, match=r"they are on different file systems.*Nothing was moved"):
+            checkpoints.close()
+        assert os.listdir(elsewhere) == []
+    assert jaxckpt.steps(run) == [0, 1]
+    assert jaxckpt.verify(run).ok
 
 
 def test_no_trash_on_an_object_store() -> None:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -252,6 +252,96 @@ def test_a_slow_server_that_ignores_conditions_is_refused(bucket: Bucket, ignore
     with pytest.raises(jaxckpt.StorageError, match="ignores the write condition"):
         jaxckpt.save(bucket.url, tree(1), options=QUICK)
     assert not bucket.listed(), "nothing is left"
+
+
+@pytest.mark.parametrize("listings", [lambda proxy: servers.StaleListings(proxy, 5), servers.CachedListings])
+def test_a_server_whose_listings_are_stale_is_refused(bucket: Bucket, listings: Callable[[Any], object]) -> None:
+    def save_step() -> None:
+        with jaxckpt.Checkpointer(f"{bucket.url}/run", options=QUICK) as steps:
+            steps.save(1, tree(1))
+
+    for save in (save_step, lambda: jaxckpt.save(f"{bucket.url}/one", tree(1), options=QUICK)):
+        bucket.proxy.clear()
+        listings(bucket.proxy)
+        with pytest.raises(jaxckpt.StorageError, match=r"wrote a key, but a listing right after that does not show it"):
+            save()
+        assert not [key for key in bucket.listed() if "data-" in key], "nothing is left"
+    bucket.proxy.clear()
+    jaxckpt.save(f"{bucket.url}/one", tree(1), options=QUICK)
+    assert same(jaxckpt.restore(f"{bucket.url}/one", options=QUICK), tree(1))
+
+
+IMPATIENT = jaxckpt.Options(retry_seconds=0.2, timeout_seconds=1)
+LIMIT_SECONDS = 15
+"""Far above the limits of `IMPATIENT`, because the machine may be busy, and far below what tensorstore's tries take: at
+30 s each, 90 s."""
+
+
+def time_out(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a call that must raise an error for a silent server in time, like the first call that finds it silent."""
+    monkeypatch.setattr(_bucket, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(_bucket, "_silent_until", {})
+    start = time.monotonic()
+    with pytest.raises(jaxckpt.StorageError, match=r"the server has not answered for|no bytes have moved for"):
+        call()
+    assert time.monotonic() - start < LIMIT_SECONDS
+
+
+def test_every_call_to_a_silent_server_ends_in_time(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, run = f"{s3.url}/one", f"{s3.url}/run"
+    jaxckpt.save(one, tree(1), options=QUICK)
+    steps = jaxckpt.Checkpointer(run, options=IMPATIENT)
+    for step in (1, 2):
+        steps.save(step, tree(step))
+        steps.wait()
+    opened = jaxckpt.open(one, options=IMPATIENT)
+    s3.proxy.on(".*", servers.never)
+    for call in (
+        lambda: jaxckpt.save(f"{s3.url}/two", tree(2), options=IMPATIENT),
+        lambda: jaxckpt.save(one, tree(2), overwrite=True, options=IMPATIENT),
+        lambda: jaxckpt.save_async(f"{s3.url}/two", tree(2), options=IMPATIENT).wait(),
+        lambda: jaxckpt.restore(one, options=IMPATIENT),
+        lambda: jaxckpt.load_numpy(one, options=IMPATIENT),
+        lambda: jaxckpt.open(one, options=IMPATIENT),
+        lambda: opened["w"][3:9],
+        lambda: jaxckpt.verify(one, options=IMPATIENT),
+        lambda: jaxckpt.steps(run, options=IMPATIENT),
+        lambda: jaxckpt.latest_step(run, options=IMPATIENT),
+        lambda: jaxckpt.Checkpointer(run, options=IMPATIENT),
+        lambda: steps.save(3, tree(3)),
+        steps.steps,
+        steps.latest_step,
+        steps.restore,
+        lambda: steps.delete(1),
+    ):
+        time_out(call, monkeypatch)
+    s3.proxy.clear()
+    assert same(jaxckpt.restore(one, options=QUICK), tree(1))
+    assert jaxckpt.steps(run, options=QUICK) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "kind", ["PUT writer.json", "PUT other", "PUT object", "PUT manifest.json", "verify: GET object"]
+)
+def test_a_call_ends_in_time_if_the_server_stops_answering(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """From this request on, including the cleanup."""
+    jaxckpt.save(bucket.url, tree(1), options=QUICK)
+    bucket.proxy.clear()
+    monkeypatch.setattr(_bucket, "_verified_stores", set[str]())
+
+    def stop(exchange: Exchange) -> None:
+        bucket.proxy.on(".*", servers.never)
+        servers.never(exchange)
+
+    bucket.proxy.on(kind.removeprefix("verify: "), stop)
+    if kind.startswith("verify"):
+        time_out(lambda: jaxckpt.verify(bucket.url, options=IMPATIENT), monkeypatch)
+    else:
+        time_out(lambda: jaxckpt.save(bucket.url, tree(2), overwrite=True, options=IMPATIENT), monkeypatch)
+    bucket.proxy.clear()
+    assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(1))
 
 
 # The endpoint and token of gs:// are read once per process, so all tests use the same hidden token.

@@ -89,6 +89,12 @@ def test_a_broken_link_is_reported(tmp_path: Path) -> None:
         ("s3://me:HUSH@bucket/x", "credentials"),
         ("http://HUSH@127.0.0.1/x", "credentials"),
         ("nonsense://bucket/x", "not a URL"),
+        ("nonsense://bucket/x", r"its scheme must be one of s3://, gs://, memory://, http://, https://, file://\. To"),
+        ("abfs://container@account.dfs.core.windows.net/HUSH", r"path abfs://… is not a URL .* must be one of s3://"),
+        ("ftp://me:HUSH@host/x", "must be one of s3://"),
+        ("s3a://bucket/x", r"one of s3://.*did you mean 's3'"),
+        ("file:///HUSH/a.zip|zip:", r"has a '\|', which leads into a file.* unpack the archive, or write %7C"),
+        ("s3://bucket/a.zip|zip:", r"has a '\|'"),
         ("s3://bucket/50%", "not a URL.*% as %25"),
         ("s3://bucket/../other/x", r"segment '\.\.'"),
         ("gs://bucket/a/%2e%2E/x", r"segment '\.\.'"),
@@ -108,6 +114,27 @@ def test_a_value_that_is_not_a_path_is_reported_without_secrets(path: Any, reaso
         with pytest.raises(jaxckpt.InputError, match=reason) as caught:
             call(path)
         assert "HUSH" not in str(caught.value)
+
+
+def test_a_url_into_an_archive_creates_no_folder(tmp_path: Path) -> None:
+    for write in (jaxckpt.Checkpointer, lambda url: jaxckpt.save(url, {"x": 1})):
+        with pytest.raises(jaxckpt.InputError, match="unpack the archive"):
+            write(f"file://{tmp_path}/a.zip|zip:")
+    assert os.listdir(tmp_path) == []
+    jaxckpt.save(f"file://{tmp_path}/a%7Cb", {"x": 1})
+    assert jaxckpt.load_numpy(f"{tmp_path}/a|b") == {"x": 1}
+
+
+def test_a_url_of_http_is_read_only() -> None:
+    """No server runs there, and nothing is requested."""
+    url = "http://127.0.0.1:1/run"
+    for write in (
+        jaxckpt.Checkpointer,
+        lambda url: jaxckpt.save(url, {"x": object()}),
+        lambda url: jaxckpt.save_async(url, {"x": 1}),
+    ):
+        with pytest.raises(jaxckpt.StorageError, match=rf"cannot write to {url}: .* is read-only"):
+            write(url)
 
 
 def test_file_urls_of_names_that_are_not_utf_8_are_different_paths(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class Exchange:
     def __init__(self, handler: _Handler, body: bytes) -> None:
         self._handler = handler
         self.path = handler.path
+        self.key = _asked(handler.command, handler.path, handler.headers)[1]
         self.headers = {name: value for name, value in handler.headers.items() if name.lower() != "expect"}
         self.body = body
         self.closing = handler.server.proxy.closing
@@ -171,6 +173,47 @@ def slow(seconds: float) -> Spoil:
         exchange.send(exchange.forward())
 
     return spoil
+
+
+class StaleListings:
+    """A server whose listings are some seconds old: they do not show keys that were first written after that."""
+
+    def __init__(self, proxy: Proxy, seconds: float) -> None:
+        self._seconds = seconds
+        self._written: dict[str, float] = {}
+        proxy.on("PUT .*", self._write)
+        proxy.on("LIST", self._list)
+
+    def _write(self, exchange: Exchange) -> None:
+        answer = exchange.forward()
+        self._written.setdefault(exchange.key, time.monotonic())
+        exchange.send(answer)
+
+    def _list(self, exchange: Exchange) -> None:
+        answer = exchange.forward()
+        new = {key for key, since in self._written.items() if time.monotonic() - since < self._seconds}
+        if answer.body.startswith(b"{"):
+            listing = json.loads(answer.body)
+            listing["items"] = [item for item in listing.get("items", ()) if item["name"] not in new]
+            answer.body = json.dumps(listing).encode()
+        else:
+            for key in new:
+                entry = rf"<Contents>\s*<Key>{re.escape(key)}</Key>.*?</Contents>"
+                answer.body = re.sub(entry.encode(), b"", answer.body, flags=re.DOTALL)
+        exchange.send(answer)
+
+
+class CachedListings:
+    """A server behind a cache that answers a listing as it answered the same listing before."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._answers: dict[str, Answer] = {}
+        proxy.on("LIST", self._list)
+
+    def _list(self, exchange: Exchange) -> None:
+        if exchange.path not in self._answers:
+            self._answers[exchange.path] = exchange.forward()
+        exchange.send(self._answers[exchange.path])
 
 
 def never(exchange: Exchange) -> None:
