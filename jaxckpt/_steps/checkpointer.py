@@ -360,7 +360,10 @@ class Checkpointer:
             self._exited_cleanly = False
             self._close_in_process_0()
             raise
-        self._close_in_process_0()
+        else:
+            self._close_in_process_0()
+        finally:
+            self._directory.release()
 
     def _close_in_process_0(self) -> None:
         if self._is_process_0:
@@ -510,9 +513,6 @@ class Checkpointer:
         """
         if step is not None:
             step = self._require_step(step, "Checkpointer.restore")
-            if self._local is None:
-                self._last_save.wait()
-                return LocatedStep(step)
         with self._begin_call("Checkpointer.restore") as group:
             return self._step_finder.find(group, step, self._last_save.wait, allow_peers=allow_peers)
 
@@ -542,6 +542,7 @@ class Checkpointer:
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
         step = require_step(step)
+        self._directory.require_same_folder()
         found = self._directory.saved_step(step)
         if found is not None:
             return dict(found.record.metrics)

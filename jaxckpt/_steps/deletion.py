@@ -22,7 +22,7 @@ from jaxckpt._steps.retention import Decision, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, remove_link, step_folders, step_name
+from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, remove_link, step_name
 
 _log = logging.getLogger("jaxckpt")
 
@@ -192,7 +192,7 @@ class Deletion:
     def _delete_unwanted(self) -> None:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
-        published, others = step_folders(self._store)
+        published, others = self._directory.folders()
         decisions = self._directory.policy.decide(
             self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
         )
@@ -236,6 +236,7 @@ class Deletion:
 
     def _delete(self, step: int) -> None:
         """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
+        self._directory.require_same_folder()
         child = self._directory.child(step)
         if is_link(child):
             remove_link(child)
@@ -251,6 +252,7 @@ class Deletion:
 
     def _delete_remains(self, step: int) -> None:
         """Delete the remains of an unpublished step."""
+        self._directory.require_same_folder()
         child = self._directory.child(step)
         if not is_link(child):
             child.clear()
@@ -260,6 +262,7 @@ class Deletion:
 
     def _drop(self, step: SavedStep, paths: tuple[str, ...]) -> None:
         """Republish a step's manifest without those subtrees that can be dropped, then delete their data."""
+        self._directory.require_same_folder()
         child = self._directory.child(step.number)
         manifest, content = load_manifest(child)
         dropped = () if is_link(child) else manifests.droppable(manifest, paths)

@@ -20,6 +20,7 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
+from jaxckpt._storage.anchor import Anchor
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.steps import (
@@ -44,6 +45,7 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
         self.store: Store = run_at(path, options)
+        self._anchor = Anchor(self.store.folder) if isinstance(self.store, Folder) else None
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._rules_with_metric = set[KeepBest]()
@@ -60,9 +62,25 @@ class Directory:
         """The store of a step. Raises InputError."""
         return self.store.child(step_name(require_step(step)))
 
+    def require_same_folder(self) -> None:
+        """Raise StorageError if the directory was unmounted, moved or replaced since this Checkpointer first used it.
+        Its steps would then seem to be lost, and new ones would be saved elsewhere."""
+        if self._anchor is not None:
+            self._anchor.require_same_folder()
+
+    def release(self) -> None:
+        """Let the file system of the directory be unmounted."""
+        if self._anchor is not None:
+            self._anchor.release()
+
+    def folders(self) -> tuple[list[int], list[int]]:
+        """The published steps, and the steps whose folder holds no checkpoint, oldest first. Raises StorageError."""
+        self.require_same_folder()
+        return step_folders(self.store)
+
     def steps(self) -> list[int]:
         """The published steps, oldest first."""
-        return step_folders(self.store)[0]
+        return self.folders()[0]
 
     def newest(self) -> Store | None:
         """The store of the newest step."""
@@ -193,6 +211,7 @@ class Directory:
 
         Raises InputError if the directory is itself a checkpoint, which a restore of its path would return.
         """
+        self.require_same_folder()
         require_no_checkpoint(self.store)
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
@@ -213,6 +232,7 @@ class Directory:
     def _write_note(self, name: str, content: bytes | None) -> None:
         """Write a note on the run for its readers, or remove it. Does nothing without permission to write."""
         try:
+            self.require_same_folder()
             if content is None:
                 if (run := self.store.child(RUN)).read(name) is not None:
                     run.remove(name)

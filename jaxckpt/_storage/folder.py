@@ -271,7 +271,11 @@ class Folder:
             # therefore proves that the data was deleted.
             if not is_data_referenced(previous, data) and self.read(f"{data}/{WRITER}") is None:
                 self._require_unchanged(previous)
-                raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
+                raise StorageError(
+                    errno.ENOENT,
+                    f"{self.url}/{data} disappeared while it was being written: it was deleted, or its folder was moved"
+                    " or unmounted",
+                )
             self._replace_manifest(data, manifest, previous, sync=sync)
             try:
                 if sync:
