@@ -57,7 +57,8 @@ class Checkpointer:
     or if it is the newest; without rules all steps are kept. Pinned steps (`jaxckpt.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
-    After a step is published, a background thread deletes older steps that no rule keeps; `save` does not wait for it.
+    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save: a background
+    thread deletes older steps that no rule keeps; `save` does not wait for it.
     If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
     error. The manifest is deleted first, so a reader finds either the whole step or none.
 
@@ -82,7 +83,8 @@ class Checkpointer:
             older steps that are kept lose "opt_state"; the rest of them can still be restored. A path that matches
             nothing in the tree is an error when a step is saved.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
-        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too.
+        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too, as does
+            the first restore.
         fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
             By default the next `save` that is due raises it.
         on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
@@ -427,6 +429,10 @@ class Checkpointer:
             raise
         self._restored_step = number
         self._step_finder.record_restored(chosen)
+        if self._is_process_0:
+            run_uninterrupted(self._deletion.handle_restored)
+            if not self._saver.background:
+                self._deletion.wait()
         return number, tree
 
     def restore_or_init(

@@ -14,11 +14,11 @@ import weakref
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import StepRecord
-from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.threads import Task, is_shutting_down, start_thread
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.retention import Decision, SavedStep
+from jaxckpt._steps.retention import Decision, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
@@ -59,6 +59,7 @@ class Deletion:
         self._must_stop = False
         self._failure: Exception | None = None
         self._newest_saved = -1
+        self._are_rules_applied = self._has_saved = False
         # A step is either deleted or saved: each side first announces its intention, then checks the other.
         self._deleting_step: int | None = None
         self._saving_step: int | None = None
@@ -87,6 +88,7 @@ class Deletion:
         """Start to delete the steps that the rules do not keep, after a step was published."""
         self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
         self._saving_step = None
+        self._has_saved = self._are_rules_applied = True
         self._newest_saved = max(self._newest_saved, saved.number)
         self._request_pass()
 
@@ -105,16 +107,16 @@ class Deletion:
     # Called by the Checkpointer --------------------------------------------------------------------------
 
     def open(self, notes: list[str]) -> None:
-        """Complete the deletions of killed runs, and delete the steps that the rules do not keep."""
+        """Complete the deletions of killed runs. The rules apply only after the first restore or save."""
         with self._deletion_lock:
             self._sweep()
-            try:
-                self._delete_unwanted()
-            except (JaxckptError, OSError) as error:
-                _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
             self._leases.remove_stale_marks(notes)
-        if self._has_held_steps:
+
+    def handle_restored(self) -> None:
+        """Start to delete the steps that the rules do not keep, after the first restore."""
+        if not self._are_rules_applied and self._directory.policy != RetentionPolicy():
             self._request_pass()
+        self._are_rules_applied = True
 
     def close(self, seconds: float | None) -> None:
         """Stop the thread after its remaining deletions, including steps that readers have released.
@@ -185,7 +187,10 @@ class Deletion:
                 self._delete_unwanted()
             self._failure = None
         except Exception as error:
-            self._failure = error
+            if self._has_saved:
+                self._failure = error
+            else:  # this Checkpointer perhaps only reads, and has no permission to delete
+                _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
 
     # Deleting --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest, StepRecord
+from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -17,6 +18,7 @@ from jaxckpt._runtime.errors import (
     JaxckptError,
     NotACheckpointError,
     StorageError,
+    show_count,
 )
 from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
@@ -209,16 +211,28 @@ class Directory:
     def open(self) -> list[str]:
         """Note the meaning of "best". Returns the names of existing notes.
 
-        Raises InputError if the directory is itself a checkpoint, which a restore of its path would return.
+        Raises InputError if the directory is itself a checkpoint, which a restore of its path would return, or has
+        steps of another library, which would seem to be lost.
         """
-        self.require_same_folder()
         require_no_checkpoint(self.store)
+        self._require_no_foreign_steps(self.steps())
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         if self.policy.keep_best:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
         return notes
+
+    def _require_no_foreign_steps(self, steps: list[int]) -> None:
+        foreign = foreign_steps_of(self.url, ignored=[*map(step_name, steps)])
+        if not foreign or foreign[-1].number <= max(steps, default=-1):
+            return
+        shown = ", ".join(os.path.basename(step.path) for step in foreign[-5:])
+        raise InputError(
+            f"{self.url} has {show_count(len(foreign), 'step')} of Orbax, and the newest are {shown}. A Checkpointer"
+            " cannot continue that run in its own directory: give a new directory, and restore the initial state from"
+            ' this one. docs/coming-from-orbax.md shows how, in its section "Replace Orbax"'
+        )
 
     def remove_end(self) -> None:
         """Note that the run has not ended, or has been resumed."""

@@ -19,6 +19,7 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._restore.target import RestoreRequest
 from jaxckpt._runtime.errors import NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
@@ -80,7 +81,8 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
     Read-only: unlike a `Checkpointer`, it deletes nothing. Any single process may call it.
 
     Args:
-        directory: The directory of a `Checkpointer`: a local path or a URL.
+        directory: The directory of a `Checkpointer`: a local path or a URL. Or of Orbax's `CheckpointManager`: a local
+            path.
         options: `storage` and `retry_seconds`; see `Options`.
 
     Returns:
@@ -101,6 +103,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
     found, _ = step_folders(run := run_at(directory, options_or_default(options)))
     if not found:
         require_no_checkpoint(run)
+        return [step.number for step in foreign_steps_of(run.url)]
     return found
 
 
