@@ -260,6 +260,7 @@ class Checkpointer:
 
         Raises:
             Preempted: The job was preempted. The message says whether this step was saved in time.
+            BaseException: The job was preempted, and this is what the program's own handler of SIGTERM has raised.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
             CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately; or its folder is a
@@ -343,10 +344,12 @@ class Checkpointer:
         `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
 
         Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
-        of `save`: in a job of one process by SIGTERM.
+        of `save`: in a job of one process by SIGTERM. If the program's own handler of SIGTERM has raised, raises that
+        exception instead.
         """
         was_preempted = self._saver.preempted
         self._close()
+        self._preemption.raise_earlier_error("the last save")
         if self._saver.preempted and not was_preempted:
             raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
 
@@ -356,7 +359,7 @@ class Checkpointer:
                 self._saver.wait()
             finally:
                 self._preemption.close()  # until here, SIGTERM does not end the last save
-                if self._preemption.is_notified and self._saver.on_preemption == "exit":
+                if self._preemption.must_exit or (self._preemption.is_notified and self._saver.on_preemption == "exit"):
                     self._saver.preempted = True
         except Exception:
             self._exited_cleanly = False

@@ -202,6 +202,7 @@ class Saver:
         if here and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
         _log.warning("the job was preempted: %s", outcome)
+        self.preemption.raise_earlier_error(outcome)
         if self.on_preemption == "exit":
             raise Preempted(f"the job was preempted: {outcome} in {self.directory.url}")
 
