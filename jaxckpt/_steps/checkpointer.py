@@ -181,10 +181,11 @@ class Checkpointer:
 
     def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
+            local = self._local.settings(group.count) if self._local else {"local": None}
+            calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
+            hosts = compare(meeting, {**local, **self._due.settings, **calls})
             if self._is_process_0:
                 self._deletion.open(self._directory.open())
-            local = self._local.settings(group.count) if self._local else {"local": None}
-            hosts = compare(meeting, {**local, **self._due.settings})
             terms = meeting.broadcast(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
         if self._local is not None:
             with group.meeting("opening the local folders") as meeting:

@@ -34,7 +34,7 @@ from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects
-from jaxckpt._storage.removal import remove_folder
+from jaxckpt._storage.removal import remove_folder, remove_if_empty
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
@@ -203,10 +203,15 @@ class Folder:
         """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
-        with self._translate_errors("create", data):
+        with self._translate_errors("create", data), contextlib.ExitStack() as undo:
+            is_new = not os.path.lexists(self.folder)
+            if is_new:  # deleted only if empty: another process may be saving there too
+                undo.callback(remove_if_empty, self.folder)
             for tries_left in reversed(range(100)):
                 try:
-                    return DataClaim(self, data, self._create_data_folder(self._path(data), note))
+                    claim = DataClaim(self, data, self._create_data_folder(self._path(data), note), is_new)
+                    undo.pop_all()
+                    return claim
                 except (FileNotFoundError, FileExistsError):
                     # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
                     if not tries_left:
@@ -362,8 +367,7 @@ class Folder:
     def clear(self, *, evict: bool = True) -> None:
         """Keeps the data of a live writer, because its lock shows that it is alive."""
         self._sweep(None, lambda url, name: None)  # logs nothing: this data is not the remains of a save
-        with contextlib.suppress(OSError):  # not empty: another process is writing in it
-            os.rmdir(self.folder)
+        remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer."""
