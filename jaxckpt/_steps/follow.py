@@ -21,7 +21,7 @@ from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._restore.target import RestoreRequest
-from jaxckpt._runtime.errors import NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
@@ -144,7 +144,7 @@ def follow(
         A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
 
     Raises:
-        InputError: An argument is invalid, or `directory` is a file.
+        InputError: An argument is invalid, or `directory` is a file or a run of Orbax.
         ManifestError: The manifest of a step is damaged.
         StorageError: The directory cannot be read.
 
@@ -171,7 +171,7 @@ def _follow(
 ) -> Generator[Step]:
     """The generator of `follow`, with valid arguments."""
     waiting_since = time.monotonic()
-    warned = False
+    warned = has_waited = False
     while True:
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         published, _ = step_folders(run, above=last)
@@ -191,6 +191,12 @@ def _follow(
                 yield step
                 waiting_since = time.monotonic()
             continue
+        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url)):
+            raise InputError(
+                f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
+                " jaxckpt.latest_step repeatedly instead"
+            )
+        has_waited = True
         waited = time.monotonic() - waiting_since
         if ended or (timeout is not None and waited >= timeout):
             return

@@ -166,9 +166,9 @@ def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
     if name == "best":
         return _best(run, published)
     known = pins(run)
-    if (pinned := known.get(name)) in published:
-        return pinned
-    if pinned is not None:
+    if (pinned := known.get(name)) is not None:
+        if pinned in published:
+            return pinned
         raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
     raise InputError(
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"

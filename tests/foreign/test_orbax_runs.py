@@ -70,6 +70,13 @@ def test_steps_and_latest_step(theirs: str, tmp_path: Path) -> None:
     assert jaxckpt.latest_step(tmp_path / "missing") is None
 
 
+def test_followers_do_not_wait_for_a_run_of_orbax(theirs: str) -> None:
+    with pytest.raises(jaxckpt.InputError, match="theirs is a run of Orbax"):
+        next(jaxckpt.follow(theirs))
+    with pytest.raises(jaxckpt.InputError, match=r"is not a step in a run's directory|is a run of Orbax"):
+        jaxckpt.pin(f"{theirs}@25", "paper")
+
+
 def test_every_function_that_reads_accepts_the_number_of_a_step(theirs: str, tmp_path: Path) -> None:
     path = f"{theirs}@25"
     expected = {"w": np.full(3, 25)}

@@ -12,6 +12,7 @@ from typing import Any
 import mounts
 import numpy as np
 import pytest
+from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt._storage.files import FileWriter
@@ -123,6 +124,40 @@ def test_a_running_save_is_not_published_in_another_place(
     with pytest.raises(jaxckpt.StorageError, match="is no longer the place of this run"):
         checkpoints.close()
     assert not files_in(tmp_path / "here")
+
+
+def test_all_processes_raise(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import os
+import jaxckpt
+from jax.experimental import multihost_utils
+with jaxckpt.Checkpointer(args, options=jaxckpt.Options(timeout_seconds=30)) as checkpoints:
+    checkpoints.save(1, {"w": 1})
+    checkpoints.wait()
+    multihost_utils.sync_global_devices("saved")
+    if process_id == 0:
+        os.rename(args, args + "-moved")
+    multihost_utils.sync_global_devices("moved")
+    for call in (
+        lambda: checkpoints.save(2, {"w": 2}) and checkpoints.wait(),
+        lambda: checkpoints.restore(1),
+        lambda: checkpoints.restore(),
+        lambda: checkpoints.delete(1),
+        lambda: checkpoints.steps(),
+    ):
+        try:
+            print(call())
+        except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+            print("is no longer the place of this run" in str(error), end=" ")
+    multihost_utils.sync_global_devices("called")
+    if process_id == 0:
+        os.rename(args + "-moved", args)
+    multihost_utils.sync_global_devices("moved back")
+    print(checkpoints.save(2, {"w": 2}))
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "run"), timeout=90)
+    assert [one.stdout for one in done] == ["True True True True True True\n"] * 2
+    assert jaxckpt.steps(tmp_path / "run") == [1, 2]
 
 
 def test_it_continues_once_the_folder_is_back(tmp_path: Path) -> None:
