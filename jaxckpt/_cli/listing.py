@@ -19,21 +19,22 @@ from jaxckpt._cli.terminal import (
     show_age,
     show_metrics,
 )
-from jaxckpt._foreign.orbax.steps import has_steps
-from jaxckpt._format.names import is_data_folder
+from jaxckpt._foreign.orbax.steps import has_separate_items, has_step_mark
+from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
-from jaxckpt._storage.steps import is_step, pins, step_name, steps_of
+from jaxckpt._storage.steps import is_step, pins, steps_of
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import local_path, store_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A checkpoint in a listing. Its fields, in this order, form its JSON."""
+    """A checkpoint or a run in a listing. Its fields, in this order, form its JSON."""
 
     name: str
 
@@ -46,7 +47,10 @@ class Entry:
     format: str | None = None
 
     step: int | None = None
-    """The training step, from the record of a Checkpointer or from the name."""
+    """The training step, from the record of a Checkpointer or from the name; the newest step of a run."""
+
+    steps: int | None = None
+    """The number of steps, for a run, which is described by its newest step; None for a checkpoint."""
 
     leaves: int | None = None
 
@@ -59,12 +63,12 @@ class Entry:
     dropped: Sequence[str] = ()
 
     pinned: Sequence[str] = ()
-    """Names by which a step of a run is pinned."""
+    """Names by which a step of a run is pinned; for a run, the names of all pinned steps."""
 
     problem: str | None = None
 
 
-_RARE = ("dropped", "pinned")
+_RARE = ("steps", "dropped", "pinned")
 """Columns that are shown only if an entry has a value."""
 
 
@@ -73,9 +77,9 @@ def ls(path: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": path, "checkpoints": [asdict(entry) for entry in entries]})
         return
-    numbers = map(number_column, ("leaves", "size", "age"))
-    rare = (Column(title, 10) for title in _RARE)
-    columns = [Column("name", 16, middle=True), Column("format"), *numbers, Column("metrics", 10), *rare]
+    numbers = map(number_column, ("steps", "leaves", "size", "age"))
+    texts = (Column(title, 10) for title in ("metrics", "dropped", "pinned"))
+    columns = [Column("name", 16, middle=True), Column("format"), *numbers, *texts]
     rows = [_row(entry) for entry in entries]
     shown = [place for place, column in enumerate(columns) if column.title not in _RARE or any(r[place] for r in rows)]
     print_table([columns[place] for place in shown], [[row[place] for place in shown] for row in rows])
@@ -88,6 +92,7 @@ def _row(entry: Entry) -> list[str]:
     return [
         entry.name,
         entry.format or entry.status,
+        "" if entry.steps is None else f"{entry.steps:,}",
         "" if entry.leaves is None else f"{entry.leaves:,}",
         "" if entry.bytes is None else show_bytes(entry.bytes),
         "" if entry.format is None else show_age(entry.created),
@@ -98,52 +103,70 @@ def _row(entry: Entry) -> list[str]:
 
 
 def list_checkpoints(path: str) -> list[Entry]:
-    """The checkpoint at a path, or the checkpoints in it. Raises NotACheckpointError without any."""
+    """The checkpoint at a path, the steps of a run, or the checkpoints and runs in a folder.
+
+    Raises NotACheckpointError without any.
+    """
     store = store_at(path, Options())
     checkpoint: Checkpoint | None = None
     not_found: NotACheckpointError | None = None
     try:
-        if steps_of(store) is None:  # otherwise it is a run's directory, which opens as its newest step
+        if not _count_steps(path):  # otherwise it is a run's directory, which opens as its newest step
             checkpoint = open_checkpoint(path)
     except NotACheckpointError as error:
         not_found = error
     except CorruptError:
-        return _entries([path])  # the entry reports the problem
+        if not _holds_checkpoints(path, store):
+            return _entries([path])  # the entry reports the problem
     if checkpoint is not None and _is_single_checkpoint(path, checkpoint, store):
         return _entries([path])
     # On an object store, `folders` costs one request per checkpoint, and `names` one per thousand objects.
     names = list(store.folders()) or store.names()
-    entries = _entries(store.child(name).url for name in sorted(names, key=natural_key))
+    pinned = pins(store) if any(map(is_step, names)) else None
+    entries = _entries((store.child(name).url for name in sorted(names, key=natural_key)), pinned)
     if not entries and not_found is not None:
         raise not_found
-    if not any(map(is_step, names)):
-        return entries
-    pinned = pins(store)
-    return [replace(entry, pinned=[pin for pin in pinned if step_name(pinned[pin]) == entry.name]) for entry in entries]
+    return entries
+
+
+def _count_steps(path: str) -> int:
+    """The number of steps in a run's directory, of jaxckpt or of another library; 0 for anything else."""
+    return len(steps_of(store_at(path, Options())) or foreign_steps_of(path))
 
 
 def _is_single_checkpoint(path: str, checkpoint: Checkpoint, store: Store) -> bool:
     """Whether a path that opens as a checkpoint is itself the checkpoint, and not a folder of checkpoints.
 
-    A folder of steps may open as its newest step, and a folder that holds one exported file as that file.
+    A folder that holds one exported file may open as that file.
     """
-    local = local_path(path)
-    if checkpoint.format == "jaxckpt":  # perhaps in a step of Orbax's CheckpointManager
-        return local is None or not has_steps(local, store.names())
-    return True not in store.folders().values() and local == local_path(checkpoint.path)
+    if checkpoint.format == "jaxckpt" or not store.names():  # without names, it is a file or a named step, "run@30"
+        return True
+    return local_path(path) == local_path(checkpoint.path) and not _holds_checkpoints(path, store)
 
 
-def _entries(paths: Iterable[str]) -> list[Entry]:
-    """The checkpoints at these paths, finished or not."""
-    return [entry for entry in map(_entry, paths) if entry is not None]
+def _holds_checkpoints(path: str, store: Store) -> bool:
+    """Whether a folder that another format recognizes holds separate checkpoints or runs.
+
+    To Orbax, a folder of its checkpoints looks like a step of an old version, in which each of them is an item.
+    """
+    names = store.names()
+    if MANIFEST in names or has_step_mark(names):
+        return False
+    inside = (store.child(name).url for name in names)
+    are_items_separate = has_separate_items(local_path(path) or path, names)
+    return are_items_separate or True in store.folders().values() or any(map(_count_steps, inside))
 
 
-def _entry(path: str) -> Entry | None:
+def _entries(paths: Iterable[str], pinned: Mapping[str, int] | None = None) -> list[Entry]:
+    """The checkpoints and runs at these paths, finished or not. `pinned` has the pinned steps of their run, by name."""
+    return [entry for path in paths if (entry := _entry(path, pinned)) is not None]
+
+
+def _entry(path: str, pinned: Mapping[str, int] | None) -> Entry | None:
     name = os.path.basename(path.rstrip("/"))
     entry = Entry(name=name, path=path, step=int(name) if name.isdecimal() else None)
     try:
-        if steps_of(store_at(path, Options())) is not None:  # a run's directory, which `ls` lists by itself
-            return None
+        entry = replace(entry, steps=_count_steps(path) or None)
         checkpoint = open_checkpoint(path)
     except NotACheckpointError:
         if not any(map(is_data_folder, store_at(path, Options()).names())):
@@ -155,13 +178,35 @@ def _entry(path: str) -> Entry | None:
     return replace(
         entry,
         format=checkpoint.format,
-        step=entry.step if checkpoint.step is None else checkpoint.step,
+        step=_step(entry, checkpoint),
         leaves=len(checkpoint),
         bytes=checkpoint.nbytes,
         created=checkpoint.created or None,
         metrics=_metrics(checkpoint),
         dropped=checkpoint.dropped,
+        pinned=_names_of(entry, checkpoint, pinned),
     )
+
+
+def _step(entry: Entry, checkpoint: Checkpoint) -> int | None:
+    """The training step of a checkpoint, or of the newest checkpoint of a run."""
+    if checkpoint.step is not None:
+        return checkpoint.step
+    metadata: Any = checkpoint.metadata
+    if entry.steps is not None and isinstance(metadata, dict):  # a run of Orbax
+        return metadata.get("step")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return entry.step
+
+
+def _names_of(entry: Entry, checkpoint: Checkpoint, pinned: Mapping[str, int] | None) -> list[str]:
+    """The names by which a step is pinned, or for a run those of all its steps."""
+    if checkpoint.format != "jaxckpt":
+        return []
+    above = store_at(checkpoint.path, Options()).parent_and_name()
+    if above is None or not is_step(above[1]):
+        return []
+    known = pins(above[0]) if pinned is None else pinned
+    return [name for name in known if entry.steps is not None or known[name] == int(above[1])]
 
 
 def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:

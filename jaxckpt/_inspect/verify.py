@@ -131,9 +131,8 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     """
     options, quick = options_or_default(options), require_bool(quick, "quick")
     if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
-        steps = steps_of(store_at(path, options))
-        urls = [step.url for step in steps] if steps is not None else foreign_steps_of(path)
-        if urls or steps is not None:
+        steps = steps_of(store_at(path, options)) or ()
+        if urls := [step.url for step in steps] or [step.path for step in foreign_steps_of(path)]:
             return _verify_steps(os.fspath(path), urls, quick, options)
     return _verify(path, quick, options)
 

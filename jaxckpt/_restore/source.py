@@ -42,7 +42,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader, Pending
-from jaxckpt._storage.steps import is_step, resolve_step
+from jaxckpt._storage.steps import is_step, resolve_name, resolve_step, run_and_name
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import local_path, store_at
 from jaxckpt._storage.workers import JoinedWork, StorageThread, submit
@@ -366,6 +366,14 @@ Location = str | os.PathLike[str] | ForeignCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignStep:
+    """A complete step in another library's run."""
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignFormat:
     """A foreign format that records its own global layout."""
 
@@ -387,8 +395,9 @@ class ForeignFormat:
     suffixes: tuple[str, ...] = ()
     """Suffixes of paths to which `convert` writes this format by default."""
 
-    steps_in: Callable[[str, Collection[str]], Sequence[str]] = lambda path, names: ()
-    """The paths of the steps in a run's folder, which `open` opens as its newest step; none for a single checkpoint."""
+    steps_in: Callable[[str, Collection[str]], Sequence[ForeignStep]] = lambda path, names: ()
+    """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. None for a single
+    checkpoint."""
 
 
 formats: list[ForeignFormat] = []
@@ -398,7 +407,8 @@ formats: list[ForeignFormat] = []
 def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
     """The source at a location, and a digest of its manifest, which is composed for another library's checkpoint.
 
-    A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps.
+    A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps. The
+    run may be of another library, without "best".
 
     Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
     hangs for `options.timeout_seconds`.
@@ -423,7 +433,7 @@ def _open_source(
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
                 return _open_native(step, options)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
-        foreign = None if options.manifest_sha256 else _open_foreign(location)
+        foreign = None if options.manifest_sha256 else _open_foreign(location, store)
         if foreign is None:
             raise
         return foreign, _digest(foreign)
@@ -446,18 +456,29 @@ def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]
     return NativeCheckpoint(store, manifest), hashlib.sha256(content).hexdigest()
 
 
-def _open_foreign(location: str | os.PathLike[str]) -> NativeCheckpoint | ForeignCheckpoint | None:
-    """A checkpoint of another library at a local path."""
+def _open_foreign(location: str | os.PathLike[str], store: Store) -> NativeCheckpoint | ForeignCheckpoint | None:
+    """A checkpoint of another library at a local path, or the step of its run that "run@40" or "run@latest" names."""
     path, names = _local_names(location)
+    if names is None and (named := run_and_name(store)) is not None:
+        run, name = named
+        paths = {step.number: step.path for step in foreign_steps_of(run.url)}
+        if paths:
+            path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
     form = _recognized_format(path, names)
     return form.open(path) if form is not None and form.open is not None else None
 
 
-def foreign_steps_of(location: str | os.PathLike[str]) -> Sequence[str]:
-    """The paths of the steps in another library's run at a local path; none if it is something else."""
+def foreign_steps_of(location: str | os.PathLike[str], ignored: Collection[str] = ()) -> Sequence[ForeignStep]:
+    """The steps in another library's run at a local path, oldest first; none if it is something else.
+
+    Folders in it whose names are `ignored` do not count.
+    """
     path, names = _local_names(location)
-    form = None if names and MANIFEST in names else _recognized_format(path, names)
-    return form.steps_in(path, names or ()) if form is not None else ()
+    if names is None or MANIFEST in names:
+        return ()
+    names = {*names} - {*ignored}
+    form = _recognized_format(path, names)
+    return form.steps_in(path, names) if form is not None else ()
 
 
 def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str] | None]:

@@ -7,6 +7,8 @@ Processes are numbered as by `jax.process_index()` and `device.process_index`. O
 from __future__ import annotations
 
 import collections
+import contextlib
+import datetime
 import itertools
 from collections.abc import Hashable
 from typing import Any
@@ -39,8 +41,19 @@ class Job:
         self.runs_service = state.service is not None
         """Whether the service runs in this process."""
 
+        self.has_preemption_service = getattr(state, "preemption_sync_manager", None) is not None
         self._calls = itertools.count()
         self._counts = collections.Counter[Hashable]()
+
+    def post_preemption_notice(self) -> None:
+        """Notify JAX's preemption service in all processes, as it does itself after SIGTERM.
+
+        For a process in which Python's handler of SIGTERM has replaced the service's. Does nothing if another process
+        was faster, or if the service is off.
+        """
+        with contextlib.suppress(RuntimeError):
+            now = datetime.datetime.now(datetime.UTC).isoformat()
+            self.client.key_value_set("RECEIVED_PREEMPTION_NOTICE", now)
 
     def count_call(self, kind: Hashable) -> tuple[int, int]:
         """Count a call. Returns the number of earlier calls, and of earlier calls of this kind."""

@@ -57,7 +57,8 @@ class Checkpointer:
     or if it is the newest; without rules all steps are kept. Pinned steps (`jaxckpt.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
-    After a step is published, a background thread deletes older steps that no rule keeps; `save` does not wait for it.
+    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save: a background
+    thread deletes older steps that no rule keeps; `save` does not wait for it.
     If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
     error. The manifest is deleted first, so a reader finds either the whole step or none.
 
@@ -82,7 +83,8 @@ class Checkpointer:
             older steps that are kept lose "opt_state"; the rest of them can still be restored. A path that matches
             nothing in the tree is an error when a step is saved.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
-        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too.
+        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too, as does
+            the first restore.
         fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
             By default the next `save` that is due raises it.
         on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
@@ -179,10 +181,11 @@ class Checkpointer:
 
     def _open(self, group: Group) -> None:
         with group.meeting("opening the directory of steps") as meeting:
+            local = self._local.settings(group.count) if self._local else {"local": None}
+            calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
+            hosts = compare(meeting, {**local, **self._due.settings, **calls})
             if self._is_process_0:
                 self._deletion.open(self._directory.open())
-            local = self._local.settings(group.count) if self._local else {"local": None}
-            hosts = compare(meeting, {**local, **self._due.settings})
             terms = meeting.broadcast(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
         if self._local is not None:
             with group.meeting("opening the local folders") as meeting:
@@ -258,6 +261,7 @@ class Checkpointer:
 
         Raises:
             Preempted: The job was preempted. The message says whether this step was saved in time.
+            BaseException: The job was preempted, and this is what the program's own handler of SIGTERM has raised.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
             CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately; or its folder is a
@@ -341,10 +345,12 @@ class Checkpointer:
         `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
 
         Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
-        of `save`: in a job of one process by SIGTERM.
+        of `save`: in a job of one process by SIGTERM. If the program's own handler of SIGTERM has raised, raises that
+        exception instead.
         """
         was_preempted = self._saver.preempted
         self._close()
+        self._preemption.raise_earlier_error("the last save")
         if self._saver.preempted and not was_preempted:
             raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
 
@@ -354,13 +360,16 @@ class Checkpointer:
                 self._saver.wait()
             finally:
                 self._preemption.close()  # until here, SIGTERM does not end the last save
-                if self._preemption.is_notified and self._saver.on_preemption == "exit":
+                if self._preemption.must_exit or (self._preemption.is_notified and self._saver.on_preemption == "exit"):
                     self._saver.preempted = True
         except Exception:
             self._exited_cleanly = False
             self._close_in_process_0()
             raise
-        self._close_in_process_0()
+        else:
+            self._close_in_process_0()
+        finally:
+            self._directory.release()
 
     def _close_in_process_0(self) -> None:
         if self._is_process_0:
@@ -424,6 +433,10 @@ class Checkpointer:
             raise
         self._restored_step = number
         self._step_finder.record_restored(chosen)
+        if self._is_process_0:
+            run_uninterrupted(self._deletion.handle_restored)
+            if not self._saver.background:
+                self._deletion.wait()
         return number, tree
 
     def restore_or_init(
@@ -510,9 +523,6 @@ class Checkpointer:
         """
         if step is not None:
             step = self._require_step(step, "Checkpointer.restore")
-            if self._local is None:
-                self._last_save.wait()
-                return LocatedStep(step)
         with self._begin_call("Checkpointer.restore") as group:
             return self._step_finder.find(group, step, self._last_save.wait, allow_peers=allow_peers)
 
@@ -542,6 +552,7 @@ class Checkpointer:
     def metrics(self, step: int) -> dict[str, float | None]:
         """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
         step = require_step(step)
+        self._directory.require_same_folder()
         found = self._directory.saved_step(step)
         if found is not None:
             return dict(found.record.metrics)

@@ -14,15 +14,15 @@ import weakref
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import StepRecord
-from jaxckpt._runtime.errors import CorruptError, InputError, JaxckptError, NotACheckpointError
+from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.threads import Task, is_shutting_down, start_thread
 from jaxckpt._steps.directory import Directory
-from jaxckpt._steps.retention import Decision, SavedStep
+from jaxckpt._steps.retention import Decision, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, remove_link, step_folders, step_name
+from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, remove_link, step_name
 
 _log = logging.getLogger("jaxckpt")
 
@@ -59,6 +59,7 @@ class Deletion:
         self._must_stop = False
         self._failure: Exception | None = None
         self._newest_saved = -1
+        self._are_rules_applied = self._has_saved = False
         # A step is either deleted or saved: each side first announces its intention, then checks the other.
         self._deleting_step: int | None = None
         self._saving_step: int | None = None
@@ -87,6 +88,7 @@ class Deletion:
         """Start to delete the steps that the rules do not keep, after a step was published."""
         self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
         self._saving_step = None
+        self._has_saved = self._are_rules_applied = True
         self._newest_saved = max(self._newest_saved, saved.number)
         self._request_pass()
 
@@ -105,16 +107,16 @@ class Deletion:
     # Called by the Checkpointer --------------------------------------------------------------------------
 
     def open(self, notes: list[str]) -> None:
-        """Complete the deletions of killed runs, and delete the steps that the rules do not keep."""
+        """Complete the deletions of killed runs. The rules apply only after the first restore or save."""
         with self._deletion_lock:
             self._sweep()
-            try:
-                self._delete_unwanted()
-            except (JaxckptError, OSError) as error:
-                _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
             self._leases.remove_stale_marks(notes)
-        if self._has_held_steps:
+
+    def handle_restored(self) -> None:
+        """Start to delete the steps that the rules do not keep, after the first restore."""
+        if not self._are_rules_applied and self._directory.policy != RetentionPolicy():
             self._request_pass()
+        self._are_rules_applied = True
 
     def close(self, seconds: float | None) -> None:
         """Stop the thread after its remaining deletions, including steps that readers have released.
@@ -185,14 +187,17 @@ class Deletion:
                 self._delete_unwanted()
             self._failure = None
         except Exception as error:
-            self._failure = error
+            if self._has_saved:
+                self._failure = error
+            else:  # this Checkpointer perhaps only reads, and has no permission to delete
+                _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
 
     # Deleting --------------------------------------------------------------------------------------------
 
     def _delete_unwanted(self) -> None:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
-        published, others = step_folders(self._store)
+        published, others = self._directory.folders()
         decisions = self._directory.policy.decide(
             self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
         )
@@ -236,6 +241,7 @@ class Deletion:
 
     def _delete(self, step: int) -> None:
         """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
+        self._directory.require_same_folder()
         child = self._directory.child(step)
         if is_link(child):
             remove_link(child)
@@ -251,6 +257,7 @@ class Deletion:
 
     def _delete_remains(self, step: int) -> None:
         """Delete the remains of an unpublished step."""
+        self._directory.require_same_folder()
         child = self._directory.child(step)
         if not is_link(child):
             child.clear()
@@ -260,6 +267,7 @@ class Deletion:
 
     def _drop(self, step: SavedStep, paths: tuple[str, ...]) -> None:
         """Republish a step's manifest without those subtrees that can be dropped, then delete their data."""
+        self._directory.require_same_folder()
         child = self._directory.child(step.number)
         manifest, content = load_manifest(child)
         dropped = () if is_link(child) else manifests.droppable(manifest, paths)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest, StepRecord
+from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -17,9 +18,11 @@ from jaxckpt._runtime.errors import (
     JaxckptError,
     NotACheckpointError,
     StorageError,
+    show_count,
 )
 from jaxckpt._runtime.options import Options
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
+from jaxckpt._storage.anchor import Anchor
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.steps import (
@@ -44,6 +47,7 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
         self.store: Store = run_at(path, options, to_write=True)
+        self._anchor = Anchor(self.store.folder) if isinstance(self.store, Folder) else None
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._rules_with_metric = set[KeepBest]()
@@ -60,9 +64,25 @@ class Directory:
         """The store of a step. Raises InputError."""
         return self.store.child(step_name(require_step(step)))
 
+    def require_same_folder(self) -> None:
+        """Raise StorageError if the directory was unmounted, moved or replaced since this Checkpointer first used it.
+        Its steps would then seem to be lost, and new ones would be saved elsewhere."""
+        if self._anchor is not None:
+            self._anchor.require_same_folder()
+
+    def release(self) -> None:
+        """Let the file system of the directory be unmounted."""
+        if self._anchor is not None:
+            self._anchor.release()
+
+    def folders(self) -> tuple[list[int], list[int]]:
+        """The published steps, and the steps whose folder holds no checkpoint, oldest first. Raises StorageError."""
+        self.require_same_folder()
+        return step_folders(self.store)
+
     def steps(self) -> list[int]:
         """The published steps, oldest first."""
-        return step_folders(self.store)[0]
+        return self.folders()[0]
 
     def newest(self) -> Store | None:
         """The store of the newest step."""
@@ -191,15 +211,28 @@ class Directory:
     def open(self) -> list[str]:
         """Note the meaning of "best". Returns the names of existing notes.
 
-        Raises InputError if the directory is itself a checkpoint, which a restore of its path would return.
+        Raises InputError if the directory is itself a checkpoint, which a restore of its path would return, or has
+        steps of another library, which would seem to be lost.
         """
         require_no_checkpoint(self.store)
+        self._require_no_foreign_steps(self.steps())
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         if self.policy.keep_best:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
         return notes
+
+    def _require_no_foreign_steps(self, steps: list[int]) -> None:
+        foreign = foreign_steps_of(self.url, ignored=[*map(step_name, steps)])
+        if not foreign or foreign[-1].number <= max(steps, default=-1):
+            return
+        shown = ", ".join(os.path.basename(step.path) for step in foreign[-5:])
+        raise InputError(
+            f"{self.url} has {show_count(len(foreign), 'step')} of Orbax, and the newest are {shown}. A Checkpointer"
+            " cannot continue that run in its own directory: give a new directory, and restore the initial state from"
+            ' this one. docs/coming-from-orbax.md shows how, in its section "Replace Orbax"'
+        )
 
     def remove_end(self) -> None:
         """Note that the run has not ended, or has been resumed."""
@@ -213,6 +246,7 @@ class Directory:
     def _write_note(self, name: str, content: bytes | None) -> None:
         """Write a note on the run for its readers, or remove it. Does nothing without permission to write."""
         try:
+            self.require_same_folder()
             if content is None:
                 if (run := self.store.child(RUN)).read(name) is not None:
                     run.remove(name)

@@ -28,6 +28,7 @@ from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.pace import Pace
 from jaxckpt._save.plan import Object
 from jaxckpt._save.save import run_and_notify
+from jaxckpt._steps.directory import Directory
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store import Store
@@ -41,6 +42,7 @@ class Flush:
     source: Folder
     """This process's share of the step."""
 
+    directory: Directory
     store: Store
     group: Group
     options: Options
@@ -99,6 +101,7 @@ class Flush:
                     meeting.gather("")
                     if group.index == 0:
                         with group.watch.operation(f"preparing {self.store.url}"):
+                            self.directory.require_same_folder()
                             claimed = claim(
                                 self.store, manifest.decoded_stacks, manifest.save_id, overwrite=self.overwrite
                             )

@@ -19,8 +19,9 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._restore.target import RestoreRequest
-from jaxckpt._runtime.errors import NotACheckpointError, StorageError
+from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
@@ -80,7 +81,8 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
     Read-only: unlike a `Checkpointer`, it deletes nothing. Any single process may call it.
 
     Args:
-        directory: The directory of a `Checkpointer`: a local path or a URL.
+        directory: The directory of a `Checkpointer`: a local path or a URL. Or of Orbax's `CheckpointManager`: a local
+            path.
         options: `storage` and `retry_seconds`; see `Options`.
 
     Returns:
@@ -101,6 +103,7 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
     found, _ = step_folders(run := run_at(directory, options_or_default(options)))
     if not found:
         require_no_checkpoint(run)
+        return [step.number for step in foreign_steps_of(run.url)]
     return found
 
 
@@ -141,7 +144,7 @@ def follow(
         A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
 
     Raises:
-        InputError: An argument is invalid, or `directory` is a file.
+        InputError: An argument is invalid, or `directory` is a file or a run of Orbax.
         ManifestError: The manifest of a step is damaged.
         StorageError: The directory cannot be read.
 
@@ -168,7 +171,7 @@ def _follow(
 ) -> Generator[Step]:
     """The generator of `follow`, with valid arguments."""
     waiting_since = time.monotonic()
-    warned = False
+    warned = has_waited = False
     while True:
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         published, _ = step_folders(run, above=last)
@@ -188,6 +191,12 @@ def _follow(
                 yield step
                 waiting_since = time.monotonic()
             continue
+        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url)):
+            raise InputError(
+                f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
+                " jaxckpt.latest_step repeatedly instead"
+            )
+        has_waited = True
         waited = time.monotonic() - waiting_since
         if ended or (timeout is not None and waited >= timeout):
             return

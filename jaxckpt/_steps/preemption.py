@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxckpt._runtime.job import Job, connected_job
+from jaxckpt._runtime.threads import start_thread
 from jaxckpt._save.background import lift_limits
 
 _log = logging.getLogger("jaxckpt")
@@ -28,6 +30,10 @@ class PreemptionListener:
 
     A single process listens for SIGTERM. In a job of several processes, JAX's preemption service forwards the signal of
     any process, and makes all of them stop at the same step: https://docs.jax.dev, jax.experimental.multihost_utils.
+    A process listens there too if the program has replaced JAX's handler of SIGTERM, and notifies the service.
+
+    An earlier handler is called at once. If it raises, as sys.exit does, the exception must not end the program before
+    the last step is saved, so it is raised after that.
     """
 
     def __init__(self, processes: int, grace_seconds: float) -> None:
@@ -38,6 +44,9 @@ class PreemptionListener:
         self._notified_at = 0.0  # on the monotonic clock
         self.is_notified = False
         """Whether this process was notified of a preemption."""
+
+        self._earlier_error: BaseException | None = None
+        """What an earlier handler of SIGTERM has raised."""
 
         self._listening = False
         self._closed = False
@@ -50,11 +59,10 @@ class PreemptionListener:
                 _log.warning(
                     "jax_enable_preemption_service is off: a process is not notified when another is preempted"
                 )
+            if _has_replaced_handler_of_jax():
+                self._install()
         elif threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGTERM)
-            if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
-                self._replaced_handler, self._listener_pid = before, os.getpid()
-                signal.signal(signal.SIGTERM, self._on_signal)
+            self._install()
         else:
             _log.warning(
                 "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM: no"
@@ -62,14 +70,30 @@ class PreemptionListener:
             )
         self._listening = True
 
+    def _install(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
+            self._replaced_handler, self._listener_pid = before, os.getpid()
+            signal.signal(signal.SIGTERM, self._on_signal)
+
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._listener_pid:
             self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
         closed, previous = self._closed, self._previous_handler()
-        self._note_notice()
+        if self._processes == 1:
+            self._note_notice()
+        elif not closed and (job := connected_job()) is not None:
+            start_thread(job.post_preemption_notice, "jaxckpt-preemption")  # JAX then chooses the last step
         self.close()  # a second signal has its previous effect
         if callable(previous):
-            previous(number, frame)
+            try:
+                previous(number, frame)
+            except BaseException as error:
+                if closed:
+                    raise
+                self._earlier_error = error
+            if isinstance(earlier := getattr(previous, "__self__", None), PreemptionListener):
+                self._earlier_error = self._earlier_error or earlier._earlier_error
         elif closed and previous == signal.SIG_DFL:  # another handler passed the signal on to this closed one
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -103,6 +127,18 @@ class PreemptionListener:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
+    @property
+    def must_exit(self) -> bool:
+        """Whether an earlier handler of SIGTERM has raised."""
+        return self._earlier_error is not None
+
+    def raise_earlier_error(self, outcome: str) -> None:
+        """Raise what an earlier handler of SIGTERM has raised, once."""
+        error, self._earlier_error = self._earlier_error, None
+        if error is not None:
+            _log.warning("raising what the program's own handler of SIGTERM has raised, %r, after %s", error, outcome)
+            raise error
+
     def close(self) -> None:
         """Stop listening."""
         is_installed = not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal
@@ -110,6 +146,36 @@ class PreemptionListener:
         if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous_handler())
         self._closed = True
+
+
+def _has_replaced_handler_of_jax() -> bool:
+    """Whether the program's handler of SIGTERM is in effect, and not that of JAX's preemption service.
+
+    Python does not know of handlers that C++ code has installed over its own, so the system's tables are compared.
+    """
+    job = connected_job()
+    if (
+        job is None
+        or not job.has_preemption_service
+        or threading.current_thread() is not threading.main_thread()
+        or not callable(signal.getsignal(signal.SIGTERM))
+    ):
+        return False
+    before = signal.getsignal(signal.SIGURG)
+    if before is None:
+        return False
+    signal.signal(signal.SIGURG, lambda *_: None)
+    try:
+        return _address_of_handler(signal.SIGTERM) == _address_of_handler(signal.SIGURG)
+    finally:
+        signal.signal(signal.SIGURG, before)
+
+
+def _address_of_handler(number: int) -> bytes:
+    """The address of the function that the system calls for a signal: the first field of `struct sigaction`."""
+    action = ctypes.create_string_buffer(1024)
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return action.raw[: ctypes.sizeof(ctypes.c_void_p)]
 
 
 # Several processes ----------------------------------------------------------------------------------------

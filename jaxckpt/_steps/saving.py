@@ -122,7 +122,9 @@ class Saver:
             group = Group.for_call(self.options, Call.of("flush", store.url))
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
-                flush = Flush(step, self.local.child(step), store, group, self.options, rate, request.on_done)
+                flush = Flush(
+                    step, self.local.child(step), self.directory, store, group, self.options, rate, request.on_done
+                )
         with begin_call() as group:
             request = self._complete_request(
                 StepRecord(step, recorded_metrics(metrics)), request, to_storage=to_storage, is_last_step=is_last_step
@@ -200,6 +202,7 @@ class Saver:
         if here and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
         _log.warning("the job was preempted: %s", outcome)
+        self.preemption.raise_earlier_error(outcome)
         if self.on_preemption == "exit":
             raise Preempted(f"the job was preempted: {outcome} in {self.directory.url}")
 
@@ -211,10 +214,12 @@ class Saver:
         return self.last_flush.pending or self.last_save.pending
 
     def wait(self) -> None:
-        """Wait until the last save is published. Raises its error."""
+        """Wait until the last save is published. Raises its error, and StorageError if the directory has been replaced
+        by another, in which the step would not be found."""
         try:
             self.last_save.wait()
         except Exception:  # an interrupt does not wait for the flush
             self.last_flush.wait()
             raise
         self.last_flush.wait()
+        self.directory.require_same_folder()

@@ -94,11 +94,16 @@ class StepFinder:
         """Find a step, by default the newest, after `wait_for_save`, which waits for a running save. Every process
         calls this.
 
-        Without `allow_peers`, a local step counts only if each process sees all of its files. Raises DataError if the
-        wanted step exists only in the local folders and is damaged there.
+        Without local folders, a step that is given is not looked for. Without `allow_peers`, a local step counts only
+        if each process sees all of its files. Raises DataError if the wanted step exists only in the local folders and
+        is damaged there.
         """
         with group.meeting("looking for the newest step") as meeting:
             wait_for_save()
+            self._directory.require_same_folder()
+            if step is not None and self._local is None:
+                meeting.barrier()
+                return LocatedStep(step)
             local_steps = list(self._local_steps())
             gathered = meeting.gather(json.dumps([one.candidate for one in local_steps if one.candidate]))
             storage_step, eligible = json.loads(

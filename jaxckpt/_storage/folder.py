@@ -35,7 +35,7 @@ from jaxckpt._storage.errors import retry_stale, translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, current_size, read_into, read_to_end
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import ArrayReader, ArrayWriter, Objects
-from jaxckpt._storage.removal import remove_folder
+from jaxckpt._storage.removal import remove_folder, remove_if_empty
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
@@ -222,8 +222,13 @@ class Folder:
         """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
-        with self._translate_errors("create", data):
-            return DataClaim(self, data, retry_stale(functools.partial(self._claim_folder, self._path(data), note)))
+        with self._translate_errors("create", data), contextlib.ExitStack() as undo:
+            is_new = not os.path.lexists(self.folder)
+            if is_new:  # deleted only if empty: another process may be saving there too
+                undo.callback(remove_if_empty, self.folder)
+            handle = retry_stale(functools.partial(self._claim_folder, self._path(data), note))
+            undo.pop_all()
+            return DataClaim(self, data, handle, is_new)
 
     def _claim_folder(self, path: str, note: bytes) -> int:
         for tries_left in reversed(range(100)):
@@ -293,7 +298,11 @@ class Folder:
             # therefore proves that the data was deleted.
             if not is_data_referenced(previous, data) and self.read(f"{data}/{WRITER}") is None:
                 self._require_unchanged(previous)
-                raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being written")
+                raise StorageError(
+                    errno.ENOENT,
+                    f"{self.url}/{data} disappeared while it was being written: it was deleted, or its folder was moved"
+                    " or unmounted",
+                )
             self._replace_manifest(data, manifest, previous, sync=sync)
             try:
                 if sync:
@@ -380,8 +389,7 @@ class Folder:
     def clear(self, *, evict: bool = True) -> None:
         """Keeps the data of a live writer, because its lock shows that it is alive."""
         self._sweep(None, lambda url, name: None)  # logs nothing: this data is not the remains of a save
-        with contextlib.suppress(OSError):  # not empty: another process is writing in it
-            os.rmdir(self.folder)
+        remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 
 
@@ -11,3 +12,9 @@ def remove_folder(path: str) -> None:
     # rmtree does not ignore errors of fstat, such as ESTALE on NFS, where another host may delete the same folder.
     with contextlib.suppress(OSError):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_if_empty(path: str) -> None:
+    """Delete a folder unless something is in it, for example because another process is writing there."""
+    with contextlib.suppress(OSError):
+        os.rmdir(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeGuard
 
 import msgspec
@@ -122,7 +122,7 @@ def resolve_step(store: Store) -> Store | None:
         return None
     run, name = named
     steps = _possible_steps(run)
-    return run.child(step_name(_resolve_name(run, name, steps))) if steps else None
+    return run.child(step_name(resolve_name(run, name, steps))) if steps else None
 
 
 def _possible_steps(directory: Store) -> list[int]:
@@ -154,8 +154,8 @@ def steps_of(store: Store) -> list[Store] | None:
     return [store.child(step_name(step)) for step in _possible_steps(store)] or None
 
 
-def _resolve_name(run: Store, name: str, published: list[int]) -> int:
-    """The step of a run with a name. Raises InputError, NotACheckpointError."""
+def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
+    """The step with a name, of the published steps of a run, oldest first. Raises InputError, NotACheckpointError."""
     if name.isdecimal() and name.isascii():
         if (step := int(name)) not in published:
             shown = ", ".join(map(str, published[-5:]))
@@ -166,9 +166,9 @@ def _resolve_name(run: Store, name: str, published: list[int]) -> int:
     if name == "best":
         return _best(run, published)
     known = pins(run)
-    if (pinned := known.get(name)) in published:
-        return pinned
-    if pinned is not None:
+    if (pinned := known.get(name)) is not None:
+        if pinned in published:
+            return pinned
         raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
     raise InputError(
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
@@ -176,7 +176,7 @@ def _resolve_name(run: Store, name: str, published: list[int]) -> int:
     )
 
 
-def _best(run: Store, published: list[int]) -> int:
+def _best(run: Store, published: Sequence[int]) -> int:
     """The step with the best value of the metric that the run's note names.
 
     Raises InputError, NotACheckpointError, DataError.

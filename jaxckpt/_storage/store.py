@@ -26,6 +26,9 @@ class DataClaim:
     handle: int | None = None
     """The file that is locked while the writer is alive."""
 
+    has_created_path: bool = False
+    """Whether the checkpoint's folder did not exist before. If the save fails, it is deleted again."""
+
     def release(self, *, keep: bool) -> None:
         """Release the claim. Without `keep`, also delete the data, unless it may still be published."""
         try:
@@ -33,6 +36,8 @@ class DataClaim:
                 self.store.remove(f"{self.data}/{WRITER}")
             else:
                 self.store.discard(self.data)
+                if self.has_created_path:
+                    self.store.clear(evict=False)
         finally:
             if self.handle is not None:
                 os.close(self.handle)

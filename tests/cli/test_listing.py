@@ -20,6 +20,7 @@ def test_json_of_ls(here: Path) -> None:
         "status": "ok",
         "format": "jaxckpt",
         "step": 100,
+        "steps": None,
         "leaves": 30,
         "bytes": jaxckpt.open("run1/00000100").nbytes,
         "created": SAVED.isoformat(),

@@ -1,9 +1,13 @@
-"""Trains in two processes, and saves every `stride` steps; one of them gets SIGTERM before the seventh save."""
+"""Trains in two processes, and saves every `stride` steps; one of them gets SIGTERM before the seventh save.
+
+With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import jax
@@ -18,7 +22,11 @@ mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,
 sharding = NamedSharding(mesh, P("a", "b"))
 x = jax.make_array_from_callback((8, 8), sharding, lambda index: np.zeros((8, 8), np.float32)[index])
 add = jax.jit(lambda x: x + 1 + 0 * x.sum(), donate_argnums=0)
-folder, stride = args
+folder, stride, *handler = args
+if handler == ["exits"]:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+elif handler == ["logs"]:
+    signal.signal(signal.SIGTERM, lambda *_: print("notified", file=sys.stderr))
 with jaxckpt.Checkpointer(folder, every=1000 * stride) as checkpoints:
     for step in range(stride, 400 * stride, stride):
         x = add(x)

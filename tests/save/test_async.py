@@ -351,9 +351,8 @@ def test_skipping_is_agreed_on(cases: dict[str, list[Any]], folder: Path) -> Non
 
 def test_if_process_0_fails_data_that_others_still_write_is_deleted(cases: dict[str, list[Any]], folder: Path) -> None:
     assert cases["process_0_fails_while_others_write"] == [["StorageError"] * 4, ["PeerFailedError"] * 4]
-    attempts = list((folder / "process_0_fails_while_others_write").iterdir())
-    assert len(attempts) == 4  # save and save_async, with leaves in their own layout and exchanged
-    assert [list(attempt.iterdir()) for attempt in attempts] == [[]] * 4
+    # 4 attempts: save and save_async, with leaves in their own layout and exchanged
+    assert list((folder / "process_0_fails_while_others_write").iterdir()) == []
 
 
 def test_exchanged_leaves_of_other_devices_are_sent(cases: dict[str, list[Any]], folder: Path) -> None:

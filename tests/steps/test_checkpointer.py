@@ -44,6 +44,16 @@ def filled(path: Path, steps: range, **arguments: Any) -> jaxckpt.Checkpointer:
     return checkpoints
 
 
+def apply_rules(path: Path, **rules: Any) -> jaxckpt.Checkpointer:
+    """A Checkpointer that has deleted what its rules do not keep. Raises the error of the deletion, even a crash."""
+    checkpoints = jaxckpt.Checkpointer(path, options=FAST, **rules)
+    checkpoints.restore(checkpoints.steps()[0])
+    deletion = checkpoints._deletion._last_pass
+    assert deletion is not None
+    deletion.result(60)
+    return checkpoints
+
+
 def names_in(directory: Path) -> list[str]:
     """The entries of a run's directory, except the folder of notes on the run itself."""
     return sorted({*os.listdir(directory)} - {"_run"})
@@ -96,13 +106,61 @@ def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     checkpoints = filled(tmp_path, range(4))
     (tmp_path / "00000003" / "manifest.json").write_text("{}")
     checkpoints = jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
-    assert checkpoints.steps() == [2, 3]
     with pytest.raises(jaxckpt.CorruptError) as message:
         checkpoints.restore()
     assert "other steps" in message.value.__notes__[0]
+    assert checkpoints.steps() == [0, 1, 2, 3]
     assert checkpoints.restore(2)["step"] == 2
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3]
     with pytest.raises(jaxckpt.InputError, match="the only one"):
         checkpoints.delete(2)
+
+
+# When the rules apply --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"components": {"opt_state": 1}, "keep_last": 1}], ids=str)
+def test_rules_apply_only_after_the_first_save_or_restore(tmp_path: Path, rules: Any) -> None:
+    filled(tmp_path, range(5)).close()
+    checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST, **rules)
+    assert checkpoints.steps() == [*range(5)]
+    assert checkpoints.metrics(3)
+    checkpoints.wait()
+    checkpoints.close()
+    assert jaxckpt.steps(tmp_path) == [*range(5)]
+    assert all("opt_state" in jaxckpt.load_numpy(tmp_path / f"{step:08d}") for step in range(5))
+    with jaxckpt.Checkpointer(tmp_path, options=FAST, **rules) as checkpoints:
+        assert checkpoints.restore(1)["step"] == 1
+        checkpoints.wait()
+        assert checkpoints.steps() == [4]
+
+
+@pytest.mark.parametrize("call", ["restore", "restore_or_init", "save"])
+def test_each_of_these_calls_applies_the_rules(tmp_path: Path, call: str) -> None:
+    filled(tmp_path, range(5)).close()
+    with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpoints:
+        match call:
+            case "restore":
+                assert checkpoints.restore()["step"] == 4
+            case "restore_or_init":
+                assert checkpoints.restore_or_init(lambda: state(0))[0] == 4
+            case _:
+                checkpoints.save(5, state(5))
+    assert checkpoints.steps() == [5 if call == "save" else 4]
+
+
+def test_a_deletion_that_fails_after_a_restore_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An evaluation may have no permission to delete."""
+    filled(tmp_path, range(3)).close()
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "unpublish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(13, "no")))
+        with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpoints:
+            assert checkpoints.restore()["step"] == 2
+    assert "old steps in" in caplog.text
+    assert checkpoints.steps() == [0, 1, 2]
 
 
 # Subtrees --------------------------------------------------------------------------------------------------
@@ -126,7 +184,7 @@ def test_old_steps_lose_subtrees_and_their_data(tmp_path: Path) -> None:
 
 def test_subtrees_that_are_not_stored_separately_are_kept(tmp_path: Path) -> None:
     filled(tmp_path, range(3))
-    checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_state": 1, "nothing": 1}, options=FAST)
+    checkpoints = apply_rules(tmp_path, components={"opt_state": 1, "nothing": 1})
     assert all("opt_state" in jaxckpt.load_numpy(checkpoints.path(step)) for step in range(3))
 
 
@@ -154,7 +212,7 @@ def test_a_subtree_that_cannot_be_dropped_does_not_keep_the_others(tmp_path: Pat
         for step in range(2):
             checkpoints.save(step, tree)
     components = {"a": 1, "c": 1, "d": 2}  # "a" shares its stack with "b"
-    checkpoints = jaxckpt.Checkpointer(tmp_path, components=components, background=False, options=FAST)
+    checkpoints = apply_rules(tmp_path, components=components, background=False)
     assert [{*jaxckpt.open(checkpoints.path(step))} for step in range(2)] == [{"a", "b", "d"}, {*tree}]
     checkpoints.save(2, tree)
     assert [{*jaxckpt.open(checkpoints.path(step))} for step in range(2)] == [{"a", "b"}, {"a", "b", "d"}]
@@ -167,7 +225,7 @@ def test_subtrees_that_share_a_stack_with_each_other_are_dropped_together(tmp_pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         for step in range(2):
             checkpoints.save(step, {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(5)})
-    jaxckpt.Checkpointer(tmp_path, components={"a": 1, "b": 1}, options=FAST).close()
+    apply_rules(tmp_path, components={"a": 1, "b": 1}).close()
     assert {*jaxckpt.open(tmp_path / "00000000")} == {"c"}
 
 
@@ -194,10 +252,10 @@ def test_a_crash_between_dropping_a_subtree_and_deleting_its_data(
         # The start trims each of the four steps once; the next calls trim steps that lose a subtree.
         calls = -4
         with pytest.raises(Crash):
-            jaxckpt.Checkpointer(steps, components={"opt_state": 1}, options=FAST)
+            apply_rules(steps, components={"opt_state": 1})
     for step in range(4):
         assert jaxckpt.load_numpy(steps / f"{step:08d}")["step"] == step
-    jaxckpt.Checkpointer(steps, components={"opt_state": 1}, options=FAST)
+    apply_rules(steps, components={"opt_state": 1})
     for step in range(4):
         assert len(list(steps.glob(f"{step:08d}/data-*/*/zarr.json"))) == (2 if step == 3 else 1)
 
@@ -214,7 +272,7 @@ def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "clear", clear)
         with pytest.raises(Crash):
-            jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
+            apply_rules(tmp_path, keep_last=1)
     assert list(tmp_path.glob("00000000/data-*/*/c"))  # its data exists
     with pytest.raises(jaxckpt.NotACheckpointError):  # but it is not a checkpoint
         jaxckpt.load_numpy(tmp_path / "00000000")

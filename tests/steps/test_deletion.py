@@ -240,7 +240,8 @@ def test_trash(tmp_path: Path) -> None:
     os.rename(run / "_trash" / moved[2], run / "00000002")  # moved back
     assert jaxckpt.steps(run) == [2, 5]
     assert jaxckpt.verify(run).ok
-    with jaxckpt.Checkpointer(run, keep_last=1, trash=True) as checkpoints:
+    with jaxckpt.Checkpointer(run, keep_last=1, trash=True, background=False) as checkpoints:
+        assert checkpoints.restore()["step"] == 5
         assert checkpoints.steps() == [5]
     assert len(os.listdir(run / "_trash")) == 5
 
@@ -287,7 +288,8 @@ def test_the_last_step_does_not_wait_for_deletions_beyond_the_deadline(
     assert time.monotonic() - begun < 20
     assert checkpoints.steps() == [0, 1, 2]
     gate.open.set()
-    jaxckpt.Checkpointer(checkpoints._directory.url, keep_last=1).close()
+    with jaxckpt.Checkpointer(checkpoints._directory.url, keep_last=1) as again:
+        assert again.restore()["step"] == 2
     assert checkpoints.steps() == [2]
 
 

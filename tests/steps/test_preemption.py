@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -42,6 +43,84 @@ def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
     assert tree["step"] == last
     np.testing.assert_array_equal(tree["x"], np.full((8, 8), last // stride, np.float32))
     assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
+
+
+@pytest.mark.parametrize(("handler", "status"), [("exits", 1), ("logs", 143)])
+def test_a_handler_that_has_replaced_that_of_jax_does_not_prevent_the_last_step(
+    run_processes: RunProcesses, tmp_path: Path, handler: str, status: int
+) -> None:
+    done = run_processes(
+        PROGRAMS / "preempted_together.py",
+        processes=2,
+        devices_per_process=2,
+        args=[str(tmp_path / "s"), 1, handler],
+        timeout=90,
+        check=False,
+    )
+    assert [one.returncode for one in done] == [143, status], "\n".join(map(str, done))
+    last = jaxckpt.latest_step(tmp_path / "s")
+    assert {one.stdout for one in done} == {f"last {last}\n"}
+    expected = "own handler of SIGTERM has raised, SystemExit(1), after step" if handler == "exits" else "notified"
+    assert expected in done[1].stderr
+
+
+@pytest.mark.parametrize("on_preemption", ["exit", "continue"])
+def test_what_an_earlier_handler_raises_is_raised_after_the_last_save(
+    tmp_path: Path, on_preemption: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    try:
+        checkpoints = jaxckpt.Checkpointer(tmp_path, every=100, on_preemption=on_preemption)
+        with pytest.raises(SystemExit) as stopped, checkpoints:  # noqa: PT012
+            for step in range(1, 5):
+                if step == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                checkpoints.save(step, {"x": step})
+        assert (type(stopped.value), stopped.value.code) == (SystemExit, 7)
+        assert checkpoints.preempted
+        assert checkpoints.steps() == [3]
+        assert "the job was preempted: step 3 is saved" in caplog.text
+        assert "own handler of SIGTERM has raised, SystemExit(7), after step 3 is saved" in caplog.text
+        with pytest.raises(SystemExit):  # a second signal has its usual effect
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("on_preemption", ["exit", "continue"])
+def test_what_an_earlier_handler_raises_after_the_last_call_of_save_is_raised_by_close(
+    tmp_path: Path, on_preemption: Any
+) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    try:
+        checkpoints = jaxckpt.Checkpointer(tmp_path, on_preemption=on_preemption)
+        checkpoints.save(1, {"x": np.zeros(1000)})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as stopped:
+            checkpoints.close()
+        assert stopped.value.code == 7
+        assert checkpoints.steps() == [1]
+        assert not (tmp_path / "_run" / "ended.json").exists(), "followers wait for the next run"
+        checkpoints.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_each_checkpointer_raises_what_an_earlier_handler_has_raised(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    try:
+        runs = [jaxckpt.Checkpointer(tmp_path / name) for name in "ab"]
+        for run in runs:
+            run.save(1, {"x": 1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        for run in runs:
+            with pytest.raises(SystemExit) as stopped:
+                run.save(2, {"x": 2})
+            assert stopped.value.code == 7
+            run.close()
+            assert run.steps() == [1, 2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_jax_is_queried_about_every_number(monkeypatch: pytest.MonkeyPatch) -> None:

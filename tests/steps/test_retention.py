@@ -319,8 +319,13 @@ class Run(RuleBasedStateMachine):
             self.crash()
         else:
             self.checkpoints.close()
+        published = jaxckpt.steps(self.url)
         self.checkpoints = self.opened()
-        self.apply()
+        assert self.checkpoints.steps() == published
+        if published:
+            self.checkpoints.restore(select="w")
+            self.checkpoints.wait()
+            self.apply()
 
     def crash(self) -> None:
         clear = Deletion._delete_remains
@@ -343,13 +348,16 @@ class Run(RuleBasedStateMachine):
         self.steps[step] = Kept({"loss": 0.0, "accuracy": 0.0})
         self.apply()
 
-    @rule()
-    def a_rival(self) -> None:
-        """An evaluation that makes its own Checkpointer."""
+    @rule(restores=st.booleans())
+    def a_rival(self, restores: bool) -> None:
+        """An evaluation that makes its own Checkpointer. Its rules apply if it restores."""
         minutes = self.saved_at
-        self.opened().close()
+        rival = self.opened()
+        if restores and self.steps:
+            assert rival.restore(select="w")["w"][0] == max(self.steps)
+            self.apply()
+        rival.close()
         self.saved_at = minutes
-        self.apply()
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
@@ -457,7 +465,8 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
     jaxckpt.unpin(f"{tmp_path}@first")
     with pytest.raises(jaxckpt.NotACheckpointError, match="no step is pinned as"):
         jaxckpt.unpin(f"{tmp_path}@first")
-    with jaxckpt.Checkpointer(tmp_path, keep_last=2) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, keep_last=2, background=False) as checkpoints:
+        checkpoints.restore()
         assert checkpoints.steps() == [3, 4]
         jaxckpt.pin(f"{tmp_path}@3", "third")
         checkpoints.delete(3)
@@ -508,5 +517,6 @@ def test_a_step_without_a_date_counts_as_new(tmp_path: Path, created: str, kept:
             checkpoints.save(step, {"w": step})
     manifest, _ = load_manifest(store_at(tmp_path / "00000001", jaxckpt.Options()))
     (tmp_path / "00000001/manifest.json").write_bytes(encode(msgspec.structs.replace(manifest, created=created)))
-    with jaxckpt.Checkpointer(tmp_path, keep_for=datetime.timedelta(hours=1)) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, keep_for=datetime.timedelta(hours=1), background=False) as checkpoints:
+        checkpoints.restore()
         assert checkpoints.steps() == ([1, 2] if kept else [2])

@@ -156,3 +156,29 @@ except jaxckpt.PeerError as error:
 """
     done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
     assert [one.stdout for one in done] == ["PeersDisagreeError\n"] * 2
+
+
+def test_other_arguments_in_another_process_are_an_error_before_anything_is_deleted(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    remains = tmp_path / "s" / "00000009" / f"data-{'0' * 32}"
+    remains.mkdir(parents=True)
+    program = """
+import jaxckpt
+cases = [
+    [{"every": 2}, {"every": 3}],
+    [{"every": 2}, {}],
+    [{"every_minutes": 1}, {"every_minutes": 2}],
+    [{"save_if": lambda step, metrics: True}, {"every": 1}],
+    [{"on_preemption": "exit"}, {"on_preemption": "ignore"}],
+    [{"fail_fast": True}, {"fail_fast": False}],
+]
+for case in cases:
+    try:
+        jaxckpt.Checkpointer(args, **case[process_id])
+    except jaxckpt.PeersDisagreeError as error:
+        print("process 1 created the Checkpointer with" in str(error))
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["True\n" * 6] * 2
+    assert remains.exists()

@@ -32,7 +32,15 @@ from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._format.tree import Tree, flatten, unflatten
 from jaxckpt._format.values import decode_value
-from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, NativeCheckpoint, StackRow, as_foreign, compose
+from jaxckpt._restore.source import (
+    ForeignArray,
+    ForeignCheckpoint,
+    ForeignStep,
+    NativeCheckpoint,
+    StackRow,
+    as_foreign,
+    compose,
+)
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_count, show_lines
 from jaxckpt._runtime.options import Options
 from jaxckpt._storage.manifests import load_manifest
@@ -60,9 +68,9 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
         return _owned_by_item(path, names)
     if kind == "manager":
         return set()
+    if has_separate_items(path, names):
+        return set()
     items = {name: names_or_empty(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
-    if _STEP_MARKS.isdisjoint(names) and sum(TREE_FILE in held for held in items.values()) > 1:
-        return set()  # perhaps separate checkpoints in one folder
     whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
     return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
 
@@ -77,14 +85,21 @@ def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
     return {TREE_FILE, *SAVE_FILES, *TREE_DATA_FILES, *databases, *arrays, *zarr}
 
 
-def has_steps(path: str, names: Collection[str]) -> bool:
-    """Whether it is a CheckpointManager's folder."""
-    return _kind(path, names) == "manager"
+def has_step_mark(names: Collection[str]) -> bool:
+    """Whether the names in a folder show that it is a step."""
+    return not _STEP_MARKS.isdisjoint(names)
 
 
-def steps_in(path: str, names: Collection[str]) -> list[str]:
-    """The paths of the complete steps in a CheckpointManager's folder, in order; none if it is another folder."""
-    return [step for step, _ in _newest_first(path, names)][::-1] if has_steps(path, names) else []
+def has_separate_items(path: str, names: Collection[str]) -> bool:
+    """Whether a folder that opens as a step may be a folder of separate checkpoints: it has several, and no mark."""
+    return not has_step_mark(names) and sum(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in names) > 1
+
+
+def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
+    """The complete steps in a CheckpointManager's folder, oldest first; none if it is another folder."""
+    if _kind(path, names) != "manager":
+        return []
+    return [ForeignStep(number, step) for step, number in _newest_first(path, names)][::-1]
 
 
 def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
@@ -126,7 +141,7 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     """What a folder of Orbax holds, from the names in it; None if it is not Orbax's."""
     if TREE_FILE in names or _has_lost_manifest(path, names):
         return "item"
-    if not _STEP_MARKS.isdisjoint(names):
+    if has_step_mark(names):
         return "step"
     if any(
         _is_step(f"{path}/{name}", names_or_empty(f"{path}/{name}"))
@@ -141,7 +156,7 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
 
 def _is_step(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
     """By default, what cannot be looked at does not count: any folder may be next to a checkpoint."""
-    if TREE_FILE in names or not _STEP_MARKS.isdisjoint(names) or _has_items(path, names, has_file):
+    if TREE_FILE in names or has_step_mark(names) or _has_items(path, names, has_file):
         return True
     # A jaxckpt run also has folders with a manifest, but they are named like steps.
     items = (name for name in names if not _STEP_NAME.fullmatch(name))
