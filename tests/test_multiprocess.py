@@ -279,9 +279,10 @@ def test_an_exchange_after_the_main_thread_has_ended(cases: Cases, folder: Path)
 def test_each_process_links_its_unchanged_objects(run_processes: RunProcesses, tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     done = run_processes(PROGRAMS / "reuse_in_two.py", processes=2, devices_per_process=2, args=path)
-    first, second, third, fourth = json.loads(done[0].stdout.splitlines()[-1])
+    first, second, third, fourth, *jitted = json.loads(done[0].stdout.splitlines()[-1])
     assert second < 0.05 * first, "only what changed"
     assert second < third < first, "one process had new arrays"
     assert second < fourth < first, "one process's object was deleted"
+    assert jitted == [first, second], "all processes compare by content"
     assert jaxckpt.verify(tmp_path / "run").problems[0].object.startswith("00000002/"), "the damaged step"
     assert {problem.object.partition("/")[0] for problem in jaxckpt.verify(tmp_path / "run").problems} == {"00000002"}

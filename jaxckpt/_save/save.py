@@ -303,7 +303,7 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
         try:
             with group.meeting("saving") as meeting:
                 try:
-                    share = write(save, claimed.data, handover, pending.pace, _make_report(pending, display))
+                    share, written = write(save, claimed.data, handover, pending.pace, _make_report(pending, display))
                     handover.require_not_cancelled()
                 except BaseException:
                     handover.close()
@@ -315,7 +315,7 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
         except BaseException:
             claimed.release(keep=False)
             raise
-        save.reuse.keep(claimed.data, save.plan.stacks, share.objects, share.linked_bytes)
+        save.reuse.keep(claimed.data, save.plan.stacks, written)
         with clock.timed("publish"):
             claimed.release(keep=True)
             if save.request.spread is not None:
