@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless
+from jaxckpt._format.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
 from jaxckpt._format.paths import closest_hint, longest_prefix
 from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, show_path
@@ -57,7 +57,8 @@ def resolve_casts(
         elif wanted != one.dtype:
             chosen[one.path] = wanted
             if not _may_cast(one.dtype, wanted, options):
-                reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast"
+                nan = f", in which NaN would become {NAN_LESS[wanted.name]}" if wanted.name in NAN_LESS else ""
+                reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast{nan}"
                 problems.append(Problem(one.path, reason, 'Options(cast="unsafe") allows lossy casts'))
     return chosen, problems
 
@@ -110,6 +111,6 @@ def _is_same_kind(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
 
 
 def _may_cast(own: np.dtype[Any], wanted: np.dtype[Any], options: Options) -> bool:
-    """Whether a cast loses nothing, or only digits of a float."""
+    """Whether a cast loses nothing, or only digits and the range of a float. NaN must not become a number."""
     inexact = any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
-    return inexact or options.cast == "unsafe" or is_lossless(own, wanted)
+    return (inexact and wanted.name not in NAN_LESS) or options.cast == "unsafe" or is_lossless(own, wanted)

@@ -62,7 +62,7 @@ class Options:
             compares with the checkpoint that is overwritten. "identity": only objects whose leaves are all the same
             jax.Array objects. None: every object is written, as always on object stores.
         cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
-            lose precision and range. "unsafe": all NumPy casts.
+            lose precision and range, except to float4_e2m1fn, which has no NaN. "unsafe": all NumPy casts.
         indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
             dimension is not split over devices.
         timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the

@@ -76,8 +76,8 @@ def save(
         dtype: Store leaves in another dtype: one for all, a pytree prefix of them, or a function of (path, leaf) that
             returns a dtype or None. A dtype for the tree or for a container applies to the leaves below it of the same
             kind of number, so bfloat16 applies to floats only. A dtype at a leaf's own path, or from a function, always
-            applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`. Leaves are
-            cast one object at a time.
+            applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, and so does
+            float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
         process_state: State that differs by process, such as the position of its data iterator: a mapping of names to
