@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
@@ -66,6 +66,12 @@ jaxckpt.save(
 np.testing.assert_array_equal(
     jaxckpt.load_numpy(moved)["rows"], np.arange(64 * 32.0).reshape(64, 32).astype(jnp.bfloat16)
 )
+
+# A leaf on devices of one process cannot be stored on a mesh of both.
+one = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+alone = jax.make_array_from_callback((4,), one, lambda index: np.arange(4.0)[index], dtype=np.float64)
+with pytest.raises(jaxckpt.LayoutError, match=r"'a' is only on devices of processes \[0\], but with mesh=, processes"):
+    jaxckpt.save(run_path.with_name("alone"), {"a": alone}, mesh=mesh)
 
 # The two leaves share one array in process 1, but not in process 0.
 pair = {"a": base["rows"], "b": base["rows"] if process_id else copies["rows"]}
