@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import PROGRAMS, Finished, RunProcesses, RunPython, free_port, run_together
+from processes import PASSED, PROGRAMS, Finished, RunProcesses, RunPython, free_port, run_together
 
 import jaxckpt
 
@@ -38,18 +38,20 @@ def test_four_save_two_restore_one_reads(run_processes: RunProcesses, run_python
         figures = printed(done)
         assert figures["read"] == figures["planned"], "each chunk that a process needs is read once, and no other"
 
-    run_python(PROGRAMS / "read_in_one.py", args=[path], devices=1)
+    run_python(PROGRAMS / "read_in_one.py", args=[path], devices=1, word=PASSED)
 
 
 def test_numbers_become_arrays_without_comparing_the_processes(run_processes: RunProcesses, tmp_path: Path) -> None:
-    run_processes(PROGRAMS / "numbers_in_two.py", processes=2, devices_per_process=2, args=str(tmp_path / "c"))
+    run_processes(
+        PROGRAMS / "numbers_in_two.py", processes=2, devices_per_process=2, args=str(tmp_path / "c"), word=PASSED
+    )
 
 
 def test_sixty_four_devices_to_fifty_six_and_to_one(run_python: RunPython, tmp_path: Path) -> None:
     program, path = PROGRAMS / "optimizer_state.py", str(tmp_path / "ckpt")
-    run_python(program, args=["save", path, "8", "8"], devices=64)
-    run_python(program, args=["restore", path, "7", "8"], devices=56)
-    run_python(program, args=["restore", path, "1", "1"], devices=1)
+    run_python(program, args=["save", path, "8", "8"], devices=64, word=PASSED)
+    run_python(program, args=["restore", path, "7", "8"], devices=56, word=PASSED)
+    run_python(program, args=["restore", path, "1", "1"], devices=1, word=PASSED)
 
 
 def test_a_failure_during_an_exchange_does_not_block_the_others(run_processes: RunProcesses, tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_calls_before_the_processes_are_connected_and_a_second_job(tmp_path: Pat
     """JAX connects a second time: one process has already saved, and the other one has just started."""
     address = f"127.0.0.1:{free_port()}"
     program = str(PROGRAMS / "connects_late.py")
-    run_together([[program, str(tmp_path), address, role] for role in ("old", "new")], timeout=60)
+    run_together([[program, str(tmp_path), address, role] for role in ("old", "new")], timeout=60, word=PASSED)
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "both")["x"], np.arange(1))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunPython
+from processes import PASSED, RunPython
 
 import jaxckpt
 from jaxckpt._inspect import verify as _verify
@@ -304,8 +304,10 @@ def test_a_folder_without_read_permission(run_python: RunPython) -> None:
                     assert isinstance(error, OSError) and error.errno == 13, error
                 else:
                     raise AssertionError("no error")
+            print("all checks passed")
             """,
             devices=1,
+            word=PASSED,
         )
 
 

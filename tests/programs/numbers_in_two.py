@@ -23,3 +23,5 @@ for devices in (jax.devices(), jax.devices()[2:]):
         assert (leaf.dtype, leaf.sharding) == (target[name].dtype, sharding)
         assert [shard.device for shard in leaf.addressable_shards] == own
         assert all(np.array_equal(shard.data, saved[name], equal_nan=True) for shard in leaf.addressable_shards)
+
+print("all checks passed")
