@@ -90,8 +90,8 @@ def save(
     Raises:
         TreeError: A leaf or key that cannot be stored.
         SpecError: A spec that does not fit its leaf or the mesh.
-        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false, or has other files; or another save
-            published there while this one was writing.
+        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false, or has other files, or is a symbolic
+            link to a checkpoint; or another save published there while this one was writing.
         StorageError: No space, no permission, or an I/O error.
         PeerError: Another process failed, did not respond, made a different call, passed a different tree or different
             values, or does not see `path`.
