@@ -5,14 +5,11 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-import inspect
 import math
 import os
 import shutil
 import sys
 import tempfile
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -31,7 +28,6 @@ from jaxckpt._format import tree as _tree
 from jaxckpt._format.records import Manifest
 from jaxckpt._restore import goals as _goals
 from jaxckpt._restore import target as _target
-from jaxckpt._storage.files import FileReader, FileWriter
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store_path import store_at
 
@@ -220,47 +216,6 @@ def test_two_thousand_small_leaves_make_few_files(memory: Path, counted: Counted
     for got, expected in zip(restored["leaves"], leaves, strict=True):
         assert got.sharding == expected.sharding
         assert_same_bits(got, expected)
-
-
-def test_at_most_five_calls_from_a_public_function_to_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chains: list[list[str]] = []
-    tree = {
-        "large": jax.device_put(jnp.ones((4096, 1024)), NamedSharding(mesh_of(8), P("x"))),
-        "small": [jax.device_put(jnp.ones(64), NamedSharding(mesh_of(8), P()))] * 3,
-        "host": np.arange(3),
-    }
-
-    def witness(owner: type[Any], name: str) -> None:
-        """Record the callers of the function that passes an object's bytes to the threads that move them."""
-        move = getattr(owner, name)
-
-        def noted(*args: Any) -> Any:
-            frames = [found for found in inspect.stack()[1:] if found.frame.f_globals["__name__"].startswith("jaxckpt")]
-            names = [found.frame.f_code.co_qualname for found in reversed(frames)]
-            if "_run_all" in names:  # the caller waits in StorageThread.run
-                waiting = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
-                ours = [frame for frame, _ in waiting if frame.f_globals["__name__"].startswith("jaxckpt")]
-                names = [frame.f_code.co_qualname for frame in reversed(ours)]
-                names = names[: names.index("StorageThread.run")]
-            # For work in another thread, counting starts there.
-            chains.append([*names[names.index("_carry_out") if "_carry_out" in names else 0 :], move.__qualname__])
-            return move(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    for owner, name in ((FileWriter, "write"), (FileReader, "read")):
-        witness(owner, name)
-    jaxckpt.save(tmp_path / "plain", tree)
-    jaxckpt.save(tmp_path / "moved", tree, mesh=mesh_of(2), specs=P())
-    jaxckpt.restore(tmp_path / "plain")
-    jaxckpt.restore(tmp_path / "plain", mesh=mesh_of(3), options=jaxckpt.Options(indivisible="replicate"))
-    jaxckpt.load_numpy(tmp_path / "moved")
-    assert jaxckpt.open(tmp_path / "plain")["host"][1] == 1
-    found = {" → ".join(chain) for chain in chains}
-    print(*sorted(found), sep="\n")
-    assert {chain[0] for chain in chains} == {"_carry_out", "restore", "load_numpy", "LazyLeaf.__getitem__"}
-    assert {chain[-1] for chain in chains} == {"FileWriter.write", "FileReader.read"}
-    assert max(map(len, chains)) <= 6, "the last function passes on the bytes"
 
 
 # Cost per leaf --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,22 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import LINE_SECONDS, Progress
 from jaxckpt._storage.store_path import local_path
 
 
 def options_with_progress() -> Options:
-    """Options that draw a progress bar if stderr is a terminal."""
-    return Options(progress=sys.stderr.isatty())
+    """Options that draw a progress bar if stderr is a terminal. Otherwise a long command prints a line every
+    `LINE_SECONDS`; the time counts from the start of the command, which may read several checkpoints."""
+    next_line = time.monotonic() + LINE_SECONDS
+
+    def print_line(progress: Progress) -> None:
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + LINE_SECONDS
+            click.echo(f"jaxckpt: {progress}", err=True)
+
+    return Options(progress=sys.stderr.isatty() or print_line)
 
 
 def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:

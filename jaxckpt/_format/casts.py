@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless
+from jaxckpt._format.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
 from jaxckpt._format.paths import closest_hint, longest_prefix
 from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.tree import flatten
@@ -69,7 +69,8 @@ def resolve_casts(
         elif wanted != one.dtype:
             chosen[one.path] = wanted
             if judge_cast(one.dtype, wanted, policies[one.path], one.shape, may_round=True) is Verdict.REFUSED:
-                reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast"
+                nan = f", in which NaN would become {NAN_LESS[wanted.name]}" if wanted.name in NAN_LESS else ""
+                reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast{nan}"
                 problems.append(Problem(one.path, reason, ALLOW_LOSS))
     return chosen, problems
 
@@ -160,11 +161,15 @@ def judge_cast(
 ) -> Verdict:
     """Whether the policy allows a cast of a leaf of this shape; None if its values cannot be read before the cast.
 
-    With `may_round`, floats may lose digits and range.
+    With `may_round`, floats may lose digits and range, but NaN must not become a number.
     """
     if policy == "unsafe" or is_lossless(own, wanted):
         return Verdict.ALLOWED
-    if may_round and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:]):
+    if (
+        may_round
+        and wanted.name not in NAN_LESS
+        and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
+    ):
         return Verdict.ALLOWED
     if shape is None or "c" in (own.kind, wanted.kind) or wanted.kind == "b":
         return Verdict.REFUSED

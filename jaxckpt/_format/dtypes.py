@@ -25,6 +25,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 """Every dtype that can be stored, by name."""
 
+NAN_LESS = {"float4_e2m1fn": "-0 or another number"}
+"""Float dtypes without NaN, and what a cast makes of NaN."""
+
 
 @functools.lru_cache(maxsize=1024)
 def dtype_name(dtype: np.dtype[Any]) -> str:

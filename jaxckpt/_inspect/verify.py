@@ -6,12 +6,15 @@ import contextlib
 import errno
 import functools
 import hashlib
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import TypeVar
 
 from jaxckpt._format import manifest as manifests
@@ -20,6 +23,7 @@ from jaxckpt._format.grid import Box, cut_down, volume, whole_box
 from jaxckpt._format.names import MANIFEST
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.stacks import Stack
+from jaxckpt._format.zarr import Bytes
 from jaxckpt._restore.plan import max_read_bytes
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.source import ForeignCheckpoint, Location, NativeCheckpoint, foreign_steps_of, source_at
@@ -34,13 +38,17 @@ from jaxckpt._runtime.errors import (
     show_path,
 )
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
-from jaxckpt._runtime.progress import display_progress, show_bytes
+from jaxckpt._runtime.progress import Report, display_progress, report_nothing, show_bytes
 from jaxckpt._storage.errors import retry_stale
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store_path import store_at
 
 _THREADS = 8
+
+_REPORT_SECONDS = 0.1
+"""How often progress is reported while objects are read."""
+
 T = TypeVar("T")
 
 
@@ -142,7 +150,8 @@ def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options
     reports: list[tuple[str, VerifyReport]] = []
     for step in steps:
         with contextlib.suppress(NotACheckpointError):
-            reports.append((step.rpartition("/")[2], _verify(step, quick, options)))
+            name = step.rpartition("/")[2]
+            reports.append((name, _verify(step, quick, options, name)))
     return VerifyReport(
         path=path,
         quick=quick,
@@ -157,8 +166,8 @@ def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options
     )
 
 
-def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
-    """Check one checkpoint, which is not a run's directory."""
+def _verify(path: Location, quick: bool, options: Options, step: str = "") -> VerifyReport:
+    """Check one checkpoint, which is not a run's directory. `step` is its name if it is a step of one."""
     try:
         source, _ = source_at(path, options)
     except CorruptError as error:
@@ -166,19 +175,20 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
         problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, NativeCheckpoint):
-        return _verify_foreign(source, quick, options)
+        return _verify_foreign(source, quick, options, step)
     store, manifest = source.store, source.manifest
     files = list(_files(manifest))
     misfits = store.check_lengths({file.key: file.length for file in files})
     problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
-    for _, more in _check_concurrently(functools.partial(_check_small, store), _small_files(manifest)):
+    small = functools.partial(_check_small, store)
+    for more in _check_concurrently(small, _small_files(manifest), _ReadMeter(report_nothing, None)):
         problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
-    with display_progress("verify", total, options.progress) as advance:
-        for file, more in _check_concurrently(functools.partial(_check, store), _throttle(rest, options)):
+    with display_progress("verify", total, options.progress, step) as advance:
+        meter = _ReadMeter(advance, options.max_bytes_per_second)
+        for more in _check_concurrently(functools.partial(_check, store, meter), _throttle(rest, meter), meter):
             problems.extend(more)
-            advance(file.length)
     became = source.change_since_open() if problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
@@ -189,13 +199,14 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
     return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
 
 
-def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options) -> VerifyReport:
+def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, step: str) -> VerifyReport:
     """Read a foreign checkpoint completely, box by box, and compare the checksums of its format. Everything else was
     checked when it was opened."""
     manifest, problems, total = source.manifest, list[Problem](), 0
     arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
-    with display_progress("verify", sum(sizes.values()), options.progress) as advance:
+    with display_progress("verify", sum(sizes.values()), options.progress, step) as advance:
+        meter = _ReadMeter(advance, options.max_bytes_per_second)
         for number in arrays:
             leaf = manifest.leaves[number]
             place, row = manifest.stack_and_row(leaf)
@@ -206,8 +217,8 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options) ->
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
                     problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
-                advance(volume(box) * stack.itemsize)
-                _pause(volume(box) * stack.itemsize, options)
+                meter.add(volume(box) * stack.itemsize)
+                meter.pause(volume(box) * stack.itemsize)
             try:
                 source.row_data[place][row].check()
             except (DataError, StorageError) as error:
@@ -253,31 +264,74 @@ def _files(manifest: Manifest) -> Iterator[_ExpectedObject]:
             yield _ExpectedObject(key, stack, index, box, length, digest, rows.get(number, {}))
 
 
-def _throttle(files: Iterable[_ExpectedObject], options: Options) -> Iterator[_ExpectedObject]:
+class _ReadMeter:
+    """Counts the bytes that threads read, and reports them in the caller's thread, which may raise there."""
+
+    def __init__(self, report: Report, bytes_per_second: float | None) -> None:
+        self._report = report
+        self._bytes_per_second = bytes_per_second
+        self._moved = SimpleQueue[int]()
+
+    def add(self, n_bytes: int) -> None:
+        """Count bytes. Any thread."""
+        self._moved.put(n_bytes)
+
+    def pause(self, n_bytes: int) -> None:
+        """Report, and wait as long as these bytes may take."""
+        end = time.monotonic() + n_bytes / (self._bytes_per_second or math.inf)
+        self.report()
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _REPORT_SECONDS))
+            self.report()
+
+    def result(self, work: Future[T]) -> T:
+        """Wait for work, and report in the meantime."""
+        while not work.done():
+            wait_for([work], _REPORT_SECONDS)
+            self.report()
+        self.report()
+        return work.result()
+
+    def report(self) -> None:
+        """Report what was counted since the last call."""
+        moved = sum(self._moved.get() for _ in range(self._moved.qsize()))
+        if moved:
+            self._report(moved)
+
+
+def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_ExpectedObject]:
     """The files, at the rate that the options allow. Also waits after the last file, because another step may
     follow."""
     for file in files:
         yield file
-        _pause(file.length, options)
+        meter.pause(file.length)
 
 
-def _pause(n_bytes: int, options: Options) -> None:
-    if options.max_bytes_per_second is not None:
-        time.sleep(n_bytes / options.max_bytes_per_second)
-
-
-def _check(store: Objects, file: _ExpectedObject) -> list[Problem]:
+def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
     try:
-        found = retry_stale(functools.partial(_object_problems, store, file))
+        found = retry_stale(functools.partial(_object_problems, store, meter, file))
     except (DataError, StorageError, OSError) as error:
         _require_answer(error)
         return list(file.problems(None, f"cannot be read: {error}"))
     return [problem for box, reason in found for problem in file.problems(box, reason)]
 
 
-def _object_problems(store: Objects, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
-    with store.range_reader(file.key) as read:
-        return list(zarr.object_problems(read, file.stack, file.index, file.length, file.digest))
+def _object_problems(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
+    left = file.length
+
+    def read_counted(start: int, stop: int) -> Bytes:
+        nonlocal left
+        found = read(start, stop)
+        counted = min(left, len(found))  # some bytes may be read twice
+        left -= counted
+        meter.add(counted)
+        return found
+
+    try:
+        with store.range_reader(file.key) as read:
+            return list(zarr.object_problems(read_counted, file.stack, file.index, file.length, file.digest))
+    finally:
+        meter.add(left)
 
 
 def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -307,14 +361,15 @@ def _require_answer(error: DataError | StorageError) -> None:
         raise error
 
 
-def _check_concurrently(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
-    """The files in order, each with its problems. Some are checked concurrently, and a few are queued."""
+def _check_concurrently(
+    check: Callable[[T], list[Problem]], files: Iterable[T], meter: _ReadMeter
+) -> Iterator[list[Problem]]:
+    """The problems of each file, in order. Some files are checked concurrently, and a few are queued."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
-        begun: deque[tuple[T, Future[list[Problem]]]] = deque()
+        begun = deque[Future[list[Problem]]]()
         for file in files:
             if len(begun) == 4 * _THREADS:  # a limit, because an interrupt waits for all queued files
-                first, problems = begun.popleft()
-                yield first, problems.result()
-            begun.append((file, threads.submit(check, file)))
-        for file, problems in begun:
-            yield file, problems.result()
+                yield meter.result(begun.popleft())
+            begun.append(threads.submit(check, file))
+        for problems in begun:
+            yield meter.result(problems)

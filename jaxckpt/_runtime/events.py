@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from jaxckpt._runtime.progress import show_bytes
+
 _log = logging.getLogger("jaxckpt")
 
 
@@ -21,6 +23,11 @@ def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bo
         _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
     if log and _log.isEnabledFor(logging.INFO):
         _log.info("%s", line())
+
+
+def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
+    """Log that a save wrote data again that it could have linked otherwise."""
+    _log.info("%s: wrote %s again that seem unchanged since the last save: %s", url, show_bytes(n_bytes), reason)
 
 
 def log_swept(url: str, name: str) -> None:

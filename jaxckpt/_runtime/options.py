@@ -62,16 +62,18 @@ class Options:
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
         reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again.
-            "identity": objects whose leaves are all the same jax.Array objects as in the last save of the same
-            Checkpointer; nothing is read from the devices for this. "content": also objects with the same bytes as one
-            in that save, in the newest step, or in the checkpoint that is overwritten. Their data is read from the
-            devices and compared by a 128-bit digest, which this setting also records in the manifest. None: every
-            object is written, as always on object stores.
+            "auto": objects of a Checkpointer with the same bytes as in its last save, or for its first save as in the
+            newest step. If all leaves of an object are the same jax.Array objects as before, nothing is read from the
+            devices. Other objects are compared by a 128-bit digest, which is also recorded in the manifest. It is
+            computed in the first save, and later only if a sample of the object has not changed since the last save.
+            "content": the same, but the digests of all objects are computed in every save, also of `save`, which
+            compares with the checkpoint that is overwritten. "identity": only objects whose leaves are all the same
+            jax.Array objects. None: every object is written, as always on object stores.
         cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
-            lose precision and range. Whole numbers of up to 64 KiB a leaf, and single numbers, are also cast by a
-            restore to a dtype that holds only some of their values, if it holds those that are there. "unsafe": all
-            NumPy casts. By leaf, as for `dtype=`: a pytree prefix of these, such as `{"opt": {"count": "unsafe"}}`, or
-            a function of (path, leaf); "safe" for all other leaves.
+            lose precision and range, except to float4_e2m1fn, which has no NaN. Whole numbers of up to 64 KiB a leaf,
+            and single numbers, are also cast by a restore to a dtype that holds only some of their values, if it holds
+            those that are there. "unsafe": all NumPy casts. By leaf, as for `dtype=`: a pytree prefix of these, such as
+            `{"opt": {"count": "unsafe"}}`, or a function of (path, leaf); "safe" for all other leaves.
         indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
             dimension is not split over devices.
         timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
@@ -110,7 +112,7 @@ class Options:
     max_bytes_per_second: float | None = None
     when_busy: Literal["wait", "skip"] = "wait"
     sync: bool = True
-    reuse: Literal["identity", "content"] | None = "identity"
+    reuse: Literal["auto", "identity", "content"] | None = "auto"
     cast: CastPolicies = "safe"
     indivisible: Literal["error", "replicate"] = "error"
     timeout_seconds: float = 300.0
@@ -130,7 +132,7 @@ class Options:
             ("when_busy", ("wait", "skip")),
             ("compression", COMPRESSIONS),
             ("io", ("auto", "tensorstore")),
-            ("reuse", (None, "identity", "content")),
+            ("reuse", (None, "auto", "identity", "content")),
             ("read", ("each", "shared")),
             ("sync", (True, False)),
             ("indivisible", ("error", "replicate")),

@@ -28,6 +28,9 @@ class Progress:
     seconds: float
     """Seconds since the start."""
 
+    step: str = ""
+    """If the steps of a run are verified: the folder of the step that is read, for example "00000300"."""
+
     @property
     def bytes_per_second(self) -> float:
         """The average rate so far; 0 before any bytes have moved."""
@@ -43,7 +46,12 @@ class Progress:
         """`save: 1.2 GiB of 4.0 GiB, 350.0 MiB/s, 8 s left`."""
         left = "" if self.remaining_seconds is None else f", {self.remaining_seconds:.0f} s left"
         rate = f"{show_bytes(self.bytes_per_second)}/s"
-        return f"{self.verb}: {show_bytes(self.done_bytes)} of {show_bytes(self.total_bytes)}, {rate}{left}"
+        moved = f"{show_bytes(self.done_bytes)} of {show_bytes(self.total_bytes)}"
+        return f"{_title(self.verb, self.step)}: {moved}, {rate}{left}"
+
+
+def _title(verb: str, step: str) -> str:
+    return f"{verb} {step}" if step else verb
 
 
 def show_bytes(size: float) -> str:
@@ -65,31 +73,31 @@ def report_nothing(moved: int) -> None:
 
 @contextmanager
 def display_progress(
-    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None
+    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str = ""
 ) -> Generator[Report]:
     """A function to call as bytes move. It updates the display that `progress` selects, which ends with the block.
 
-    `progress` is `Options.progress`.
+    `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move.
     """
     if callable(progress):
-        yield _make_report(verb, total_bytes, progress)
-    elif not progress:
+        yield _make_report(verb, total_bytes, progress, step)
+    elif not progress or not total_bytes:
         yield report_nothing
     elif sys.stderr.isatty():
-        with _bar(verb, total_bytes) as report:
+        with _bar(_title(verb, step), total_bytes) as report:
             yield report
     else:
-        yield _make_report(verb, total_bytes, _LineLogger())
+        yield _make_report(verb, total_bytes, _LineLogger(), step)
 
 
-def _make_report(verb: str, total_bytes: int, callback: Callable[[Progress], None]) -> Report:
+def _make_report(verb: str, total_bytes: int, callback: Callable[[Progress], None], step: str) -> Report:
     begun = time.monotonic()
     done = 0
 
     def report(moved: int) -> None:
         nonlocal done
         done += moved
-        callback(Progress(verb, done, total_bytes, time.monotonic() - begun))
+        callback(Progress(verb, done, total_bytes, time.monotonic() - begun, step))
 
     return report
 
@@ -114,19 +122,20 @@ class _LineLogger:
 
 
 @contextmanager
-def _bar(verb: str, total_bytes: int) -> Generator[Report]:
+def _bar(title: str, total_bytes: int) -> Generator[Report]:
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as RichProgress
 
     columns = (
-        f"{verb:>8}",
+        "{task.description}",
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(verb, total=total_bytes)
+        task = bar.add_task(escape(f"{title:>8}"), total=total_bytes)
         yield lambda moved: bar.advance(task, moved)

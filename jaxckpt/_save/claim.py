@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from jaxckpt._format.names import MANIFEST, WRITER, data_folder_of, is_data_fold
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, show_count
 from jaxckpt._storage.objects import Objects
-from jaxckpt._storage.steps import is_step, resolve_step
+from jaxckpt._storage.steps import is_link, is_step, resolve_step
 from jaxckpt._storage.store import DataClaim, Store
 
 
@@ -95,6 +96,11 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     if MANIFEST in names:
         if not overwrite:
             raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
+        if is_link(store):
+            raise CheckpointExistsError(
+                f"{store.url} is a symbolic link to {os.path.realpath(store.folder)}, and overwriting it would replace"
+                " the checkpoint there: give that path, or delete the link first"
+            )
         return store.read(MANIFEST)
     steps = [name for name in names if is_step(name)]
     if steps:

@@ -425,8 +425,8 @@ def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ..
         return able, False
     if not isinstance(own, NamedSharding) or held.processes != frozenset(range(jax.process_count())):
         raise LayoutError(
-            f"leaf {show_path(path)} is only on devices of processes {sorted(held.processes)}, but specs= would have"
-            f" processes {sorted(layout.processes)} write it; give it no spec, or replicate it over all"
+            f"leaf {show_path(path)} is only on devices of processes {sorted(held.processes)}, but with mesh=,"
+            f" processes {sorted(layout.processes)} would write it; save it without mesh=, or replicate it over all"
             " processes first"
         )
     return layout, True

@@ -7,6 +7,7 @@ import datetime
 import functools
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -16,12 +17,15 @@ from jaxckpt._format import manifest as manifests
 from jaxckpt._format.checks import FORMAT, VERSION
 from jaxckpt._format.records import Manifest, StackRecord
 from jaxckpt._runtime.errors import PeersDisagreeError, show_path
+from jaxckpt._runtime.events import log_unlinked
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import SavePlan
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, require_readable
-from jaxckpt._save.reuse import StoredObject
+
+StoredObject = tuple[int, str, int, str, str]
+"""Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -37,6 +41,9 @@ class Share(msgspec.Struct, frozen=True):
 
     phase_seconds: dict[str, float]
     """Seconds of each phase until the share was written."""
+
+    unlinked: dict[str, int]
+    """Bytes of the objects that seem unchanged but were written, by the reason."""
 
 
 class PublishResult(msgspec.Struct, frozen=True):
@@ -71,6 +78,9 @@ def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) 
                 save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
             published = PublishResult(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
+            unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
+            for reason, n_bytes in unlinked.items():
+                log_unlinked(save.store.url, n_bytes, reason)
     with clock.timed("barrier"):
         return msgspec.json.decode(meeting.broadcast(msgspec.json.encode(published).decode()), type=PublishResult)
 

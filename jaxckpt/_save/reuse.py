@@ -1,10 +1,14 @@
 """Reuse: objects that are unchanged since an earlier save are linked instead of written.
 
     the caller's thread:       own objects ─▶ their contents, by array identity ─▶ originals that still exist
-    the thread that writes:    original ─▶ link; else data ─▶ digest, if requested ─▶ link; else write
+    the thread that writes:    original ─▶ link; else data ─▶ sample ─▶ digest ─▶ link; else write
     after publication:         contents, lengths and digests of the objects are kept for the next save
 
 Each process decides this for its own objects, independently of the others.
+
+With `reuse="auto"`, the digest of an object is computed only where it may be useful: in the first save of a
+Checkpointer, and later if a sample of the object has not changed since the last save. Objects are linked only if their
+complete digests are equal.
 """
 
 from __future__ import annotations
@@ -12,15 +16,16 @@ from __future__ import annotations
 import errno
 import functools
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jaxckpt._format import zarr
-from jaxckpt._format.chunks import content_digest
+from jaxckpt._format.chunks import content_digest, sample_digest
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import JaxckptError, StorageError
@@ -33,8 +38,9 @@ from jaxckpt._storage.objects import ArrayWriter, Pending
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.workers import ChainedWork, CompletedWork, MappedWork, submit
 
-StoredObject = tuple[int, str, int, str, str]
-"""Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
+_NO_LINKS = "object stores have no links"
+_LOST = "their files of the last save are missing or have changed"
+_NO_DIGEST = "the last save did not compute their digests; the next save can link them"
 
 _ContentKey = tuple[Any, ...]
 """What determines the bytes of an object: its stack's dtype and sides, and either its box and the identities of the
@@ -57,15 +63,28 @@ class Original:
     content: str
     """The digest of its content; empty if not recorded."""
 
+    sample: bytes = b""
+    """The digest of its sample; empty if not computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenObject:
     """An object that was written, or linked."""
 
-    length: int
-    digest: str
+    length: int = 0
+    digest: str = ""
     content: str = ""
+    """The digest of its content; empty if not computed."""
+
+    sample: bytes = b""
+    """The digest of its sample; empty if not computed."""
+
     linked: bool = False
+    unlinked: str = ""
+    """Why it was written although it seems unchanged since the last save."""
+
+    refused: bool = False
+    """Whether the storage refused the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,10 @@ class BaseCheckpoint:
     """Each entry has references to the saved arrays, because a new array may get the identity of one that was freed."""
 
     by_content: Mapping[_ContentKey, Original] = field(default_factory=dict[_ContentKey, Original])
+
+    stacks: Sequence[Stack] = ()
+    by_place: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
+    """By stack and grid index. Their samples are compared with those of a save with the same stacks."""
 
 
 @dataclass(slots=True)
@@ -104,54 +127,85 @@ class Reuse:
 
     store: Store
     options: Options
-    cache: ReuseCache | None
+    cache: ReuseCache | None = None
     base: BaseCheckpoint | None = None
+
+    compares: bool = False
+    """Whether objects of other arrays are compared by content."""
 
     originals: Mapping[Object, Original] = field(default_factory=dict[Object, Original])
     """The objects that hold the same arrays as before."""
 
-    content_keys: Mapping[tuple[int, str], tuple[_ContentKey, _Arrays]] = field(
-        default_factory=dict[tuple[int, str], "tuple[_ContentKey, _Arrays]"]
-    )
-    """The content of each object of arrays, by stack and grid index."""
+    unlinked: Mapping[Object, str] = field(default_factory=dict[Object, str])
+    """Why other objects that hold the same arrays as before cannot be linked."""
 
-    @property
-    def _compares(self) -> bool:
-        """Whether objects are compared by content."""
-        return self.options.reuse == "content" and self.store.can_link
+    content_keys: Mapping[Object, tuple[_ContentKey, _Arrays]] = field(
+        default_factory=dict[Object, "tuple[_ContentKey, _Arrays]"]
+    )
+    """The content of each object of arrays."""
+
+    by_place: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
+    """The objects of the last save by stack and grid index, if it had the same stacks."""
 
     # The thread that writes -------------------------------------------------------------------------------
+
+    def with_stored_base(self) -> Reuse:
+        """In the first save, compares with the checkpoint that is overwritten, or with the newest step."""
+        if not self.compares or self.base is not None:
+            return self
+        try:
+            base = _load_base(self.store) or (_load_base(self.cache.newest()) if self.cache else None)
+        except JaxckptError:  # the directory cannot be read
+            base = None
+        return replace(self, base=base)
 
     def begin_object(
         self, staged: StagedObject, stack: Stack, writer: ArrayWriter, data: str
     ) -> tuple[Pending, Pieces | None]:
         """Start to link or write an object. Returns (work that results in a `WrittenObject`, data to keep until
         then)."""
-        original = self.originals.get(staged.obj)
-        source = None if original else staged.data()
-        if source is not None and not self._compares:
-            return MappedWork(writer.write(staged.obj.index, source), _await_write), source
-        return ChainedWork(submit(functools.partial(self._link, staged, original, source, stack, writer, data))), source
+        obj = staged.obj
+        original, source = self.originals.get(obj), None
+        if original is not None:
+            record = WrittenObject(content=original.content, sample=original.sample)
+        else:
+            source, last = staged.data(), self.by_place.get((obj.stack, obj.index_key))
+            reason = self.unlinked.get(obj, "")
+            record = WrittenObject(unlinked=reason, refused=bool(reason) and not self.store.can_link)
+            if self.compares:
+                record = replace(record, sample=sample_digest(source))
+            changed = self.options.reuse == "auto" and last is not None and last.sample != record.sample
+            if last is not None and last.sample == record.sample and not last.content:
+                record = replace(record, unlinked=_NO_DIGEST)
+            if not self.compares or changed or not (self.base and self.base.by_content):
+                work = writer.write(obj.index, source, self.compares and not changed)
+                return MappedWork(work, functools.partial(_await_write, record)), source
+        return ChainedWork(submit(functools.partial(self._link, staged, record, source, stack, writer, data))), source
 
     def _link(
         self,
         staged: StagedObject,
-        original: Original | None,
+        record: WrittenObject,
         source: Pieces | None,
         stack: Stack,
         writer: ArrayWriter,
         data: str,
     ) -> Pending:
-        """Link an object if possible, otherwise start to write it."""
+        """Link an object if possible, otherwise start to write it. `source` is None if it has an original."""
         index = staged.obj.index
-        content = original.content if original else ""
+        original = self.originals.get(staged.obj)
         if source is not None:
-            content = content_digest(stack, index, source)
-            original = self.base.by_content.get((*_stack_key(stack), content)) if self.base else None
+            record = replace(record, content=content_digest(stack, index, source))
+            original = self.base.by_content.get((*_stack_key(stack), record.content)) if self.base else None
         if original is not None and self.base is not None:
             key, sync = f"{data}/{zarr.object_key(stack, index)}", self.options.sync and not self.base.is_synced
-            if self.store.link(self.base.store, original.key, key, original.length, sync=sync):
-                return CompletedWork(WrittenObject(original.length, original.digest, content, linked=True))
+            try:
+                self.store.link(self.base.store, original.key, key, original.length, sync=sync)
+                return CompletedWork(replace(record, length=original.length, digest=original.digest, linked=True))
+            except StorageError as error:
+                lost = error.errno in (errno.ENOENT, errno.ESTALE)
+                reason = _LOST if lost else f"the file system refuses links ({os.strerror(error.errno or errno.EIO)})"
+                record = replace(record, unlinked=reason, refused=not lost)
         try:
             source = staged.data() if source is None else source
         except RuntimeError as error:  # raised by JAX for a deleted array
@@ -161,39 +215,43 @@ class Reuse:
                 f"{original.key} was to be reused but can no longer be linked, and the arrays that"
                 " would be written instead were donated or deleted in the meantime: save again",
             ) from error
-        return MappedWork(writer.write(index, source), functools.partial(_await_write, content=content))
+        return MappedWork(writer.write(index, source, False), functools.partial(_await_write, record))
 
-    def keep(self, data: str, stacks: Sequence[Stack], objects: Iterable[StoredObject], linked_bytes: int) -> None:
+    def keep(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
         """After publication, keep what this process wrote for the next save."""
         last = self.cache
         if last is None:
             return
-        if self.originals and not linked_bytes:
-            last.has_links = False
         by_arrays, by_content = dict[_ContentKey, tuple[Original, _Arrays]](), dict[_ContentKey, Original]()
-        for number, place, length, digest, content in objects:
-            stack = stacks[number]
-            original = Original(f"{data}/{stack.name}/c/{place}", length, digest, content)
-            if found := self.content_keys.get((number, place)):
+        by_place = dict[tuple[int, str], Original]()
+        linked = refused = False
+        for obj, one in written:
+            linked, refused = linked or one.linked, refused or one.refused
+            stack = stacks[obj.stack]
+            key = f"{data}/{zarr.object_key(stack, obj.index)}"
+            original = Original(key, one.length, one.digest, one.content, one.sample)
+            if found := self.content_keys.get(obj):
                 held, arrays = found
                 by_arrays[held] = original, arrays
-            if content:
-                by_content[*_stack_key(stack), content] = original
-        last.base = BaseCheckpoint(self.store, self.options.sync, by_arrays, by_content)
+            if one.content:
+                by_content[*_stack_key(stack), one.content] = original
+            if one.sample:
+                by_place[obj.stack, obj.index_key] = original
+        last.has_links = linked or not refused
+        last.base = BaseCheckpoint(self.store, self.options.sync, by_arrays, by_content, stacks, by_place)
 
 
 def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, last: ReuseCache | None) -> Reuse:
     """Find the objects that need not be written again, and note the content of each object."""
-    if options.reuse is None or not store.can_link:
-        return Reuse(store, options, None)
-    base = last.base if last else None
-    if base is None and options.reuse == "content":
-        base = next(filter(None, map(_load_base, (store, last.newest() if last else None))), None)
-    if last is None or not last.has_links:
-        return Reuse(store, options, last, base)
+    compares = store.can_link and (options.reuse == "content" or (options.reuse == "auto" and last is not None))
+    if options.reuse is None or last is None:
+        return Reuse(store, options, compares=compares)
+    base = last.base
+    if not last.has_links:
+        return Reuse(store, options, last, base, compares=compares and options.reuse == "content")
     values = draft.values
     array_types = {kind for kind in {*map(type, values.values())} if issubclass(kind, jax.Array)}
-    originals, holds = dict[Object, Original](), dict[tuple[int, str], tuple[_ContentKey, _Arrays]]()
+    originals, holds = dict[Object, Original](), dict[Object, tuple[_ContentKey, _Arrays]]()
     for obj in plan.objects:
         rows = [values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
         if plan.exchanged[obj.stack] or not array_types.issuperset(map(type, rows)):
@@ -204,14 +262,19 @@ def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, las
             originals[obj], arrays = known
         else:
             arrays = [*map(weakref.ref, rows)]
-        holds[obj.stack, obj.index_key] = held, arrays
-    if base and originals:
+        holds[obj] = held, arrays
+    unlinked = dict[Object, str]()
+    if base and originals and store.can_link:
         try:
             odd = base.store.check_lengths({original.key: original.length for original in originals.values()})
         except JaxckptError:
-            odd = None  # the store cannot be read, so nothing is reused
-        originals = {obj: found for obj, found in originals.items() if odd is not None and found.key not in odd}
-    return Reuse(store, options, last, base, originals, holds)
+            odd = {original.key: "" for original in originals.values()}  # the store cannot be read
+        unlinked = {obj: _LOST for obj, found in originals.items() if found.key in odd}
+    elif not store.can_link:
+        unlinked = dict.fromkeys(originals, _NO_LINKS)
+    originals = {obj: found for obj, found in originals.items() if obj not in unlinked}
+    by_place = base.by_place if base and compares and base.stacks == plan.stacks else {}
+    return Reuse(store, options, last, base, compares, originals, unlinked, holds, by_place)
 
 
 def _load_base(store: Store | None) -> BaseCheckpoint | None:
@@ -230,9 +293,9 @@ def _load_base(store: Store | None) -> BaseCheckpoint | None:
     return BaseCheckpoint(store, by_content=found) if found else None
 
 
-def _await_write(pending: Pending, content: str = "") -> WrittenObject:
-    length, digest = pending.result()
-    return WrittenObject(length, digest, content)
+def _await_write(record: WrittenObject, pending: Pending) -> WrittenObject:
+    length, digest, content = pending.result()
+    return replace(record, length=length, digest=digest, content=content or record.content)
 
 
 def _stack_key(stack: Stack) -> _ContentKey:

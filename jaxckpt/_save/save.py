@@ -76,8 +76,8 @@ def save(
         dtype: Store leaves in another dtype: one for all, a pytree prefix of them, or a function of (path, leaf) that
             returns a dtype or None. A dtype for the tree or for a container applies to the leaves below it of the same
             kind of number, so bfloat16 applies to floats only. A dtype at a leaf's own path, or from a function, always
-            applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`. Leaves are
-            cast one object at a time.
+            applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, and so does
+            float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
         process_state: State that differs by process, such as the position of its data iterator: a mapping of names to
@@ -90,8 +90,8 @@ def save(
     Raises:
         TreeError: A leaf or key that cannot be stored.
         SpecError: A spec that does not fit its leaf or the mesh.
-        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false, or has other files; or another save
-            published there while this one was writing.
+        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false, or has other files, or is a symbolic
+            link to a checkpoint; or another save published there while this one was writing.
         StorageError: No space, no permission, or an I/O error.
         PeerError: Another process failed, did not respond, made a different call, passed a different tree or different
             values, or does not see `path`.
@@ -303,7 +303,7 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
         try:
             with group.meeting("saving") as meeting:
                 try:
-                    share = write(save, claimed.data, handover, pending.pace, _make_report(pending, display))
+                    share, written = write(save, claimed.data, handover, pending.pace, _make_report(pending, display))
                     handover.require_not_cancelled()
                 except BaseException:
                     handover.close()
@@ -315,7 +315,7 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
         except BaseException:
             claimed.release(keep=False)
             raise
-        save.reuse.keep(claimed.data, save.plan.stacks, share.objects, share.linked_bytes)
+        save.reuse.keep(claimed.data, save.plan.stacks, written)
         with clock.timed("publish"):
             claimed.release(keep=True)
             if save.request.spread is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from jaxckpt._format import manifest as manifests
@@ -20,9 +20,14 @@ from jaxckpt._save.reuse import WrittenObject
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._storage.objects import ArrayWriter, Pending
 
+WrittenObjects = list[tuple[Object, WrittenObject]]
 
-def write(save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report) -> Share:
-    """Write this process's objects as their data arrives, and its state."""
+
+def write(
+    save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report
+) -> tuple[Share, WrittenObjects]:
+    """Write this process's objects as their data arrives, and its state. Returns what it tells process 0, and each
+    object with its record."""
     with save.clock.timed("write"):
         written = _write_objects(save, data, handover, pace, report)
         state = None
@@ -33,16 +38,20 @@ def write(save: PreparedSave, data: str, handover: Handover, pace: Pace, report:
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
     objects = [(obj.stack, obj.index_key, one.length, one.digest, one.content) for obj, one in written]
     linked_bytes = sum(one.length for _, one in written if one.linked)
-    return Share(objects, linked_bytes, state, save.clock.manifest_seconds())
+    unlinked = Counter[str]()
+    for _, one in written:
+        if one.unlinked:
+            unlinked[one.unlinked] += one.length
+    return Share(objects, linked_bytes, state, save.clock.manifest_seconds(), unlinked), written
 
 
-def _write_objects(
-    save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report
-) -> list[tuple[Object, WrittenObject]]:
+def _write_objects(save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
+    with watch.operation(f"reading the checkpoint before {store.url}"):
+        reuse = save.reuse.with_stored_base()
     pending_writes = _PendingWrites(save.options.host_bytes // WRITE_MEMORY_FACTOR)
-    written: list[tuple[Object, WrittenObject]] = []
+    written: WrittenObjects = []
     indices: dict[int, list[tuple[int, ...]]] = {}
     writers: dict[int, ArrayWriter] = {}
 
@@ -61,10 +70,10 @@ def _write_objects(
                 writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
             indices.setdefault(obj.stack, []).append(obj.index)
             record_done(pending_writes.make_room(obj.n_bytes))
-            if pace.bytes_per_second is not None and obj not in save.reuse.originals:
+            if pace.bytes_per_second is not None and obj not in reuse.originals:
                 pace.wait(obj.n_bytes, handover.require_not_cancelled)
             with clock.timed("device_to_host"):
-                pending, source = save.reuse.begin_object(staged, stack, writers[obj.stack], data)
+                pending, source = reuse.begin_object(staged, stack, writers[obj.stack], data)
             pending_writes.add(staged, pending, source)
             if handover.is_empty():
                 record_done(pending_writes.drain())  # running writes may occupy the room that the next object needs

@@ -91,7 +91,9 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"
                 length, _ = record.length_and_digest(index)
-                if not target.link(source.store, key, key, length, sync=False):  # as durable as in the source
+                try:
+                    target.link(source.store, key, key, length, sync=False)  # as durable as in the source
+                except StorageError:
                     _raise_link_error(source, target, key, length)
             if sync:
                 target.sync_folders(data, stack, (index for index, _ in stack.objects()))

@@ -152,12 +152,12 @@ class Bucket:
         self._require_applied(key, self._await("write", key, self._keys.write(key, content)))
 
     def _begin_put(self, key: str, content: bytes, digest: str = "") -> MappedWork:
-        """Write a key unconditionally. The result is the content's length and digest."""
+        """Write a key unconditionally. The result is that of `ArrayWriter.write`."""
         return MappedWork(
-            self._keys.write(key, content), functools.partial(self._await_write, key, (len(content), digest))
+            self._keys.write(key, content), functools.partial(self._await_write, key, (len(content), digest, ""))
         )
 
-    def _await_write(self, key: str, result: tuple[int, str], pending: Pending) -> tuple[int, str]:
+    def _await_write(self, key: str, result: tuple[int, str, str], pending: Pending) -> tuple[int, str, str]:
         with self._translate_errors("write", key):
             self._require_applied(key, pending.result())
         return result
@@ -173,8 +173,8 @@ class Bucket:
 
     can_link = False  # deletion would have to count references
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
-        return False
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> EncodingWriter:
         return EncodingWriter(f"{self.url}/{data}", stack, lambda key, *found: self._begin_put(f"{data}/{key}", *found))

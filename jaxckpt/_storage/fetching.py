@@ -43,18 +43,19 @@ class EncodingWriter:
         self._begin_put = begin_put  # called with a key below the data folder, its content and its digest
         self._memory = open_array(_in_memory(), stack, _own_memory(ROOT_CONTEXT))
 
-    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+        assert not content, "object stores have no links"
         key = zarr.object_key(self._stack, index)
         below = key.removeprefix(f"{self._stack.name}/")
         memory = self._memory.kvstore
         assert memory is not None
         with translate_tensorstore_errors(f"cannot encode {self._url}/{key}"):
             begin_write(self._memory, pieces).result()
-            content = memory.read(below).result().value
+            encoded = memory.read(below).result().value
             memory.write(below, None).result()
-        view = np.frombuffer(content, np.uint8)
-        digest = zarr.read_digest(lambda start, stop: view[start:stop], self._stack, len(content))
-        return self._begin_put(key, content, digest)
+        view = np.frombuffer(encoded, np.uint8)
+        digest = zarr.read_digest(lambda start, stop: view[start:stop], self._stack, len(encoded))
+        return self._begin_put(key, encoded, digest)
 
 
 # Reading --------------------------------------------------------------------------------------------------

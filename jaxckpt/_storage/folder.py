@@ -155,10 +155,11 @@ class Folder:
 
     can_link = True
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
         stack = self._path(new.partition("/c/")[0])
-        same_kind = isinstance(source, Folder)
-        return same_kind and link(source._path(old), self._path(new), stack, length, sync=sync)
+        if not isinstance(source, Folder):
+            raise StorageError(errno.EXDEV, f"{old} is in another store than {self.url}")
+        link(source._path(old), self._path(new), stack, length, sync=sync)
 
     def _uses_own_engine(self, stack: Stack) -> bool:
         return self.io == "auto" and stack.compression is None

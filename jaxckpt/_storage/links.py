@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
+from jaxckpt._runtime.errors import StorageError
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.files import make_folders
 
 
-def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> bool:
+def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> None:
     """Give the file `old` of `length` bytes a second name, `new`. Creates missing folders below the folder
     `base_folder`.
 
-    Returns False, and creates nothing, if the file is missing or has another length, or the file system refuses the
-    link: across devices, for files of other users, or beyond its limit of links. With `sync` the file's data is made
-    durable first. The folders are synced later, together with those of new files.
+    Raises StorageError, and creates nothing, if the file is missing or has another length (ENOENT), or if the file
+    system refuses the link: across devices, for files of other users, or beyond its limit of links. With `sync` the
+    file's data is made durable first. The folders are synced later, together with those of new files.
     """
-    try:
+    with translate_os_errors(f"cannot link {old} to {new}"):
         if sync:
             handle = os.open(old, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -26,12 +29,9 @@ def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> bo
         _link(old, new, base_folder)
         # Checked by its new name, because the old name may refer to another file by now.
         found = os.lstat(new)
-        if stat.S_ISREG(found.st_mode) and found.st_size == length:
-            return True
-        os.unlink(new)
-    except OSError:
-        pass
-    return False
+        if not stat.S_ISREG(found.st_mode) or found.st_size != length:
+            os.unlink(new)
+            raise StorageError(errno.ENOENT, f"cannot link {old}: it is no longer a file of {length} bytes")
 
 
 def _link(old: str, new: str, base_folder: str) -> None:

@@ -67,9 +67,9 @@ class Objects(Protocol):
     can_link: bool
     """Whether an object of another checkpoint can be linked into this one without a copy."""
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> bool:
-        """Link the object of `length` bytes at the key `old` of `source` to the key `new` here. Returns whether that
-        was possible. With `sync` its data is made durable first."""
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+        """Link the object of `length` bytes at the key `old` of `source` to the key `new` here. Raises StorageError if
+        that is impossible: ENOENT if there is no such object. With `sync` its data is made durable first."""
         ...
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
@@ -84,9 +84,9 @@ class Objects(Protocol):
 class ArrayWriter(Protocol):
     """Writes objects of a stack."""
 
-    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
-        """Start to write the object at a grid index. The result is its length and digest. Until the result arrives, the
-        pieces must not change."""
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+        """Start to write the object at a grid index. The result is its length, its digest and, if `content` is set, the
+        digest of its content, otherwise "". Until the result arrives, the pieces must not change."""
         ...
 
 

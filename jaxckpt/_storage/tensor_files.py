@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import tensorstore as ts
 
 from jaxckpt._format import zarr
+from jaxckpt._format.chunks import content_digest
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array, Pieces
 from jaxckpt._format.stacks import Stack, indexed_objects_of
@@ -17,7 +18,7 @@ from jaxckpt._runtime.errors import DataError
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.tensors import TensorReader, begin_write
-from jaxckpt._storage.workers import MappedWork, note_progress
+from jaxckpt._storage.workers import CompletedWork, MappedWork, note_progress, submit
 
 if TYPE_CHECKING:
     from jaxckpt._storage.folder import Folder
@@ -62,11 +63,12 @@ class TensorFileWriter:
     stack: Stack
     array: ts.TensorStore
 
-    def write(self, index: tuple[int, ...], pieces: Pieces) -> Pending:
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key))
+        compare = submit(functools.partial(content_digest, self.stack, index, pieces)) if content else CompletedWork("")
+        return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key, compare))
 
-    def _written(self, key: str, pending: Pending) -> tuple[int, str]:
+    def _written(self, key: str, compare: Pending, pending: Pending) -> tuple[int, str, str]:
         with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
             pending.result()
-        return self.files.digest(key, self.stack)
+        return *self.files.digest(key, self.stack), compare.result()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import run_json
+import pytest
+from command_line import run, run_json
 
 import jaxckpt
+from jaxckpt._cli import inputs
 
 
 def test_json_of_plan(here: Path) -> None:
@@ -49,3 +51,12 @@ def test_json_of_verify_and_diff(here: Path) -> None:
         "max_rel": 1 / 3,
     }
     assert run_json("diff", "small", "other", "--select", "z")["identical"]
+
+
+def test_a_long_command_prints_lines_in_a_pipe(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("verify", "run1", code=1).stderr == ""
+    monkeypatch.setattr(inputs, "LINE_SECONDS", 0.0)
+    verified, compared = run("verify", "run1", code=1), run("diff", "run1@100", "run1@200", code=1)
+    assert verified.stderr.startswith("jaxckpt: verify 00000100: ")
+    assert "jaxckpt: verify 00000300: " in verified.stderr
+    assert compared.stderr.startswith("jaxckpt: diff: ")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunPython
+from processes import PASSED, RunPython
 
 import jaxckpt
 
@@ -153,8 +153,10 @@ def test_memory_is_bounded(run_python: RunPython, tmp_path: Path) -> None:
             jaxckpt.save({str(tmp_path)!r} + "/" + name, tree, options=jaxckpt.Options(sync=False))
             tree["w"][5_000_000] += 1
             small += 1  # all elements differ; each takes eight bytes as a number that can be subtracted
+        print("all checks passed")
         """,
         devices=1,
+        word=PASSED,
     )
     printed = run_python(
         f"""

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunPython
+from processes import PASSED, RunPython
 
 import jaxckpt
+from jaxckpt._inspect import verify as _verify
 from jaxckpt._storage.folder import Folder
 
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=1024)
@@ -225,6 +227,49 @@ def test_a_manifest_that_is_not_a_regular_file_is_a_problem(path: Path) -> None:
             (path / "manifest.json").rmdir()
 
 
+def test_progress_moves_while_objects_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a limit of the rate, which delays the start of each object."""
+    monkeypatch.setattr(_verify, "_REPORT_SECONDS", 0.001)
+    tree = {f"w{n}": np.full(2 << 20, n, np.float32) for n in range(8)}
+    jaxckpt.save(tmp_path / "run/00000001", tree, options=jaxckpt.Options(sync=False))
+    jaxckpt.save(tmp_path / "run/00000002", {"w": np.zeros(9)})
+    seen: list[jaxckpt.Progress] = []
+    options = jaxckpt.Options(progress=seen.append, max_bytes_per_second=250e6)
+    assert jaxckpt.verify(tmp_path / "run", options=options).ok
+    first = [one for one in seen if one.step == "00000001"]
+    (*_, last) = [one for one in seen if one.step == "00000002"]
+    assert str(last).startswith("verify 00000002: ")
+    assert last.done_bytes == last.total_bytes
+    done = [one.done_bytes for one in first]
+    assert done == sorted(done)
+    assert done[-1] == first[-1].total_bytes
+    assert len(done) >= 8
+    early = [one.done_bytes for one in first if one.seconds < first[-1].seconds / 2]
+    assert early, "the first half of the time"
+
+
+def test_progress_moves_within_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "c", np.zeros(6 << 20, np.float32), options=jaxckpt.Options(sync=False))
+    steps = threading.Semaphore(0)
+    reader = Folder.range_reader
+
+    @contextlib.contextmanager
+    def slow(self: Folder, key: str) -> Any:
+        with reader(self, key) as read:
+            yield lambda start, stop: steps.acquire(timeout=10) and read(start, stop)
+
+    seen: list[int] = []
+
+    def allow(progress: jaxckpt.Progress) -> None:
+        seen.append(progress.done_bytes)
+        steps.release()  # the next read waits for the report of the last one
+
+    monkeypatch.setattr(Folder, "range_reader", slow)
+    steps.release()
+    assert jaxckpt.verify(tmp_path / "c", options=jaxckpt.Options(progress=allow)).ok
+    assert len(seen) >= 6, "24 MiB are read 4 MiB at a time"
+
+
 def test_it_stops_quickly_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many objects, Ctrl-C must not wait for all of them."""
     jaxckpt.save(tmp_path / "c", {"w": np.arange(500 * 16)}, options=jaxckpt.Options(chunk_bytes=128, object_bytes=128))
@@ -259,8 +304,10 @@ def test_a_folder_without_read_permission(run_python: RunPython) -> None:
                     assert isinstance(error, OSError) and error.errno == 13, error
                 else:
                     raise AssertionError("no error")
+            print("all checks passed")
             """,
             devices=1,
+            word=PASSED,
         )
 
 

@@ -37,3 +37,5 @@ for values, wanted in [
             for leaf in jaxckpt.load_numpy(f"{folder}/a").values():
                 assert leaf.dtype == dtype, (wanted, leaf.dtype)
                 assert leaf.tobytes() == expected.tobytes(), (wanted, leaf, expected)
+
+print("all checks passed")

@@ -17,3 +17,5 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(role == "old"), initialization_timeout=60)
 for n in range(2):
     jaxckpt.save(f"{folder}/both", {"x": np.arange(n)}, overwrite=True, options=jaxckpt.Options(timeout_seconds=60))
+
+print("all checks passed")

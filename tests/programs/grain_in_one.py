@@ -27,3 +27,5 @@ with jaxckpt.Checkpointer(sys.argv[1], background=False) as steps:
     records.set_state(steps.process_state("loader"))
     assert (some(rows, 3), some(records, 3)) == expected
     assert steps.process_state("dataset", 1) == {"next_index": 2}  # an explicit step
+
+print("all checks passed")

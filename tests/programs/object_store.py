@@ -44,3 +44,5 @@ elif "restore" in args:
 else:
     tree = jaxckpt.load_numpy(args["load"])
     assert all(np.array_equal(tree[name], value(name)) for name in SHAPES)
+
+print("all checks passed")

@@ -43,3 +43,5 @@ else:
         assert got.sharding == NamedSharding(mesh, spec(got))
         assert len(got.sharding.device_set) == len(jax.devices())
         assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
+
+print("all checks passed")

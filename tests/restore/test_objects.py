@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from processes import PROGRAMS, RunProcesses
+from processes import PASSED, PROGRAMS, RunProcesses
 
 import jaxckpt
 from jaxckpt._format import leaf_types
@@ -505,4 +505,4 @@ def test_an_object_whose_state_is_empty_is_renamed_and_selected(tmp_path: Path) 
 
 
 def test_processes_must_agree_on_an_objects_state(tmp_path: Path, run_processes: RunProcesses) -> None:
-    run_processes(PROGRAMS / "objects_in_two.py", processes=2, devices_per_process=1, args=str(tmp_path))
+    run_processes(PROGRAMS / "objects_in_two.py", processes=2, devices_per_process=1, args=str(tmp_path), word=PASSED)

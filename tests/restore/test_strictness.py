@@ -23,7 +23,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunPython
+from processes import PASSED, RunPython
 
 import jaxckpt
 import jaxckpt.orbax
@@ -336,7 +336,9 @@ def test_64_bits_do_not_silently_become_32(run_python: RunPython, tmp_path: Path
         import jax.numpy as jnp, jaxckpt
         jaxckpt.save({str(tmp_path / "c")!r}, {{"x": jnp.array([1.1]), "n": jnp.arange(3)}})
         assert jaxckpt.restore({str(tmp_path / "c")!r})["x"].dtype == "float64"
-        """
+        print("all checks passed")
+        """,
+        word=PASSED,
     )
     with pytest.raises(jaxckpt.MismatchError, match="jax_enable_x64") as caught:
         jaxckpt.restore(tmp_path / "c")

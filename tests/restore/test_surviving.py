@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import PROGRAMS, run_processes
+from processes import PASSED, PROGRAMS, run_processes
 from strategies import stacks
 
 import jaxckpt
@@ -120,7 +120,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The saves of four processes: steps 30 and 40, and a run with 40 in local folders. No test changes them."""
     folder = tmp_path_factory.mktemp("surviving")
     places = {name: str(folder / name) for name in ("saved", "run", "hosts")}
-    run_processes(PROGRAMS / "local_save.py", processes=4, devices_per_process=2, args=places)
+    run_processes(PROGRAMS / "local_save.py", processes=4, devices_per_process=2, args=places, word=PASSED)
     return folder
 
 

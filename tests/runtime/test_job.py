@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from processes import PROGRAMS, RunProcesses, RunPython
+from processes import PASSED, PROGRAMS, RunProcesses, RunPython
 
 import jaxckpt
 
@@ -55,8 +55,10 @@ def test_a_job_of_one_process_starts_no_backend(run_python: RunPython, tmp_path:
         jaxckpt.save(sys.argv[1], {"w": numpy.arange(3), "step": 7})
         assert jaxckpt.restore(sys.argv[1])["step"] == 7
         assert not xla_bridge.backends_are_initialized()
+        print("all checks passed")
         """,
         args=[str(tmp_path / "c")],
+        word=PASSED,
     )
 
 

@@ -62,6 +62,16 @@ def test_lines_are_logged_periodically(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["10", "20", "30"]
 
 
+def test_no_bar_without_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True)
+    with _progress.display_progress("diff", 0, True):
+        pass
+    assert capsys.readouterr().err == ""
+    with _progress.display_progress("verify", 10, True, "[x] {y}") as report:
+        report(10)
+    assert "verify [x] {y}" in capsys.readouterr().err
+
+
 @pytest.mark.child
 def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
     done = finish(PROGRAM, tmp_path / "c")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import PROGRAMS, RunPython
+from processes import PASSED, PROGRAMS, RunPython
 
 import jaxckpt
 from jaxckpt._format.dtypes import DTYPES
@@ -143,7 +143,7 @@ def test_denormal_numbers_are_not_lost_in_wider_dtypes(
 
 @pytest.mark.child
 def test_arrays_on_devices_are_cast_as_numpy_casts_them(run_python: RunPython) -> None:
-    run_python(PROGRAMS / "casts_of_arrays.py", env={"JAX_ENABLE_X64": "1"})
+    run_python(PROGRAMS / "casts_of_arrays.py", env={"JAX_ENABLE_X64": "1"}, word=PASSED)
 
 
 def test_a_function_sees_the_number_of_dimensions(tmp_path: Path) -> None:
@@ -196,6 +196,27 @@ def test_an_impossible_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str)
             act()
         assert reason in str(caught.value)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if jnp.issubdtype(dtype, jnp.floating)])
+def test_nan_does_not_silently_become_a_number(tmp_path: Path, name: str) -> None:
+    values = np.array([1.0, np.nan], np.float32)
+    for tree in ({"x": values}, {"x": jnp.asarray(values)}):
+        if name == "float4_e2m1fn":  # the only float dtype without NaN
+            with pytest.raises(jaxckpt.TreeError, match=r"'x' has dtype float32, .*: a lossy cast, in which NaN"):
+                jaxckpt.save(tmp_path / "a", tree, dtype=name)
+        else:
+            jaxckpt.save(tmp_path / "a", tree, dtype=name, overwrite=True)
+            found = jaxckpt.load_numpy(tmp_path / "a")["x"].astype(np.float64)
+            assert np.isnan(found).tolist() == [False, True]
+
+
+def test_restores_to_float4_need_a_lossy_cast(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"x": np.array([1.0, np.nan], np.float32)})
+    with pytest.raises(jaxckpt.MismatchError, match="in which NaN would become"):
+        jaxckpt.restore(tmp_path / "a", dtype="float4_e2m1fn")
+    unsafe = jaxckpt.Options(cast="unsafe")
+    assert jaxckpt.restore(tmp_path / "a", dtype="float4_e2m1fn", options=unsafe)["x"][0] == 1
 
 
 def test_lossy_casts_are_made_if_they_are_allowed(tmp_path: Path) -> None:

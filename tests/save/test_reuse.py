@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections.abc import Iterator
@@ -11,11 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._format import chunks as _chunks
+from jaxckpt._storage import files as _files
 from jaxckpt._storage import links as _links
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.store_path import store_at
@@ -81,18 +86,22 @@ def test_deleting_a_step_keeps_steps_that_share_its_objects(tmp_path: Path) -> N
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
-def test_data_that_may_have_changed_is_written(run: jaxckpt.Checkpointer) -> None:
+@pytest.mark.parametrize("reuse", ["identity", "auto"])
+def test_data_that_may_have_changed_is_written(tmp_path: Path, reuse: Any) -> None:
+    run = jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse=reuse))
     host = np.zeros(5)
     saved(run, 0, {"host": host, "x": jnp.zeros(3), "y": (y := jnp.zeros((3, 3)))})
     host[:] = 1
     info = saved(run, 1, {"host": host, "x": jnp.ones(3), "y": y + 0})
-    assert info.reused_bytes == 0
+    linked = shared(tmp_path / "run/00000000", tmp_path / "run/00000001")
+    assert [info.reused_bytes > 0, *linked] == ([False] if reuse == "identity" else [True, "0002-float32-3x3/c/0/0/0"])
     require_equal(run.restore(1)["host"], np.ones(5))
     del y
     gc.collect()
     # New arrays, perhaps at the addresses of deleted ones.
     assert saved(run, 2, {"host": host, "x": jnp.full(3, 7.0), "y": jnp.full((3, 3), 7.0)}).reused_bytes == 0
     require_equal(run.restore(2)["x"], np.full(3, 7.0))
+    run.close()
 
 
 def test_an_object_is_written_if_one_of_its_leaves_changed(run: jaxckpt.Checkpointer) -> None:
@@ -119,7 +128,7 @@ def test_old_leaves_of_a_tree_that_grew_are_linked(run: jaxckpt.Checkpointer) ->
 
 def test_another_dtype_or_sharding_is_another_object(tmp_path: Path) -> None:
     base = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(jax.make_mesh((4,), ("x",)), P("x")))
-    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+    with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse="identity")) as run:
         saved(run, 0, base)
         assert saved(run, 1, base).reused_bytes
         info = saved(run, 2, jax.device_put(base, NamedSharding(jax.make_mesh((2,), ("y",)), P(None, "y"))))
@@ -228,6 +237,141 @@ def test_tensorstores_objects_are_linked_too(tmp_path: Path, options: jaxckpt.Op
         infos = [saved(run, step, tree) for step in range(2)]
     assert infos[1].reused_bytes == infos[1].stored_bytes
     require_equal(jaxckpt.load_numpy(tmp_path / "run"), tree)
+
+
+# After jax.jit --------------------------------------------------------------------------------------------
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.LoRALinear(512, 512, lora_rank=4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@nnx.jit
+def train(model: Adapted, optimizer: nnx.Optimizer[Adapted], x: jax.Array) -> None:
+    adapters = nnx.DiffState(0, nnx.LoRAParam)
+    grads = nnx.grad(lambda model: ((model(x) - x) ** 2).mean(), argnums=adapters)(model)
+    optimizer.update(model, grads)
+
+
+def test_the_base_of_an_nnx_training_loop_is_linked(tmp_path: Path) -> None:
+    """Every array that passes through jit is another object afterward."""
+    model = Adapted(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    states: list[Any] = []
+
+    def steps(run: jaxckpt.Checkpointer, numbers: range) -> Iterator[int]:
+        for step in numbers:
+            train(model, optimizer, jax.random.normal(jax.random.key(step), (8, 512)))
+            info = saved(run, step, state := nnx.state({"model": model, "optimizer": optimizer}))
+            states.append(jax.tree.map(np.array, state))
+            yield info.stored_bytes - info.reused_bytes
+
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        first, *written = steps(run, range(4))
+    base = 2 * 512 * 512 * 4
+    assert first > base
+    assert max(written) < 0.1 * base, written
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:  # another job: its first save, too
+        assert max(steps(run, range(4, 6))) < 0.1 * base
+    for step, state in enumerate(states):
+        require_equal(jax.tree.leaves(jaxckpt.load_numpy(f"{tmp_path}/run@{step}")), jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"io": "tensorstore"}])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_equal_data_in_other_arrays_is_linked(tmp_path: Path, options: Any, spec: P) -> None:
+    sharding = NamedSharding(jax.make_mesh((4,), ("x",)), spec)
+    base = jax.device_put({f"w{n}": np.full((64, 128), n, np.float32) for n in range(5)}, sharding)
+    base |= {"half": jax.device_put(np.arange(8192, dtype=jnp.bfloat16).reshape(64, 128), sharding)}
+    with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(**options)) as run:
+        for step in range(3):
+            tree = {"base": jax.tree.map(lambda x: x + 0, base), "host": np.arange(9), "step": jnp.full(3, step)}
+            info = saved(run, step, tree)
+            require_equal(run.restore(step), tree)
+    assert info.stored_bytes - info.reused_bytes < 100
+    assert jaxckpt.verify(tmp_path / "run").ok
+
+
+def test_data_that_differs_only_outside_of_the_sample_is_written(run: jaxckpt.Checkpointer) -> None:
+    """A sample only saves work; whether objects are equal is decided by all of their bytes."""
+    values = np.zeros((3, 1024, 1024), np.float32)
+    saved(run, 0, jnp.asarray(values))
+    for step in range(1, 6):
+        values[np.unravel_index(step * 499_979, values.shape)] += 1
+        assert saved(run, step, jnp.array(values)).reused_bytes == 0
+        require_equal(run.restore(step), values)
+    assert saved(run, 6, jnp.array(values)).reused_bytes > 0
+
+
+def test_data_that_freezes_later_is_linked_from_the_second_save_on(
+    run: jaxckpt.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "jaxckpt")
+    base = jnp.zeros((64, 1024))
+    for step in range(3):
+        base += 1
+        assert saved(run, step, {"w": base}).reused_bytes == 0
+    assert "unchanged" not in caplog.text
+    assert saved(run, 3, {"w": base + 0}).reused_bytes == 0
+    assert "wrote 256.1 KiB again that seem unchanged since the last save: the last save did not" in caplog.text
+    info = saved(run, 4, {"w": base + 0})
+    assert info.reused_bytes == info.stored_bytes
+    require_equal(run.restore(4)["w"], base)
+
+
+def test_the_cost_of_data_that_changes_is_one_sample(
+    run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[Any] = []
+    digest, first = _chunks.chunk_digest, 0
+    for module in (_chunks, _files):
+        monkeypatch.setattr(module, "chunk_digest", lambda *args: digests.append(args) or digest(*args))
+    for step in range(4):
+        info = saved(run, step, {f"w{n}": jnp.full((1100, 1024), step + n) for n in range(3)})
+        assert len(digests) * jaxckpt.Options().chunk_bytes >= info.total_bytes
+        first = first or len(digests)
+    assert len(digests) == first, "only in the first save"
+
+
+def test_an_ordinary_save_computes_no_digests(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    for _ in range(2):
+        assert not jaxckpt.save(tmp_path / "a", tree, overwrite=True).reused_bytes
+    manifest, _ = load_manifest(store_at(tmp_path / "a", jaxckpt.Options()))
+    assert not manifest.stacks[0].contents
+
+
+def test_a_log_line_says_why_unchanged_data_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(old: str, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    caplog.set_level("INFO", "jaxckpt")
+    tree = {"w": jnp.zeros((64, 1024)), "v": jnp.arange(1000)}
+    with jaxckpt.Checkpointer("memory://reuse/logged") as run:
+        for step in range(3):
+            saved(run, step, tree)
+    reasons = [line for line in caplog.messages if "unchanged" in line]
+    assert len(reasons) == 1, "later saves do not try again"
+    assert reasons[0].startswith("memory://reuse/logged/00000001: wrote 260.0 KiB again that seem unchanged")
+    assert reasons[0].endswith("object stores have no links")
+    caplog.clear()
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        saved(run, 0, tree)
+        next((tmp_path / "run/00000000").glob("data-*/*x*/c/0/0/0")).unlink()
+        saved(run, 1, tree)
+        assert "wrote 256.1 KiB again that seem unchanged since the last save: their files" in caplog.text
+        caplog.clear()
+        monkeypatch.setattr(os, "link", refuse)
+        saved(run, 2, jax.tree.map(lambda x: x + 0, tree))
+    assert "260.0 KiB again that seem unchanged since the last save: the file system refuses links" in caplog.text
 
 
 # By content -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunProcesses
+from processes import PASSED, RunProcesses
 
 import jaxckpt
 from jaxckpt._restore import restore as _restore
@@ -1002,6 +1002,8 @@ import jax
 with jaxckpt.Checkpointer(args) as checkpoints:
     if jax.process_count() == 3:
         checkpoints.save(1, {"x": 1}, process_state={"at": [process_id, None, "é"], "raw": bytes([process_id, 255])})
+        checkpoints.wait()
+        print("all checks passed")
     else:
         def resplit(states, count):
             return [states[n::count] for n in range(count)]
@@ -1012,7 +1014,7 @@ with jaxckpt.Checkpointer(args) as checkpoints:
             print(type(error).__name__)
 """
     where = str(tmp_path / "s")
-    run_processes(program, processes=3, devices_per_process=1, args=where, timeout=60)
+    run_processes(program, processes=3, devices_per_process=1, args=where, timeout=60, word=PASSED)
     found = [[n, None, "é"] for n in range(3)], [bytes([n, 255]) for n in range(3)]
     for count in (2, 1):
         done = run_processes(program, processes=count, devices_per_process=1, args=where, timeout=60)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import PROGRAMS, RunProcesses, run_processes
+from processes import PASSED, PROGRAMS, RunProcesses, run_processes
 
 import jaxckpt
 from jaxckpt._format.names import MANIFEST
@@ -237,7 +237,7 @@ def test_a_flush_that_is_killed_publishes_nothing_and_is_swept(
     assert list(stored.glob("data-*"))
     assert not (stored / MANIFEST).exists()
     assert jaxckpt.verify(union(tmp_path / "local", 10, (victim,), tmp_path / "whole")).ok
-    run_processes(program, processes=4, devices_per_process=2, args={**given, "first": False})
+    run_processes(program, processes=4, devices_per_process=2, args={**given, "first": False}, word=PASSED)
     assert not stored.exists()
     assert jaxckpt.verify(tmp_path / "run/00000020").ok
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import compiled
 import processes
 import pytest
-from processes import PROGRAMS, Finished, RunProcesses, RunPython
+from processes import PASSED, PROGRAMS, Finished, RunProcesses, RunPython
 
 import jaxckpt
 
@@ -142,4 +142,4 @@ def test_a_grain_iterator_resumes_in_two_processes_and_in_one(
 
 
 def test_the_same_number_of_processes_needs_no_resplit(run_python: RunPython, tmp_path: Path) -> None:
-    run_python(PROGRAMS / "grain_in_one.py", args=[str(tmp_path)])
+    run_python(PROGRAMS / "grain_in_one.py", args=[str(tmp_path)], word=PASSED)

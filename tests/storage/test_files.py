@@ -184,7 +184,7 @@ def test_other_libraries_read_the_same_bits(made: tuple[Stack, Array], data: st.
         Path(folder, "zarr.json").write_bytes(_zarr.metadata(stack))
         writer = FileWriter(folder, stack, sync=False)
         for index, box in stack.objects():
-            length, digest = writer.write(index, data.draw(pieces(array, box))).result()
+            length, digest, _ = writer.write(index, data.draw(pieces(array, box))).result()
             content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
             assert length == len(content)
             assert digest == _zarr.read_digest(lambda start, stop, content=content: content[start:stop], stack, length)

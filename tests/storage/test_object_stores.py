@@ -55,7 +55,7 @@ def test_two_processes_save_two_restore_on_another_mesh_one_reads(
     bucket: Bucket, run_processes: processes.RunProcesses
 ) -> None:
     program = processes.PROGRAMS / "object_store.py"
-    run_processes(program, processes=2, devices_per_process=4, args={"save": bucket.url})
+    run_processes(program, processes=2, devices_per_process=4, args={"save": bucket.url}, word=processes.PASSED)
     saved = bucket.proxy.counted()
     objects = [key for key in bucket.listed() if "/c/" in key]
     assert saved["PUT object"] == len(objects), "each object is one request"
@@ -64,12 +64,12 @@ def test_two_processes_save_two_restore_on_another_mesh_one_reads(
     assert not saved["GET object"], "written objects are not read"
 
     bucket.proxy.clear()
-    run_processes(program, processes=2, devices_per_process=4, args={"restore": bucket.url})
+    run_processes(program, processes=2, devices_per_process=4, args={"restore": bucket.url}, word=processes.PASSED)
     restored = bucket.proxy.counted()
     assert {kind for kind in restored if not kind.startswith(("GET", "HEAD", "LIST"))} == set(), "a restore only reads"
 
     bucket.proxy.clear()
-    run_processes(program, processes=1, devices_per_process=1, args={"load": bucket.url})
+    run_processes(program, processes=1, devices_per_process=1, args={"load": bucket.url}, word=processes.PASSED)
     read = bucket.proxy.counted()
     assert read["GET object"] <= 2 * len(objects)
     print(json.dumps({"save": saved, "restore": restored, "load_numpy": read, "objects": len(objects)}, indent=1))

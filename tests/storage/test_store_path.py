@@ -75,6 +75,17 @@ def test_a_broken_link_is_reported(tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(link) == {"x": 1}
 
 
+def test_a_checkpoint_is_not_overwritten_through_a_link(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "best", {"x": 1})
+    (tmp_path / "latest").symlink_to("best")
+    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"latest is a symbolic link to .*/best, and overwriting"):
+        jaxckpt.save(tmp_path / "latest", {"x": 2}, overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "best") == {"x": 1}
+    (tmp_path / "above").symlink_to(".")  # links above the checkpoint are followed
+    jaxckpt.save(tmp_path / "above" / "best", {"x": 3}, overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "latest") == {"x": 3}
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [

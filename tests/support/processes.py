@@ -33,6 +33,9 @@ PYTHONPATH = os.pathsep.join(
 File = IO[bytes] | int
 Child = subprocess.Popen[bytes] | forks.Forked
 
+PASSED = "all checks passed"
+"""What a program prints after its last check, for `word`."""
+
 _SHOWN = 6000  # characters of each stream's end that a failure shows, because the traceback is there
 
 _JOIN = "from joined import args, jax, process_id\n"  # for programs given as text
@@ -60,6 +63,7 @@ class RunPython(Protocol):
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
         check: bool = True,
+        word: str | None = None,
     ) -> str: ...
 
 
@@ -73,6 +77,7 @@ class RunProcesses(Protocol):
         timeout: float = 120,
         args: Any = None,
         check: bool = True,
+        word: str | None = None,
     ) -> list[Finished]: ...
 
 
@@ -96,10 +101,13 @@ def run_python(
     env: Mapping[str, str] | None = None,
     args: Sequence[str] = (),
     check: bool = True,
+    word: str | None = None,
 ) -> str:
-    """Run a program, given as text or as a file, in a child process; return its output. Raises if it fails."""
+    """Run a program, given as text or as a file, in a child process; return its output. Raises if it fails, or if the
+    last line that it prints is not `word`: an exit code of 0 does not prove that its checks ran."""
     done = finish(code, *args, devices=devices, timeout=timeout, env=env)
     assert not check or done.returncode == 0, str(done)
+    assert _has_said(word, done), str(done)
     return done.stdout
 
 
@@ -123,21 +131,27 @@ def run_processes(
     timeout: float = 120,
     args: Any = None,
     check: bool = True,
+    word: str | None = None,
 ) -> list[Finished]:
     """Run a program in the processes of one jax.distributed job. A file joins the job with `from joined import args,
-    process_id`; text finds both, and jax, as globals."""
+    process_id`; text finds both, and jax, as globals. For `word`, see `run_python`."""
     address = f"127.0.0.1:{free_port()}"
     program = _program(code if isinstance(code, Path) else _JOIN + textwrap.dedent(code))
     commands = [[*program, str(number), str(processes), address, json.dumps(args)] for number in range(processes)]
     done = _run(commands, environment(devices_per_process), timeout)
     assert not check or all(one.returncode == 0 for one in done), _report(done)
+    assert all(_has_said(word, one) for one in done), _report(done)
     return done
 
 
-def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> None:
-    """Run programs concurrently, each in a child process. Raises if any of them fails."""
+def run_together(commands: Sequence[Sequence[str]], *, timeout: float = 120, word: str | None = None) -> None:
+    """Run programs concurrently, each in a child process. Raises if any of them fails. For `word`, see `run_python`."""
     done = _run(commands, environment(1), timeout)
-    assert all(one.returncode == 0 for one in done), _report(done)
+    assert all(one.returncode == 0 and _has_said(word, one) for one in done), _report(done)
+
+
+def _has_said(word: str | None, done: Finished) -> bool:
+    return word is None or done.stdout.splitlines()[-1:] == [word]
 
 
 def start(
