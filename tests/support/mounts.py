@@ -1,4 +1,4 @@
-"""Real FUSE file systems on this machine: bindfs, sshfs without a server, GlusterFS; hosts with names of their own.
+"""Real FUSE file systems on this machine: bindfs, rclone, sshfs without a server, GlusterFS; hosts with own names.
 
 A test takes a mount as a context manager. It skips with the reason if FUSE or the program is missing.
 """
@@ -54,6 +54,15 @@ def sshfs(source: Path, at: Path, *options: str) -> Generator[Mount]:
     command.chmod(0o755)
     arguments = ["-f", "-o", f"ssh_command={command}", *options, f"host:{source}", str(at)]
     with _mounted([_program("sshfs"), *arguments], at) as mount:
+        yield mount
+
+
+@contextlib.contextmanager
+def rclone(source: Path, at: Path, cache_mode: str) -> Generator[Mount]:
+    """The folder `source` behind rclone's layer for object stores, which has no hard links."""
+    cache = at.with_name(f"{at.name}.cache")
+    options = ["--config", os.devnull, "--vfs-cache-mode", cache_mode, "--cache-dir", str(cache)]
+    with _mounted([_program("rclone"), "mount", *options, str(source), str(at)], at) as mount:
         yield mount
 
 
