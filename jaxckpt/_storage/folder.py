@@ -244,7 +244,8 @@ class Folder:
                 note |= _lock_scope(handle)
             os.write(handle, json.dumps(note).encode())
             if self.read(key) is None:
-                os.lstat(self._path(key))  # raises FileNotFoundError if another host has just swept the folder
+                if not os.path.lexists(self._path(key)):
+                    raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being created")
                 raise StorageError(
                     errno.ENOTSUP,
                     f"cannot save to {self.url}: its file system does not show a file that is open for writing. If it"
@@ -412,45 +413,55 @@ class Folder:
             for name in self.names():
                 if not is_data_folder(name) or name == current:
                     continue
-                if self._may_publish(name, evict=evict) or not self._delete_data(name):
+                alive, note = self._find_writer(name)
+                # The manifest is checked last, because the folder may have been published since the listing.
+                if self._may_publish(name, alive, note, self.read(MANIFEST), evict=evict):
                     left = True
-                else:
+                elif self._delete_data(name, has_note=note is not None):
                     log(self.url, name)
+                else:
+                    left = True
         return left
 
-    def _may_publish(self, data: str, *, evict: bool) -> bool:
+    def _may_publish(
+        self, data: str, alive: bool | None, note: dict[str, Any] | None, manifest: bytes | None, *, evict: bool
+    ) -> bool:
         """Whether a data folder is published, or its writer may still publish it. With `evict`, only a writer that is
         known to be alive counts."""
-        alive, note = self._find_writer(data)
-        # The manifest is checked last, because the folder may have been published since the listing.
-        manifest = self.read(MANIFEST)
         if may_reference_data(manifest, data):
             return True
-        if alive is not None:
-            return alive
+        if alive is not None or note is None:
+            return bool(alive)
         # Publication requires that the manifest is still the one that the save found when it began.
         return not evict and ("replaces" not in note or note["replaces"] == manifest_identity(manifest))
 
-    def _delete_data(self, data: str) -> bool:
+    def _delete_data(self, data: str, *, has_note: bool) -> bool:
         """Delete a data folder, the writer's note first: without it, a save that was taken for dead fails. If that save
         has just published the folder, the rest stays. Returns whether the folder is gone."""
+        path, note = self._path(data), self._path(data, WRITER)
         try:
-            os.unlink(self._path(data, WRITER))
+            if has_note:
+                os.unlink(note)
+            else:
+                os.rmdir(path)  # if it is empty, its writer may be about to create the note, and will try again
+                return True
         except FileNotFoundError:
-            pass
+            if not has_note:
+                return True
         except OSError:
-            return False
+            if has_note or os.path.lexists(note):
+                return False
         if not may_reference_data(self.read(MANIFEST), data):
-            remove_folder(self._path(data))
-        return not os.path.lexists(self._path(data))
+            remove_folder(path)
+        return not os.path.lexists(path)
 
-    def _find_writer(self, data: str) -> tuple[bool | None, dict[str, Any]]:
+    def _find_writer(self, data: str) -> tuple[bool | None, dict[str, Any] | None]:
         """(whether the writer of a data folder is alive, or None if its lock may not be visible here; its note)."""
         try:
             # NFS locks only files that are open for writing.
             handle = os.open(self._path(data, WRITER), os.O_RDWR)
         except FileNotFoundError:
-            return False, {}  # its checkpoint was published and then replaced, or it died before it created the note
+            return False, None  # its checkpoint was published and then replaced, or it died before it created the note
         except OSError:
             return True, {}
         try:
