@@ -218,8 +218,12 @@ class Folder:
     def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
         """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
-        note = {"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}
-        note["replaces"] = manifest_identity(previous)
+        note = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "save_id": save_id,
+            "replaces": manifest_identity(previous),
+        }
         with self._translate_errors("create", data):
             for tries_left in reversed(range(100)):
                 try:

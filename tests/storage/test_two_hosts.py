@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -12,10 +14,12 @@ from typing import Any
 
 import mounts
 import numpy as np
+import processes
 import pytest
 
 import jaxckpt
-from jaxckpt._format.names import MANIFEST, SEAL
+from jaxckpt._format.names import MANIFEST, SEAL, WRITER
+from jaxckpt._storage import folder as _folder
 from jaxckpt._storage.folder import Folder
 
 pytestmark = pytest.mark.child
@@ -95,3 +99,54 @@ def test_a_writer_is_alive_if_its_lock_cannot_be_seen(hosts: tuple[Path, Path]) 
     one.publish(writer.data, sealed(mine), None, sync=True)
     writer.release(keep=True)
     assert one.read(f"{writer.data}/object") == b"data"
+
+
+def test_a_dead_save_of_another_host_is_swept_after_the_next_save(hosts: tuple[Path, Path]) -> None:
+    """Before, it may still publish, for all that the other host knows."""
+    writer = Folder("", str(hosts[0])).begin_save("0" * 32, None)
+    os.close(writer.handle or 0)  # like the death of its process
+    jaxckpt.save(hosts[1], {"w": np.zeros(3)})
+    assert not (hosts[1] / writer.data).exists()
+    assert jaxckpt.load_numpy(hosts[0])["w"].shape == (3,)
+
+
+def test_a_save_whose_data_was_taken_for_dead_fails(hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in copies of a virtual machine, whose kernels have the same id."""
+    monkeypatch.setattr(_folder, "_shows_lock", lambda note, scope: True)
+    one, other = (Folder(str(path), str(path)) for path in hosts)
+    writer = one.begin_save(mine := "0" * 32, None)
+    link = os.link
+
+    def overtaken(old: str, new: str, **named: Any) -> None:
+        os.unlink(hosts[1] / writer.data / WRITER)  # by the sweep, which has read the manifest already
+        link(old, new, **named)
+
+    monkeypatch.setattr(os, "link", overtaken)
+    with pytest.raises(jaxckpt.StorageError, match="deleted while it was being written"):
+        one.publish(writer.data, sealed(mine), None, sync=True)
+    assert [one.read(MANIFEST), other.read(MANIFEST)] == [None, None]
+    os.close(writer.handle or 0)
+
+
+def test_containers_of_one_kernel_see_each_others_locks(tmp_path: Path) -> None:
+    """Whatever their host names are. A dead save is swept at once, and a live one is not."""
+    (tmp_path / "shared").mkdir()
+    program = (
+        "import sys; from jaxckpt._storage.folder import Folder;"
+        " print(Folder('', sys.argv[1]).begin_save('0' * 32, None).data, flush=True); sys.stdin.read()"
+    )
+    with mounts.sshfs(tmp_path / "shared", tmp_path / "mount") as mount:
+        store = Folder("", str(mount.path / "ckpt"))
+        command = [*mounts.as_host("container"), sys.executable, "-c", program, store.folder]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=processes.environment(1)) as writer:
+            try:
+                data = writer.stdout.readline().decode().strip() if writer.stdout else ""
+                assert data
+                store.clear()
+                assert (tmp_path / "shared/ckpt" / data).exists()
+            finally:
+                writer.kill()
+            writer.wait(30)
+        assert not store.sweep(None)
+        assert not (tmp_path / "shared/ckpt" / data).exists()
