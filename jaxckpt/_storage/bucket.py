@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
 import json
 import os
 import socket
@@ -35,7 +34,7 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._runtime.errors import DataError, InputError, StorageError
 from jaxckpt._runtime.events import log_swept
 from jaxckpt._runtime.options import Options
-from jaxckpt._storage.claims import overtaken_error, parse_note
+from jaxckpt._storage.claims import manifest_identity, overtaken_error, parse_note
 from jaxckpt._storage.errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt._storage.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._storage.objects import MAX_FILE_BYTES, Objects, Pending
@@ -229,7 +228,7 @@ class Bucket:
         data = f"data-{save_id}"
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
-        content = json.dumps({**note, "replaces": _identity(previous)}).encode()
+        content = json.dumps({**note, "replaces": manifest_identity(previous)}).encode()
         if not self._write_if_unchanged(key, self._get(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it already exists")
         try:
@@ -333,7 +332,7 @@ class Bucket:
                 left = True  # its writer is unknown
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
-            outdated = all_writers or note.get("replaces") != _identity(manifest)
+            outdated = all_writers or note.get("replaces") != manifest_identity(manifest)
             if no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
                 if not all_writers:
@@ -530,10 +529,6 @@ _verified_stores: set[str] = set()
 _last_answers: dict[tuple[str, float], float] = {}
 _silent_until: dict[tuple[str, float], float] = {}
 """Until when a store that has been silent for the full time counts as silent."""
-
-
-def _identity(manifest: bytes | None) -> str | None:
-    return None if manifest is None else hashlib.sha256(manifest).hexdigest()
 
 
 def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ process always calls `sync_folders`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,8 +51,9 @@ class Claims(Protocol):
         ...
 
     def clear(self, *, evict: bool = True) -> None:
-        """Delete the remains of saves if the path has no checkpoint. Stores that cannot distinguish a running save from
-        a dead one delete the data of both with `evict`, so that the running save fails; without `evict`, both stay."""
+        """Delete the remains of saves if the path has no checkpoint. If a running save cannot be distinguished from a
+        dead one, the data of both is deleted with `evict`, so that the running save fails; without `evict`, both stay.
+        """
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Delete the folders of stacks that a published manifest no longer names."""
@@ -64,6 +66,11 @@ def parse_note(content: bytes | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def manifest_identity(manifest: bytes | None) -> str | None:
+    """What a writer's note says about the manifest that its save will replace. None: there is none."""
+    return None if manifest is None else hashlib.sha256(manifest).hexdigest()
 
 
 def overtaken_error(url: str) -> CheckpointExistsError:

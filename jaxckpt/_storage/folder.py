@@ -26,11 +26,18 @@ import tensorstore as ts
 
 from jaxckpt._format import zarr
 from jaxckpt._format.grid import Box
-from jaxckpt._format.names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
+from jaxckpt._format.names import (
+    MANIFEST,
+    WRITER,
+    data_folder_of,
+    is_data_folder,
+    is_data_referenced,
+    may_reference_data,
+)
 from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import DataError, StorageError
+from jaxckpt._runtime.errors import DataError, JaxckptError, StorageError
 from jaxckpt._runtime.events import log_swept
-from jaxckpt._storage.claims import overtaken_error, parse_note
+from jaxckpt._storage.claims import manifest_identity, overtaken_error, parse_note
 from jaxckpt._storage.errors import retry_stale, translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, current_size, read_into, read_to_end
 from jaxckpt._storage.links import link
@@ -44,8 +51,17 @@ from jaxckpt._storage.workers import JoinedWork, submit
 _LOCK_SECONDS = 300.0
 """How long to wait for the lock. A sweep that holds it may have many files to delete."""
 
-_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
-"""Errors of file systems without hard links, or without those from another folder, such as AFS."""
+_REFUSED_LINK = (
+    errno.EPERM,  # also what SFTP makes of a name that exists
+    errno.EACCES,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EIO,  # rclone
+    errno.EXDEV,  # AFS, for a link from another folder
+    errno.EMLINK,
+)
+"""Errors of file systems without hard links. They may have other causes too."""
 
 
 @functools.cache
@@ -222,36 +238,51 @@ class Folder:
     def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
         """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
-        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "save_id": save_id}).encode()
+        note = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "save_id": save_id,
+            "replaces": manifest_identity(previous),
+        }
         with self._translate_errors("create", data), contextlib.ExitStack() as undo:
             is_new = not os.path.lexists(self.folder)
             if is_new:  # deleted only if empty: another process may be saving there too
                 undo.callback(remove_if_empty, self.folder)
-            handle = retry_stale(functools.partial(self._claim_folder, self._path(data), note))
+            handle = retry_stale(functools.partial(self._claim_folder, data, note))
             undo.pop_all()
             return DataClaim(self, data, handle, is_new)
 
-    def _claim_folder(self, path: str, note: bytes) -> int:
+    def _claim_folder(self, data: str, note: dict[str, Any]) -> int:
         for tries_left in reversed(range(100)):
             try:
-                return self._create_data_folder(path, note)
+                return self._create_data_folder(data, note)
             except (FileNotFoundError, FileExistsError) as error:
                 # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
                 if not tries_left or error.errno == errno.ESTALE:
                     raise
         raise AssertionError
 
-    def _create_data_folder(self, path: str, note: bytes) -> int:
+    def _create_data_folder(self, data: str, note: dict[str, Any]) -> int:
         """Create a data folder with its writer's note, and lock the note."""
+        path, key = self._path(data), f"{data}/{WRITER}"
         os.makedirs(self.folder, exist_ok=True)
         with self._locked(), contextlib.ExitStack() as undo:
             os.mkdir(path)
             undo.callback(remove_folder, path)
-            handle = os.open(os.path.join(path, WRITER), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+            handle = os.open(self._path(key), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             undo.callback(os.close, handle)
-            with contextlib.suppress(OSError):  # a file system without locks; a sweep then keeps the folder
+            with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(handle, note)
+                note |= _lock_scope(handle)
+            os.write(handle, json.dumps(note).encode())
+            if self.read(key) is None:
+                if not os.path.lexists(self._path(key)):
+                    raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being created")
+                raise StorageError(
+                    errno.ENOTSUP,
+                    f"cannot save to {self.url}: its file system does not show a file that is open for writing. If it"
+                    " is an rclone mount, mount it with --vfs-cache-mode writes",
+                )
             undo.pop_all()
             return handle
 
@@ -295,27 +326,48 @@ class Folder:
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
-            # A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
-            # therefore proves that the data was deleted.
-            if not is_data_referenced(previous, data) and self.read(f"{data}/{WRITER}") is None:
-                self._require_unchanged(previous)
-                raise StorageError(
-                    errno.ENOENT,
-                    f"{self.url}/{data} disappeared while it was being written: it was deleted, or its folder was moved"
-                    " or unmounted",
-                )
+            # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
+            by_writer = not is_data_referenced(previous, data)
+            if by_writer:
+                self._require_note(data, previous)
             self._replace_manifest(data, manifest, previous, sync=sync)
             try:
                 if sync:
                     os.fsync(handle)
-            except OSError:
-                # The manifest is in place but perhaps not durable. A save that raises must not leave it published.
-                with contextlib.suppress(OSError):
-                    if previous is None:
-                        os.unlink(self._path(MANIFEST))
-                    else:
-                        self._replace_manifest(data, previous, manifest, sync=False)
+                if by_writer:
+                    # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only
+                    # then deletes the data. So either this process or that host sees the other one's change.
+                    self._require_note(data, manifest)
+            except (OSError, JaxckptError):
+                # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must
+                # not leave it published.
+                with contextlib.suppress(OSError, JaxckptError):
+                    self._withdraw(data, manifest, previous)
                 raise
+
+    def _require_note(self, data: str, current: bytes | None) -> None:
+        """Raise if the data of a save was deleted, before its manifest was published as the successor of `current`, or
+        after it was published as `current`.
+
+        A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
+        therefore proves that the data was deleted.
+        """
+        if self.read(f"{data}/{WRITER}") is None:
+            self._require_unchanged(current)
+            raise StorageError(
+                errno.ENOENT,
+                f"{self.url}/{data} disappeared while it was being written: it was deleted, or its folder was moved or"
+                " unmounted",
+            )
+
+    def _withdraw(self, data: str, manifest: bytes, previous: bytes | None) -> None:
+        """Restore the manifest that was just replaced, if its data still exists."""
+        old = None if previous is None else data_folder_of(previous)
+        if previous is not None and old is not None and os.path.isdir(self._path(old)):
+            self._replace_manifest(data, previous, manifest, sync=False)
+        else:
+            self._require_unchanged(manifest)
+            os.unlink(self._path(MANIFEST))
 
     def _require_unchanged(self, previous: bytes | None) -> None:
         if self.read(MANIFEST) != previous:
@@ -330,25 +382,46 @@ class Folder:
         try:
             self._require_unchanged(previous)
             if previous is None:
-                self._link_manifest(temporary)
+                self._link_manifest(temporary, content)
             else:
                 os.rename(self._path(temporary), self._path(MANIFEST))
         finally:
             with contextlib.suppress(StorageError):
                 self.remove(temporary)
 
-    def _link_manifest(self, temporary: str) -> None:
+    def _link_manifest(self, temporary: str, content: bytes) -> None:
         """Publish a first manifest. A link, unlike a rename, fails if another host has published in the meantime."""
         old, new = self._path(temporary), self._path(MANIFEST)
         try:
             os.link(old, new, follow_symlinks=False)
+            return
         except FileExistsError:
-            if not os.path.samestat(os.lstat(old), os.lstat(new)):  # NFS may execute a call twice
-                raise overtaken_error(self.url) from None
+            pass
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in _REFUSED_LINK:
                 raise
-            os.rename(old, new)
+            has_links = self._has_links(temporary)
+            if self.read(MANIFEST) is None:
+                if has_links:
+                    raise
+                os.rename(old, new)
+                return
+        if self.read(MANIFEST) != content:  # equal if NFS has executed the call twice
+            raise overtaken_error(self.url)
+
+    def _has_links(self, key: str) -> bool:
+        """Whether a file can be linked into another folder. Tries it with a name that only this save uses."""
+        folder = self._path(f"{key}-link")
+        os.mkdir(folder)
+        try:
+            os.link(self._path(key), os.path.join(folder, MANIFEST), follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _REFUSED_LINK:
+                raise
+            return False
+        finally:
+            remove_folder(folder)
+        return True
 
     def unpublish(self, *, sync: bool) -> None:
         with (
@@ -364,12 +437,11 @@ class Folder:
         self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
-        """Keeps folders whose writer may be alive: its lock is held, or it runs on another host, whose locks may not be
-        visible here."""
+        """Keeps the data of a writer that is alive or, if its lock may not be visible here, that may still publish."""
         return self._sweep(current, log_swept)
 
-    def _sweep(self, current: str | None, log: Callable[[str, str], object]) -> bool:
-        """Delete data folders other than `current` whose writer is dead. Returns whether any is left."""
+    def _sweep(self, current: str | None, log: Callable[[str, str], object], *, evict: bool = False) -> bool:
+        """Delete data folders other than `current` of saves that cannot publish. Returns whether any is left."""
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
@@ -377,24 +449,80 @@ class Folder:
             for name in self.names():
                 if not is_data_folder(name) or name == current:
                     continue
-                path = self._path(name)
+                alive, note = self._find_writer(name)
                 # The manifest is checked last, because the folder may have been published since the listing.
-                if _is_abandoned(path) and not may_reference_data(self.read(MANIFEST), name):
-                    remove_folder(path)
-                    if not os.path.lexists(path):
-                        log(self.url, name)
-                        continue
-                left = True
+                if self._may_publish(name, alive, note, self.read(MANIFEST), evict=evict):
+                    left = True
+                elif self._delete_data(name, has_note=note is not None):
+                    log(self.url, name)
+                else:
+                    left = True
         return left
 
+    def _may_publish(
+        self, data: str, alive: bool | None, note: dict[str, Any] | None, manifest: bytes | None, *, evict: bool
+    ) -> bool:
+        """Whether a data folder is published, or its writer may still publish it. With `evict`, only a writer that is
+        known to be alive counts."""
+        if may_reference_data(manifest, data):
+            return True
+        if alive is not None or note is None:
+            return bool(alive)
+        # Publication requires that the manifest is still the one that the save found when it began.
+        return not evict and ("replaces" not in note or note["replaces"] == manifest_identity(manifest))
+
+    def _delete_data(self, data: str, *, has_note: bool) -> bool:
+        """Delete a data folder, the writer's note first: without it, a save that was taken for dead fails. If that save
+        has just published the folder, the rest stays. Returns whether the folder is gone."""
+        path, note = self._path(data), self._path(data, WRITER)
+        try:
+            if has_note:
+                os.unlink(note)
+            else:
+                os.rmdir(path)  # if it is empty, its writer may be about to create the note, and will try again
+                return True
+        except FileNotFoundError:
+            if not has_note:
+                return True
+        except OSError:
+            if has_note or os.path.lexists(note):
+                return False
+        if not may_reference_data(self.read(MANIFEST), data):
+            remove_folder(path)
+        return not os.path.lexists(path)
+
+    def _find_writer(self, data: str) -> tuple[bool | None, dict[str, Any] | None]:
+        """(whether the writer of a data folder is alive, or None if its lock may not be visible here; its note)."""
+        try:
+            # NFS locks only files that are open for writing.
+            handle = os.open(self._path(data, WRITER), os.O_RDWR)
+        except FileNotFoundError:
+            return False, None  # its checkpoint was published and then replaced, or it died before it created the note
+        except OSError:
+            return True, {}
+        try:
+            content = os.read(handle, 4096)  # empty if the writer died before it wrote the note
+            note, scope = parse_note(content), _lock_scope(handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True, note
+            except OSError:  # a file system without locks
+                return None, note
+            return False if not content or _shows_lock(note, scope) else None, note
+        except OSError:
+            return True, {}
+        finally:
+            os.close(handle)
+
     def clear(self, *, evict: bool = True) -> None:
-        """Keeps the data of a live writer, because its lock shows that it is alive."""
-        self._sweep(None, lambda url, name: None)  # logs nothing: this data is not the remains of a save
+        """Keeps the data of a writer whose lock shows that it is alive."""
+        self._sweep(None, lambda url, name: None, evict=evict)  # logs nothing: this data is not the remains of a save
         remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also deletes the note of a dead writer."""
-        if _is_abandoned(self._path(data)):
+        if self._find_writer(data)[0] is False:
             with contextlib.suppress(StorageError):  # no permission, or a file system that is mounted read-only
                 self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
@@ -552,21 +680,33 @@ def _sync_path(path: str) -> None:
         os.close(handle)
 
 
-def _is_abandoned(path: str) -> bool:
-    """Whether the writer of a data folder is known to be dead."""
+def _lock_scope(handle: int) -> dict[str, str]:
+    """What determines which processes see the lock of an open file: the start of the kernel, and the mounted device."""
+    device = os.fstat(handle).st_dev
+    return {"boot": _boot_id(), "device": f"{os.major(device)}:{os.minor(device)}"}
+
+
+@functools.cache
+def _boot_id() -> str:
+    """An id of the current start of this machine's kernel; empty if the system has none."""
     try:
-        handle = os.open(os.path.join(path, WRITER), os.O_RDWR)  # NFS locks only files that are open for writing
-    except FileNotFoundError:
-        return True  # its checkpoint was published and then replaced, or its writer died before it created the note
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
     except OSError:
+        return ""
+
+
+def _shows_lock(note: dict[str, Any], here: dict[str, str]) -> bool:
+    """Whether this process would see the lock of the writer of a note if that writer was alive.
+
+    It does through the same mount of one kernel. It also does on a disk of one host, even after a restart, because no
+    other host has mounted that disk. Host names are not unique, and mounts over a network (their devices have the major
+    number 0) may keep locks to themselves.
+    """
+    device = note.get("device")
+    if not isinstance(device, str):  # the writer got no lock
         return False
-    try:
-        note = os.read(handle, 4096)  # empty if the writer died before it wrote the note
-        if note and parse_note(note).get("host") != socket.gethostname():
-            return False
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return True
+    if here["boot"] and (note.get("boot"), device) == (here["boot"], here["device"]):
+        return True
+    on_disks = not device.startswith("0:") and not here["device"].startswith("0:")
+    return on_disks and note.get("host") == socket.gethostname()

@@ -1,4 +1,4 @@
-"""Real FUSE file systems on this machine: bindfs, sshfs without a server, GlusterFS; hosts with names of their own.
+"""Real FUSE file systems on this machine: bindfs, rclone, sshfs without a server, GlusterFS; hosts with own names.
 
 A test takes a mount as a context manager. It skips with the reason if FUSE or the program is missing.
 """
@@ -121,6 +121,14 @@ def _await_server(daemon: subprocess.Popen[bytes], port: int, log: Path) -> None
             pytest.skip(f"GlusterFS cannot serve a folder here: {log.read_text(errors='replace')[-500:]}")
         assert time.monotonic() < deadline, f"no server on port {port} within {_MOUNT_SECONDS:g} s"
         time.sleep(0.02)
+
+
+def rclone(source: Path, at: Path, cache_mode: str) -> Generator[Mount]:
+    """The folder `source` behind rclone's layer for object stores, which has no hard links."""
+    cache = at.with_name(f"{at.name}.cache")
+    options = ["--config", os.devnull, "--vfs-cache-mode", cache_mode, "--cache-dir", str(cache)]
+    with _mounted([_program("rclone"), "mount", *options, str(source), str(at)], at) as mount:
+        yield mount
 
 
 def as_host(name: str) -> list[str]:
