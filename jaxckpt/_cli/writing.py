@@ -23,7 +23,7 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
-from jaxckpt._storage.steps import is_link, remove_link, step_name, steps_of
+from jaxckpt._storage.steps import is_link, step_name, steps_of
 from jaxckpt._storage.store_path import local_path, store_at
 
 
@@ -141,7 +141,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved again in the meantime, so it was not deleted")
     if is_link(store):  # its target may belong to another run
-        remove_link(store)
+        store.remove_link()
         _print_done(f"deleted the link {path}", {"path": path, "left": []}, as_json)
         return
     if (manifest := store.read(MANIFEST)) is None:

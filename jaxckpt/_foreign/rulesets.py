@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxckpt._foreign.local_files import reads_files
 from jaxckpt._foreign.maxtext_rules import maxtext_rules
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._restore.rule import Paths, Rule, paths_in
@@ -32,6 +33,7 @@ from jaxckpt._storage.store_path import local_path
 Config = Mapping[str, Any]
 
 
+@reads_files
 def huggingface_rules(
     folder: str | os.PathLike[str],
     *,

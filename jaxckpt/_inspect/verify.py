@@ -9,7 +9,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -34,9 +33,11 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.progress import display_progress, show_bytes
+from jaxckpt._runtime.threads import Task
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store_path import store_at
+from jaxckpt._storage.workers import StorageThread, Workers
 
 _THREADS = 8
 T = TypeVar("T")
@@ -119,7 +120,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
-        StorageError: The manifest cannot be read, or the object store does not respond.
+        StorageError: The manifest cannot be read, or the storage does not respond.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -130,7 +131,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     options, quick = options_or_default(options), require_bool(quick, "quick")
     if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
         steps = steps_of(store_at(path, options))
-        urls = [step.url for step in steps] if steps is not None else foreign_steps_of(path)
+        urls = [step.url for step in steps] if steps is not None else foreign_steps_of(path, options)
         if urls or steps is not None:
             return _verify_steps(os.fspath(path), urls, quick, options)
     return _verify(path, quick, options)
@@ -170,12 +171,13 @@ def _verify(path: Location, quick: bool, options: Options) -> VerifyReport:
     files = list(_files(manifest))
     misfits = store.check_lengths({file.key: file.length for file in files})
     problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
-    for _, more in _check_concurrently(functools.partial(_check_small, store), _small_files(manifest)):
+    seconds = options.timeout_seconds
+    for _, more in _check_concurrently(_check_small, store, _small_files(manifest), seconds):
         problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with display_progress("verify", total, options.progress) as advance:
-        for file, more in _check_concurrently(functools.partial(_check, store), _throttle(rest, options)):
+        for file, more in _check_concurrently(_check, store, _throttle(rest, options), seconds):
             problems.extend(more)
             advance(file.length)
     became = source.change_since_open() if problems else None
@@ -296,14 +298,21 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
 
 
-def _check_concurrently(check: Callable[[T], list[Problem]], files: Iterable[T]) -> Iterator[tuple[T, list[Problem]]]:
-    """The files in order, each with its problems. Some are checked concurrently, and a few are queued."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
-        begun: deque[tuple[T, Future[list[Problem]]]] = deque()
+def _check_concurrently(
+    check: Callable[[Objects, T], list[Problem]], store: Objects, files: Iterable[T], seconds: float
+) -> Iterator[tuple[T, list[Problem]]]:
+    """The files in order, each with its problems. Some are checked concurrently, and a few are queued.
+
+    Raises StorageError if the storage hangs for `seconds`.
+    """
+    with contextlib.closing(Workers("jaxckpt-verify", _THREADS)) as threads, StorageThread(seconds) as aside:
+        doing = f"reading from {store.url}"
+        begun: deque[tuple[T, Task[list[Problem]]]] = deque()
         for file in files:
-            if len(begun) == 4 * _THREADS:  # a limit, because an interrupt waits for all queued files
-                first, problems = begun.popleft()
-                yield first, problems.result()
-            begun.append((file, threads.submit(check, file)))
-        for file, problems in begun:
-            yield file, problems.result()
+            if len(begun) == 4 * _THREADS:  # a limit, because the queued files are checked even after an interrupt
+                first, task = begun.popleft()
+                yield first, aside.run(doing, task.result)
+            work = functools.partial(threads.submit, functools.partial(check, store, file))
+            begun.append((file, aside.run(doing, work)))
+        for file, task in begun:
+            yield file, aside.run(doing, task.result)

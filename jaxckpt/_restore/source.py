@@ -45,7 +45,7 @@ from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.steps import is_step, resolve_step
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import local_path, store_at
-from jaxckpt._storage.workers import JoinedWork, StorageThread, submit
+from jaxckpt._storage.workers import JoinedWork, run_watched, submit
 
 
 class Source(Protocol):
@@ -406,8 +406,7 @@ def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | 
     if isinstance(location, ForeignCheckpoint):
         return location, _digest(location)
     store = store_at(location, options)
-    with StorageThread(options.timeout_seconds) as aside:
-        return aside.run(f"opening {store.url}", lambda: _open_source(location, store, options))
+    return run_watched(f"opening {store.url}", options.timeout_seconds, lambda: _open_source(location, store, options))
 
 
 def _open_source(
@@ -453,11 +452,16 @@ def _open_foreign(location: str | os.PathLike[str]) -> NativeCheckpoint | Foreig
     return form.open(path) if form is not None and form.open is not None else None
 
 
-def foreign_steps_of(location: str | os.PathLike[str]) -> Sequence[str]:
-    """The paths of the steps in another library's run at a local path; none if it is something else."""
-    path, names = _local_names(location)
-    form = None if names and MANIFEST in names else _recognized_format(path, names)
-    return form.steps_in(path, names or ()) if form is not None else ()
+def foreign_steps_of(location: str | os.PathLike[str], options: Options) -> Sequence[str]:
+    """The paths of the steps in another library's run at a local path; none if it is something else. Raises
+    StorageError if the storage hangs."""
+
+    def find() -> Sequence[str]:
+        path, names = _local_names(location)
+        form = None if names and MANIFEST in names else _recognized_format(path, names)
+        return form.steps_in(path, names or ()) if form is not None else ()
+
+    return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
 
 
 def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str] | None]:

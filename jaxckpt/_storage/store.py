@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,4 +34,4 @@ class DataClaim:
                 self.store.discard(self.data)
         finally:
             if self.handle is not None:
-                os.close(self.handle)
+                self.store.unlock(self.handle)
