@@ -28,6 +28,7 @@ from jaxckpt._restore.rule_layouts import AxisLayout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
 from jaxckpt._runtime.errors import DataError, InputError
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.store_path import local_path
 
 Config = Mapping[str, Any]
@@ -60,6 +61,7 @@ def huggingface_rules(
 
     Raises:
         DataError: config.json is missing or incomplete.
+        StorageError: config.json cannot be read.
         InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
     config = _config_of(folder)
@@ -89,10 +91,11 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
     if local is None:
         raise InputError(f"{folder} must be a local folder: its config.json is read")
     path = Path(local) / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+    with translate_os_errors(f"cannot read {path}"):
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, msgspec.MsgspecError) as error:
+            raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
 
 
 def huggingface_dtype(folder: str | os.PathLike[str]) -> str:

@@ -35,7 +35,7 @@ from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, read_into
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, ArrayWriter, Objects
-from jaxckpt._storage.removal import remove_folder
+from jaxckpt._storage.removal import close_unwritten, remove_folder
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
@@ -274,7 +274,7 @@ class Folder:
             return handle
 
     def unlock(self, handle: int) -> None:
-        _close(handle)
+        close_unwritten(handle)
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
@@ -289,7 +289,7 @@ class Folder:
             except OSError:
                 pass
             finally:
-                _close(handle)
+                close_unwritten(handle)
 
     def _lock(self, handle: int) -> None:
         """Lock a folder until the handle is closed or this process dies. A suspended process keeps the lock."""
@@ -555,12 +555,6 @@ def sync_path(path: str) -> None:
             note_progress()
         finally:
             os.close(handle)
-
-
-def _close(handle: int) -> None:
-    """Close a handle that was not used for writing. The system may report an error, and closes it in any case."""
-    with contextlib.suppress(OSError):
-        os.close(handle)
 
 
 def _is_abandoned(path: str) -> bool:
