@@ -29,6 +29,7 @@ from jaxckpt._runtime.progress import show_bytes
 from jaxckpt._storage.steps import is_step, pins, step_name, steps_of
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import local_path, store_at
+from jaxckpt._storage.workers import run_watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,10 @@ def _is_single_checkpoint(path: str, checkpoint: Checkpoint, store: Store) -> bo
     """
     local = local_path(path)
     if checkpoint.format == "jaxckpt":  # perhaps in a step of Orbax's CheckpointManager
-        return local is None or not has_steps(local, store.names())
+        if local is None:
+            return True
+        names = store.names()
+        return not run_watched(f"listing {local}", Options().timeout_seconds, lambda: has_steps(local, names))
     return True not in store.folders().values() and local == local_path(checkpoint.path)
 
 

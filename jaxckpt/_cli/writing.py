@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
 from jaxckpt._storage.steps import is_link, step_name, steps_of
 from jaxckpt._storage.store_path import local_path, store_at
+from jaxckpt._storage.workers import run_watched
 
 
 def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
@@ -84,7 +86,8 @@ def _require_outside(output: str, path: str) -> None:
     folder = local_path(path)
     if folder is None:
         return
-    folder, written = os.path.realpath(folder), os.path.realpath(output)
+    real = functools.partial(run_watched, f"looking at {path}", Options().timeout_seconds)
+    folder, written = real(functools.partial(os.path.realpath, folder)), os.path.realpath(output)
     if written == folder or written.startswith(os.path.join(folder, "")):
         raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
 

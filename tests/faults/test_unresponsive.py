@@ -10,6 +10,7 @@ import mounts
 import processes
 import pytest
 import unresponsive
+from victims import needs_strace
 
 PROGRAM = Path(unresponsive.__file__)
 
@@ -18,7 +19,7 @@ def outcomes(folder: Path, what: str) -> tuple[processes.Finished, list[dict[str
     """How every public call ended, after the daemon of their file system was stopped or killed."""
     (folder / "source").mkdir()
     with mounts.bindfs(folder / "source", folder / "mount") as mount:
-        done = processes.finish(PROGRAM, mount.path, mount.daemon.pid, what)
+        done = processes.finish(PROGRAM, mount.path, what, mount.daemon.pid, timeout=120)
     return done, json.loads(done.stdout.splitlines()[-1])
 
 
@@ -46,3 +47,17 @@ def test_killed_before_every_call(tmp_path: Path) -> None:
     assert done.returncode == 0
     for name, (how, _, message) in killed.items():
         assert how == "StorageError", (name, how, message)
+
+
+@needs_strace
+@pytest.mark.child
+def test_killed_during_every_call(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with mounts.bindfs(tmp_path / "source", tmp_path / "probe"):  # skips without FUSE
+        pass
+    done = processes.finish(PROGRAM, tmp_path, "strike", 6, 30, timeout=120)
+    assert done.returncode == 0, str(done)
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    for name, number, how, _, message in outcomes:
+        assert how in ("StorageError", "done"), (name, number, how, message)
+    assert {name for name, _, how, _, _ in outcomes if how == "StorageError"} >= {"save", "restore", "verify", "fork"}

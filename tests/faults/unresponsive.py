@@ -1,7 +1,10 @@
 """Makes every public call while the daemon of a FUSE mount is stopped or killed; prints how each call ended.
 
-The arguments are a folder on the mount, the id of the daemon, and "stop" or "kill". After a stop, the daemon resumes,
+The arguments are a folder on the mount, "stop" or "kill", and the id of the daemon. After a stop, the daemon resumes,
 and every call is made again, on other checkpoints.
+
+With "strike" and numbers, each call is made on a mount of its own in that folder, whose daemon is killed during the
+call, when it reads that request.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 import operator
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import mounts
 import numpy as np
 
 import jaxckpt
@@ -276,11 +281,31 @@ def prepared(top: Path) -> dict[str, Call]:
     return {name: prepare(Place(top)) for name, prepare in CALLS.items()}
 
 
+def strike(folder: Path, name: str, number: int) -> tuple[str, float, str]:
+    """Make a call, during which the daemon of a mount is killed when it reads its `number`th request."""
+    (folder / "source").mkdir(parents=True)
+    with mounts.bindfs(folder / "source", folder / "mount") as mount:
+        call = CALLS[name](Place(mount.path))
+        fault = ["-e", "trace=read", "-e", f"inject=read:signal=KILL:when={number}", "-p", str(mount.daemon.pid)]
+        with subprocess.Popen(["strace", "-qq", "-o", os.devnull, *fault]) as strace:
+            status = Path(f"/proc/{mount.daemon.pid}/status")
+            while mount.daemon.poll() is None and strace.poll() is None and "TracerPid:\t0\n" in status.read_text():
+                time.sleep(0.005)
+            (outcome,) = make({name: call}).values()
+            strace.kill()
+    return outcome
+
+
 if __name__ == "__main__":
-    folder, daemon, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     logging.disable(logging.WARNING)
     constructor: Any = jaxckpt.Options.__init__
     constructor.__kwdefaults__["timeout_seconds"] = SECONDS  # for calls that take no options
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "strike":
+        cases = [(name, number) for number in map(int, sys.argv[3:]) for name in CALLS]
+        print("\n", json.dumps([(*case, *strike(folder / str(place), *case)) for place, case in enumerate(cases)]))
+        sys.exit()
+    daemon = int(sys.argv[3])
     rounds = [prepared(folder / name) for name in ("first", "second")[: 2 if what == "stop" else 1]]
     os.kill(daemon, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
     outcomes = [make(rounds[0])]
