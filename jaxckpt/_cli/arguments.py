@@ -164,6 +164,8 @@ class LocalPath(click.Path):
     """A path in an argument or option. click looks at it, which may hang."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if ctx is not None and ctx.resilient_parsing:  # completion imports only light modules
+            return super().convert(value, param, ctx)
         from jaxckpt._runtime.options import Options
         from jaxckpt._storage.workers import run_watched
 
