@@ -12,6 +12,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -159,7 +160,20 @@ def _note_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None
     ctx.meta["debug"] = ctx.meta.get("debug", False) or value
 
 
-location = functools.partial(click.argument, type=click.Path(path_type=str), callback=_note_path)
+class LocalPath(click.Path):
+    """A path in an argument or option. click looks at it, which may hang."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if ctx is not None and ctx.resilient_parsing:  # completion imports only light modules
+            return super().convert(value, param, ctx)
+        from jaxckpt._runtime.options import Options
+        from jaxckpt._storage.workers import run_watched
+
+        work = functools.partial(super().convert, value, param, ctx)
+        return run_watched(f"looking at {value}", Options().timeout_seconds, work)
+
+
+location = functools.partial(click.argument, type=LocalPath(path_type=str), callback=_note_path)
 """A named argument: the location of a checkpoint to read or write."""
 
 select_option = click.option(
@@ -184,7 +198,7 @@ specs_option = click.option(
 )
 
 output_option = click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=str), required=True, help="The .html file to write."
+    "-o", "--output", type=LocalPath(dir_okay=False, path_type=str), required=True, help="The .html file to write."
 )
 
 rules_option = click.option(
@@ -195,7 +209,7 @@ rules_option = click.option(
 
 back_to_option = click.option(
     "--back-to",
-    type=click.Path(file_okay=False, path_type=str),
+    type=LocalPath(file_okay=False, path_type=str),
     metavar="FOLDER",
     help="With --rules: map in the other direction, to the tensors of this Hugging Face folder (config.json is read).",
 )

@@ -131,7 +131,7 @@ def list_checkpoints(path: str) -> list[Entry]:
 
 def _count_steps(path: str) -> int:
     """The number of steps in a run's directory, of jaxckpt or of another library; 0 for anything else."""
-    return len(steps_of(store_at(path, Options())) or foreign_steps_of(path))
+    return len(steps_of(store_at(path, Options())) or foreign_steps_of(path, Options()))
 
 
 def _is_single_checkpoint(path: str, checkpoint: Checkpoint, store: Store) -> bool:

@@ -19,6 +19,7 @@ import click
 from jaxckpt._cli.arguments import (
     FORMATS,
     FORMATS_MODULE,
+    LocalPath,
     back_to_option,
     complete_leaf,
     debug_option,
@@ -172,7 +173,7 @@ def show() -> None:
     location("path"),
     click.argument("leaf", shell_complete=complete_leaf),
     click.option(
-        "--save", type=click.Path(dir_okay=False, path_type=str), help="Write the array to this .npy file instead."
+        "--save", type=LocalPath(dir_okay=False, path_type=str), help="Write the array to this .npy file instead."
     ),
 )
 def cat() -> None:

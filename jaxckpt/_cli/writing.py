@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +24,9 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._steps.fork import fork as fork_run
 from jaxckpt._steps.pins import pin as pin_step
 from jaxckpt._steps.pins import unpin as unpin_step
-from jaxckpt._storage.steps import is_link, remove_link, step_name, steps_of
+from jaxckpt._storage.steps import is_link, step_name, steps_of
 from jaxckpt._storage.store_path import local_path, store_at
+from jaxckpt._storage.workers import run_watched
 
 
 def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
@@ -84,7 +86,8 @@ def _require_outside(output: str, path: str) -> None:
     folder = local_path(path)
     if folder is None:
         return
-    folder, written = os.path.realpath(folder), os.path.realpath(output)
+    real = functools.partial(run_watched, f"looking at {path}", Options().timeout_seconds)
+    folder, written = real(functools.partial(os.path.realpath, folder)), os.path.realpath(output)
     if written == folder or written.startswith(os.path.join(folder, "")):
         raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
 
@@ -141,7 +144,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved again in the meantime, so it was not deleted")
     if is_link(store):  # its target may belong to another run
-        remove_link(store)
+        store.remove_link()
         _print_done(f"deleted the link {path}", {"path": path, "left": []}, as_json)
         return
     if (manifest := store.read(MANIFEST)) is None:

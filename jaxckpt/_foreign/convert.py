@@ -30,13 +30,16 @@ from jaxckpt._restore.source import ForeignCheckpoint, Location, Source, source_
 from jaxckpt._runtime.errors import InputError, show_path
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.progress import display_progress
+from jaxckpt._runtime.progress import Report, display_progress
+from jaxckpt._runtime.stalls import require_not_stalled
+from jaxckpt._runtime.threads import Latch
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.store_path import local_path
+from jaxckpt._storage.workers import StorageThread, note_progress, run_watched
 
 
 def convert(
@@ -114,7 +117,7 @@ def convert(
         original = renamed_source(source_at(source, options)[0], rules)
         narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
         if name == "jaxckpt":
-            _run_in_process_0(group, "verifying the source", functools.partial(_verify_checksums, narrow))
+            _run_in_process_0(group, "verifying the source", functools.partial(_verify_checksums, narrow, options))
             draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
             request = SaveRequest(
                 destination, metadata=manifest.metadata, overwrite=overwrite, draft=draft, step=manifest.step
@@ -153,24 +156,46 @@ def _write_foreign(
     source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
 ) -> None:
     """Write a checkpoint in another library's format. Process 0."""
-    if os.path.lexists(target):
-        require_replaceable(target, location, overwrite)
-    _verify_checksums(source)
-    n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
-    with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as report:
-        WRITERS[format](source, path, options, report)
+    ended = Latch()
+
+    def write() -> None:
+        try:
+            if os.path.lexists(target):
+                require_replaceable(target, location, overwrite)
+            _verify_checksums(source, options)
+            n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
+            with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as display:
+                WRITERS[format](source, path, options, functools.partial(_report, display))
+                require_not_stalled()
+        finally:
+            ended.set()
+
+    try:
+        run_watched(f"converting {source.url} to {target}", options.timeout_seconds, write)
+    except Exception:
+        raise
+    except BaseException:  # an interrupt: the thread deletes what it has written
+        ended.wait(options.timeout_seconds)
+        raise
 
 
-def _verify_checksums(source: Source) -> None:
+def _report(display: Report, moved: int) -> None:
+    require_not_stalled()
+    note_progress()
+    display(moved)
+
+
+def _verify_checksums(source: Source, options: Options) -> None:
     """Verify all data of a foreign checkpoint with the checksums of its format, because the written data gets new
     checksums. Process 0."""
     if not isinstance(source, ForeignCheckpoint):
         return
-    for leaf in source.manifest.leaves:
-        if leaf.stack is not None:
-            stack, row = source.manifest.stack_and_row(leaf)
-            with translate_tensorstore_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
-                source.row_data[stack][row].check()
+    with StorageThread(options.timeout_seconds) as aside:
+        for leaf in source.manifest.leaves:
+            if leaf.stack is not None:
+                stack, row = source.manifest.stack_and_row(leaf)
+                with translate_tensorstore_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
+                    aside.run(f"reading {source.url}", source.row_data[stack][row].check)
 
 
 def _format_of(destination: str, format: str | None) -> str:

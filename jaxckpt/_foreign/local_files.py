@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, Collection, Generator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from jaxckpt._format.manifest import require_distinct
 from jaxckpt._runtime.errors import DataError, InputError, show_path
+from jaxckpt._runtime.options import Options
 from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.store_path import local_path
+from jaxckpt._storage.workers import note_progress, run_watched
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 MAX_INDEX_BYTES = 1 << 28
 """The largest index file in JSON."""
@@ -30,6 +34,17 @@ def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
     if found is None:
         raise InputError(f"{what} must be a local path, found the URL {os.fspath(path)!r}: copy its files here first")
     return found
+
+
+def reads_files(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function that reads local files and takes no options. It raises StorageError if their storage hangs."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        work = functools.partial(function, *arguments, **options)
+        return run_watched(f"reading files for {function.__name__}", Options().timeout_seconds, work)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -54,6 +69,7 @@ def read_at(handle: int, count: int, offset: int) -> bytes:
     data = os.pread(handle, count, offset)
     while len(data) < count and (more := os.pread(handle, count - len(data), offset + len(data))):
         data += more
+    note_progress()
     return data
 
 

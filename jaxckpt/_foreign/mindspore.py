@@ -33,6 +33,7 @@ from jaxckpt._foreign.local_files import (
     read_at,
     read_head,
     read_small,
+    reads_files,
 )
 from jaxckpt._foreign.protobuf import Field, Message, Table
 from jaxckpt._foreign.rank_files import (
@@ -82,6 +83,7 @@ def open_mindspore(path: str) -> ForeignCheckpoint:
     return compose(path, read_ckpt(path), "mindspore")
 
 
+@reads_files
 def mindspore_ranks(
     files: Files | str | os.PathLike[str],
     *,

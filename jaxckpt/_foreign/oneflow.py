@@ -28,6 +28,7 @@ from jaxckpt._foreign.local_files import (
     path_inside,
     read_head,
     read_small,
+    reads_files,
 )
 from jaxckpt._foreign.pickle_machine import OpaqueObject
 from jaxckpt._foreign.pickles import as_array, as_tree, unpickle, unreadable
@@ -88,6 +89,7 @@ def open_oneflow(path: str) -> ForeignCheckpoint:
     return compose(path, _saved(path), "oneflow")
 
 
+@reads_files
 def oneflow_ranks(
     files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None
 ) -> ForeignCheckpoint:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt._foreign.local_files import list_names, path_on_disk, read_head
+from jaxckpt._foreign.local_files import list_names, path_on_disk, read_head, reads_files
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
 from jaxckpt._foreign.shards import from_boxes, from_ranks
@@ -36,6 +36,7 @@ Offsets = Mapping[int, Mapping[str, Sequence[int]]]
 MAX_RANKS = 1 << 17
 
 
+@reads_files
 def rank_files(
     files: Files,
     *,

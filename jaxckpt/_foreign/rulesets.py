@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxckpt._foreign.local_files import reads_files
 from jaxckpt._foreign.maxtext_rules import maxtext_rules
 from jaxckpt._restore.rule import Paths, Rule, matching_paths, paths_in
 from jaxckpt._restore.rule_layouts import AxisLayout as Axes
@@ -28,11 +29,13 @@ from jaxckpt._restore.rules import Rules
 from jaxckpt._restore.source import source_at
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options
+from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.store_path import local_path
 
 Config = Mapping[str, Any]
 
 
+@reads_files
 def huggingface_rules(
     folder: str | os.PathLike[str],
     *,
@@ -61,6 +64,7 @@ def huggingface_rules(
 
     Raises:
         DataError: config.json is missing or incomplete, or the files of the tensors are damaged.
+        StorageError: config.json cannot be read.
         InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
     config = _config_of(folder)
@@ -92,10 +96,11 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
     if local is None:
         raise InputError(f"{folder} must be a local folder: its config.json is read")
     path = Path(local) / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+    with translate_os_errors(f"cannot read {path}"):
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, msgspec.MsgspecError) as error:
+            raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
 
 
 _BUFFERS = (

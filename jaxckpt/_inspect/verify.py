@@ -11,8 +11,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TypeVar
@@ -39,10 +37,12 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.progress import Report, display_progress, report_nothing, show_bytes
+from jaxckpt._runtime.threads import Task
 from jaxckpt._storage.errors import retry_stale
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import steps_of
 from jaxckpt._storage.store_path import store_at
+from jaxckpt._storage.workers import StorageThread, Workers
 
 _THREADS = 8
 
@@ -129,7 +129,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
-        StorageError: The manifest cannot be read, or the object store does not respond.
+        StorageError: The manifest cannot be read, or the storage does not respond.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -140,7 +140,7 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
     options, quick = options_or_default(options), require_bool(quick, "quick")
     if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
         steps = steps_of(store_at(path, options)) or ()
-        if urls := [step.url for step in steps] or [step.path for step in foreign_steps_of(path)]:
+        if urls := [step.url for step in steps] or [step.path for step in foreign_steps_of(path, options)]:
             return _verify_steps(os.fspath(path), urls, quick, options)
     return _verify(path, quick, options)
 
@@ -181,13 +181,15 @@ def _verify(path: Location, quick: bool, options: Options, step: str = "") -> Ve
     misfits = store.check_lengths({file.key: file.length for file in files})
     problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
     small = functools.partial(_check_small, store)
-    for more in _check_concurrently(small, _small_files(manifest), _ReadMeter(report_nothing, None)):
+    seconds = options.timeout_seconds
+    for more in _check_concurrently(small, store, _small_files(manifest), _ReadMeter(report_nothing, None), seconds):
         problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with display_progress("verify", total, options.progress, step) as advance:
         meter = _ReadMeter(advance, options.max_bytes_per_second)
-        for more in _check_concurrently(functools.partial(_check, store, meter), _throttle(rest, meter), meter):
+        check = functools.partial(_check, store, meter)
+        for more in _check_concurrently(check, store, _throttle(rest, meter), meter, seconds):
             problems.extend(more)
     became = source.change_since_open() if problems else None
     if became:
@@ -284,10 +286,9 @@ class _ReadMeter:
             time.sleep(min(left, _REPORT_SECONDS))
             self.report()
 
-    def result(self, work: Future[T]) -> T:
-        """Wait for work, and report in the meantime."""
-        while not work.done():
-            wait_for([work], _REPORT_SECONDS)
+    def result(self, work: Task[T], aside: StorageThread, doing: str) -> T:
+        """Wait for work, and report in the meantime. Raises StorageError if the storage hangs."""
+        while not aside.run(doing, functools.partial(work.wait, _REPORT_SECONDS)):
             self.report()
         self.report()
         return work.result()
@@ -310,7 +311,7 @@ def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_
 def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
     try:
         found = retry_stale(functools.partial(_object_problems, store, meter, file))
-    except (DataError, StorageError, OSError) as error:
+    except (DataError, OSError) as error:
         _require_answer(error)
         return list(file.problems(None, f"cannot be read: {error}"))
     return [problem for box, reason in found for problem in file.problems(box, reason)]
@@ -355,21 +356,25 @@ def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
     return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
 
 
-def _require_answer(error: DataError | StorageError) -> None:
+def _require_answer(error: Exception) -> None:
     """Raise an error that is not a problem of one file: the storage does not respond."""
     if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
         raise error
 
 
 def _check_concurrently(
-    check: Callable[[T], list[Problem]], files: Iterable[T], meter: _ReadMeter
+    check: Callable[[T], list[Problem]], store: Objects, files: Iterable[T], meter: _ReadMeter, seconds: float
 ) -> Iterator[list[Problem]]:
-    """The problems of each file, in order. Some files are checked concurrently, and a few are queued."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-verify") as threads:
-        begun = deque[Future[list[Problem]]]()
+    """The problems of each file, in order. Some files are checked concurrently, and a few are queued.
+
+    Raises StorageError if the storage hangs for `seconds`.
+    """
+    with contextlib.closing(Workers("jaxckpt-verify", _THREADS)) as threads, StorageThread(seconds) as aside:
+        doing = f"reading from {store.url}"
+        begun = deque[Task[list[Problem]]]()
         for file in files:
-            if len(begun) == 4 * _THREADS:  # a limit, because an interrupt waits for all queued files
-                yield meter.result(begun.popleft())
-            begun.append(threads.submit(check, file))
-        for problems in begun:
-            yield meter.result(problems)
+            if len(begun) == 4 * _THREADS:  # a limit, because the queued files are checked even after an interrupt
+                yield meter.result(begun.popleft(), aside, doing)
+            begun.append(aside.run(doing, functools.partial(threads.submit, functools.partial(check, file))))
+        for task in begun:
+            yield meter.result(task, aside, doing)

@@ -45,7 +45,7 @@ from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.steps import is_step, resolve_name, resolve_step, run_and_name
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import local_path, store_at
-from jaxckpt._storage.workers import JoinedWork, StorageThread, submit
+from jaxckpt._storage.workers import JoinedWork, run_watched, submit
 
 
 class Source(Protocol):
@@ -416,8 +416,7 @@ def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | 
     if isinstance(location, ForeignCheckpoint):
         return location, _digest(location)
     store = store_at(location, options)
-    with StorageThread(options.timeout_seconds) as aside:
-        return aside.run(f"opening {store.url}", lambda: _open_source(location, store, options))
+    return run_watched(f"opening {store.url}", options.timeout_seconds, lambda: _open_source(location, store, options))
 
 
 def _open_source(
@@ -433,7 +432,7 @@ def _open_source(
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
                 return _open_native(step, options)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
-        foreign = None if options.manifest_sha256 else _open_foreign(location, store)
+        foreign = None if options.manifest_sha256 else _open_foreign(location, store, options)
         if foreign is None:
             raise
         return foreign, _digest(foreign)
@@ -456,29 +455,37 @@ def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]
     return NativeCheckpoint(store, manifest), hashlib.sha256(content).hexdigest()
 
 
-def _open_foreign(location: str | os.PathLike[str], store: Store) -> NativeCheckpoint | ForeignCheckpoint | None:
+def _open_foreign(
+    location: str | os.PathLike[str], store: Store, options: Options
+) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a local path, or the step of its run that "run@40" or "run@latest" names."""
     path, names = _local_names(location)
     if names is None and (named := run_and_name(store)) is not None:
         run, name = named
-        paths = {step.number: step.path for step in foreign_steps_of(run.url)}
+        paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
         if paths:
             path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
     form = _recognized_format(path, names)
     return form.open(path) if form is not None and form.open is not None else None
 
 
-def foreign_steps_of(location: str | os.PathLike[str], ignored: Collection[str] = ()) -> Sequence[ForeignStep]:
+def foreign_steps_of(
+    location: str | os.PathLike[str], options: Options, ignored: Collection[str] = ()
+) -> Sequence[ForeignStep]:
     """The steps in another library's run at a local path, oldest first; none if it is something else.
 
-    Folders in it whose names are `ignored` do not count.
+    Folders in it whose names are `ignored` do not count. Raises StorageError if the storage hangs.
     """
-    path, names = _local_names(location)
-    if names is None or MANIFEST in names:
-        return ()
-    names = {*names} - {*ignored}
-    form = _recognized_format(path, names)
-    return form.steps_in(path, names) if form is not None else ()
+
+    def find() -> Sequence[ForeignStep]:
+        path, names = _local_names(location)
+        if names is None or MANIFEST in names:
+            return ()
+        names = {*names} - {*ignored}
+        form = _recognized_format(path, names)
+        return form.steps_in(path, names) if form is not None else ()
+
+    return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
 
 
 def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str] | None]:

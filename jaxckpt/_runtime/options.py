@@ -80,7 +80,7 @@ class Options:
             other process. A process that is still working sends heartbeats and does not time out; one that stops
             during a save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one
             has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the
-            error even if the process stopped before its call. This is also how long a save or a restore waits while
+            error even if the process stopped before its call. This is also how long a call waits while
             storage moves no data, for example because a network file system has lost its server. Then it raises
             `StorageError`, and the other processes raise `PeerFailedError`.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the

@@ -8,10 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 import time
 from collections.abc import Generator
 
 from jaxckpt._runtime.errors import StorageError
+
+
+class _Current(threading.local):
+    watch: Watch | None = None
+
+
+_current = _Current()
+
+
+def current_watch() -> Watch | None:
+    """The watch of the storage operation that this thread carries out, if any."""
+    return _current.watch
+
+
+def require_not_stalled() -> None:
+    """Raise an error if nothing waits for the storage operation of this thread any more: it hung or was interrupted."""
+    if (watch := current_watch()) is not None:
+        watch.require_not_stalled()
+
+
+@contextlib.contextmanager
+def under(watch: Watch | None) -> Generator[None]:
+    """Let the block carry out a part of the storage operation of another thread, which has this watch."""
+    outside, _current.watch = _current.watch, watch
+    try:
+        yield
+    finally:
+        _current.watch = outside
 
 
 class Watch:
@@ -34,11 +63,21 @@ class Watch:
         outside = self._operation
         self._operation, self._since = what, time.monotonic()
         try:
-            yield
-            if self._error is not None:
-                raise self._error
+            with under(self):
+                yield
+            self.require_not_stalled()
         finally:
             self._operation, self._since = outside, time.monotonic()
+
+    def abandon(self) -> None:
+        """Note that nothing waits for the operation any more, because of an interrupt."""
+        if self._error is None:
+            self._error = StorageError(errno.EINTR, "interrupted")
+
+    def require_not_stalled(self) -> None:
+        """Raise the error of the operation if it was reported. A thread that resumes after that stops here."""
+        if self._error is not None:
+            raise self._error
 
     def note_progress(self) -> None:
         """Note that some bytes have moved."""

@@ -22,7 +22,7 @@ from jaxckpt._steps.retention import Decision, RetentionPolicy, SavedStep
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.leases import Leases
 from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, remove_link, step_name
+from jaxckpt._storage.steps import TRASH, is_link, is_step, pins, step_name
 
 _log = logging.getLogger("jaxckpt")
 
@@ -244,7 +244,7 @@ class Deletion:
         self._directory.require_same_folder()
         child = self._directory.child(step)
         if is_link(child):
-            remove_link(child)
+            child.remove_link()
             self._directory.forget(step)
             return
         if self._trash and isinstance(self._store, Folder):

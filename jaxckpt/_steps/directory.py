@@ -47,7 +47,8 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
         self.store: Store = run_at(path, options, to_write=True)
-        self._anchor = Anchor(self.store.folder) if isinstance(self.store, Folder) else None
+        self._anchor = Anchor(self.store.folder, options.timeout_seconds) if isinstance(self.store, Folder) else None
+        self._options = options
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
         self._rules_with_metric = set[KeepBest]()
@@ -224,7 +225,7 @@ class Directory:
         return notes
 
     def _require_no_foreign_steps(self, steps: list[int]) -> None:
-        foreign = foreign_steps_of(self.url, ignored=[*map(step_name, steps)])
+        foreign = foreign_steps_of(self.url, self._options, ignored=[*map(step_name, steps)])
         if not foreign or foreign[-1].number <= max(steps, default=-1):
             return
         shown = ", ".join(os.path.basename(step.path) for step in foreign[-5:])

@@ -100,10 +100,11 @@ def steps(directory: Path, *, options: Options | None = None) -> list[int]:
         >>> jaxckpt.steps("/tmp/jaxckpt-doc/run")
         [10, 20]
     """
-    found, _ = step_folders(run := run_at(directory, options_or_default(options)))
+    options = options_or_default(options)
+    found, _ = step_folders(run := run_at(directory, options))
     if not found:
         require_no_checkpoint(run)
-        return [step.number for step in foreign_steps_of(run.url)]
+        return [step.number for step in foreign_steps_of(run.url, options)]
     return found
 
 
@@ -191,7 +192,7 @@ def _follow(
                 yield step
                 waiting_since = time.monotonic()
             continue
-        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url)):
+        if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options)):
             raise InputError(
                 f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
                 " jaxckpt.latest_step repeatedly instead"

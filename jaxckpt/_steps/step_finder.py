@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Group, Meeting
 from jaxckpt._steps.directory import Directory
 from jaxckpt._steps.local import LocalTier
-from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.steps import is_step, step_name
 
@@ -234,10 +232,8 @@ class StepFinder:
         """The files of a save that exist with the right length and have not failed to be read."""
         there = {
             numbers[key]: key
-            for path, _, names in os.walk(os.path.join(folder.folder, data))
-            for name in names
-            if (key := os.path.relpath(os.path.join(path, name), folder.folder)) in numbers
-            and f"{folder.url}/{key}" not in self._unusable_files
+            for key in folder.files_below(data)
+            if key in numbers and f"{folder.url}/{key}" not in self._unusable_files
         }
         try:
             misfits = folder.check_lengths({key: files.lengths[number] for number, key in there.items()})
@@ -303,8 +299,7 @@ def _publish_manifest(folder: Folder, data: str, content: bytes, *, sync: bool) 
     name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
     try:
         folder.put(name, content, sync=sync)
-        with translate_os_errors(f"cannot publish {folder.url}/{MANIFEST}"):
-            os.rename(os.path.join(folder.folder, name), os.path.join(folder.folder, MANIFEST))
+        folder.rename(name, MANIFEST)
     except StorageError as error:
         _log.warning("the manifest is not in all local folders: %s", error)
 

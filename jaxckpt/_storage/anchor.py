@@ -8,6 +8,7 @@ import weakref
 
 from jaxckpt._runtime.errors import StorageError
 from jaxckpt._storage.errors import translate_os_errors
+from jaxckpt._storage.workers import run_watched
 
 _FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 """O_PATH needs no permission to read the folder, and opens nothing on the server of a network file system."""
@@ -22,12 +23,16 @@ class Anchor:
     forgotten it, and an automounter unmounts it while it is not in use.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, timeout_seconds: float) -> None:
         self._path = path
+        self._timeout_seconds = timeout_seconds
         self._held: _HeldFolder | None = None
 
     def require_same_folder(self) -> None:
         """Raise StorageError if the path leads to another folder than before. The first call remembers the folder."""
+        run_watched(f"looking at {self._path}", self._timeout_seconds, self._require_same_folder)
+
+    def _require_same_folder(self) -> None:
         held = self._held
         if held is not None and (change := held.change()):
             raise StorageError(

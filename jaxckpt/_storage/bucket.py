@@ -265,6 +265,9 @@ class Bucket:
             return note.get("state") == after
         return self._write_if_unchanged(key, generation, json.dumps({**note, "state": after}).encode())
 
+    def unlock(self, handle: int) -> None:
+        pass
+
     def create_array(self, data: str, stack: Stack) -> None:
         self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 

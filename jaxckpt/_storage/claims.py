@@ -25,6 +25,9 @@ class Claims(Protocol):
         """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
         ...
 
+    def unlock(self, handle: int) -> None:
+        """Close the locked file of a claim. Errors are ignored: what the save has written was checked before."""
+
     def create_array(self, data: str, stack: Stack) -> None:
         """Write the `zarr.json` of a stack."""
 

@@ -34,7 +34,7 @@ from jaxckpt._format.zarr import Bytes, Chunks
 from jaxckpt._runtime.errors import DataError
 from jaxckpt._storage.errors import retry_stale, translate_os_errors
 from jaxckpt._storage.objects import MAX_FILE_BYTES, ArrayReader, Pending
-from jaxckpt._storage.workers import THREADS, JoinedWork, submit
+from jaxckpt._storage.workers import THREADS, JoinedWork, note_progress, submit
 
 BATCH_BYTES = 4 << 20
 READ_BYTES = 16 << 20
@@ -479,6 +479,7 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
         count = os.preadv(handle, rest, start)
         if not count:
             raise DataError(f"{path} was truncated while it was being read")
+        note_progress()
         start += count
         return count
 

@@ -35,18 +35,20 @@ from jaxckpt._format.names import (
     may_reference_data,
 )
 from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import DataError, JaxckptError, StorageError
+from jaxckpt._runtime.errors import DataError, InputError, JaxckptError, StorageError
 from jaxckpt._runtime.events import log_swept
+from jaxckpt._runtime.stalls import require_not_stalled
 from jaxckpt._storage.claims import manifest_identity, overtaken_error, parse_note
 from jaxckpt._storage.errors import retry_stale, translate_os_errors
 from jaxckpt._storage.files import FileReader, FileWriter, current_size, read_into, read_to_end
 from jaxckpt._storage.links import link
 from jaxckpt._storage.objects import ArrayReader, ArrayWriter, Objects
-from jaxckpt._storage.removal import remove_folder, remove_if_empty
+from jaxckpt._storage.removal import close_unwritten, remove_folder, remove_if_empty
 from jaxckpt._storage.store import DataClaim
 from jaxckpt._storage.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._storage.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
-from jaxckpt._storage.workers import JoinedWork, submit
+from jaxckpt._storage.watched import watched
+from jaxckpt._storage.workers import JoinedWork, note_progress, submit
 
 _LOCK_SECONDS = 300.0
 """How long to wait for the lock. A sweep that holds it may have many files to delete."""
@@ -70,6 +72,46 @@ def _context(*, sync: bool) -> ts.Context:
     return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
 
 
+@watched(
+    read="reading",
+    read_all="reading",
+    put="writing to",
+    remove="deleting from",
+    array_writer=None,
+    array_reader=None,
+    link="linking into",
+    digest="reading",
+    check_lengths="looking at",
+    range_reader=None,
+    begin_save="preparing",
+    unlock="closing a file in",
+    create_array="preparing",
+    publish="publishing",
+    unpublish="deleting",
+    discard="deleting",
+    sweep="sweeping",
+    clear="deleting",
+    trim="sweeping",
+    sync_folders="syncing",
+    sync_data="syncing",
+    absolute=None,
+    require_no_dangling_link="looking for",
+    is_file="looking at",
+    is_link="looking at",
+    remove_link="deleting",
+    names="listing",
+    is_empty_folder="listing",
+    files_below="listing",
+    folders="listing",
+    child=None,
+    with_url=None,
+    create_child="preparing",
+    parent_and_name=None,
+    mark=None,
+    unmark=None,
+    rename="moving",
+    delete="deleting",
+)
 @dataclass(frozen=True, slots=True)
 class Folder:
     """The folder of one checkpoint on a file system."""
@@ -81,6 +123,9 @@ class Folder:
 
     io: Literal["auto", "tensorstore"] = "auto"
     """See `Options.io`."""
+
+    timeout_seconds: float = 300.0
+    """See `Options.timeout_seconds`."""
 
     # Small files -----------------------------------------------------------------------------------------
 
@@ -208,6 +253,7 @@ class Folder:
                         size = retry_stale(functools.partial(self._current_size, key))
                 except (FileNotFoundError, NotADirectoryError):
                     size, odd = 0, "is missing"
+            note_progress()
             if odd or size != length:
                 found[key] = odd or f"is {size} bytes long, expected {length}"
         return found
@@ -283,8 +329,12 @@ class Folder:
                     f"cannot save to {self.url}: its file system does not show a file that is open for writing. If it"
                     " is an rclone mount, mount it with --vfs-cache-mode writes",
                 )
+            require_not_stalled()  # otherwise nobody would release the claim
             undo.pop_all()
             return handle
+
+    def unlock(self, handle: int) -> None:
+        close_unwritten(handle)
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
@@ -299,7 +349,7 @@ class Folder:
             except OSError:
                 pass
             finally:
-                os.close(handle)
+                close_unwritten(handle)
 
     def _lock(self, handle: int) -> None:
         """Lock a folder until the handle is closed or this process dies. A suspended process keeps the lock."""
@@ -567,8 +617,28 @@ class Folder:
     def absolute(self) -> Self:
         return replace(self, url=self.folder)
 
+    def require_no_dangling_link(self) -> None:
+        """Raise InputError if this folder, or one above it, is a broken symbolic link: no folder can be created
+        there."""
+        path = self.folder
+        while not os.path.exists(path):
+            if os.path.islink(path):
+                raise InputError(
+                    f"{path} is a symbolic link to {os.readlink(path)}, which does not exist; create that, or remove"
+                    " the link"
+                )
+            path = os.path.dirname(path)
+
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)
+
+    def is_link(self) -> bool:
+        return os.path.islink(self.folder)
+
+    def remove_link(self) -> None:
+        """Delete this symbolic link, but not the folder that it leads to."""
+        with translate_os_errors(f"cannot delete {self.url}"):
+            os.unlink(self.folder)
 
     def names(self) -> list[str]:
         with self._translate_errors("list", ""):
@@ -584,10 +654,16 @@ class Folder:
         with self._translate_errors("list", name):
             return os.path.isdir(path) and not os.path.islink(path) and _has_no_files(path)
 
+    def files_below(self, name: str) -> list[str]:
+        """The keys of all files below a folder; of those that can be listed."""
+        found = ((path, names) for path, _, names in os.walk(self._path(name)))
+        return [os.path.relpath(os.path.join(path, name), self.folder) for path, names in found for name in names]
+
     def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
         return {name: self._is_published(name) for name in filter(wanted, self.names())}
 
     def _is_published(self, name: str) -> bool | StorageError:
+        note_progress()
         try:
             retry_stale(functools.partial(os.stat, self._path(name, MANIFEST)))
         except (FileNotFoundError, NotADirectoryError):
@@ -676,6 +752,7 @@ def _sync_path(path: str) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+        note_progress()
     finally:
         os.close(handle)
 

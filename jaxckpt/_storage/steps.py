@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeGuard
@@ -16,7 +15,6 @@ from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import require_whole_number
 from jaxckpt._storage.child_folders import UNLISTABLE
-from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import Folder
 from jaxckpt._storage.store import Store
 
@@ -58,13 +56,7 @@ def require_no_checkpoint(directory: Store) -> None:
 
 def is_link(step: Store) -> TypeGuard[Folder]:
     """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never changed."""
-    return isinstance(step, Folder) and os.path.islink(step.folder)
-
-
-def remove_link(step: Folder) -> None:
-    """Delete the symbolic link of a step, but not the folder that it leads to. Raises StorageError."""
-    with translate_os_errors(f"cannot delete {step.url}"):
-        os.unlink(step.folder)
+    return isinstance(step, Folder) and step.is_link()
 
 
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,4 +39,4 @@ class DataClaim:
                     self.store.clear(evict=False)
         finally:
             if self.handle is not None:
-                os.close(self.handle)
+                self.store.unlock(self.handle)

@@ -28,8 +28,9 @@ def store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
         if to_write:
             bucket.require_writable()
         return bucket
-    _require_no_dangling_link(local)
-    return Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io)
+    folder = Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io, options.timeout_seconds)
+    folder.require_no_dangling_link()
+    return folder
 
 
 def run_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
@@ -81,14 +82,3 @@ def _require_plain_key(url: str) -> None:
                 f"the path, a URL, has the segment {segment!r}: an object store has no '.' or '..', and allows no"
                 " control characters in names"
             )
-
-
-def _require_no_dangling_link(path: str) -> None:
-    """Raise InputError if a path, or a folder above it, is a broken symbolic link: no folder can be created there."""
-    while not os.path.exists(path):
-        if os.path.islink(path):
-            raise InputError(
-                f"{path} is a symbolic link to {os.readlink(path)}, which does not exist; create that, or remove the"
-                " link"
-            )
-        path = os.path.dirname(path)

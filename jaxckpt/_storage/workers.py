@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
-from jaxckpt._runtime.stalls import Watch
+from jaxckpt._runtime.errors import StorageError
+from jaxckpt._runtime.stalls import Watch, current_watch, under
 from jaxckpt._runtime.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
 
 T = TypeVar("T")
@@ -22,23 +26,25 @@ slower."""
 
 class Workers:
     """Threads that move bytes. Unlike a ThreadPoolExecutor, they also work while the interpreter shuts down, so that a
-    running save_async can finish."""
+    running save_async can finish, and a thread that hangs does not keep the program from exiting."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = THREADS) -> None:
         self._name = name
-        self._todo = SimpleQueue[Task[Any]]()
+        self._n_threads = threads
+        self._todo = SimpleQueue[Task[Any] | None]()
         self._lock = threading.Lock()
         self._started = False
 
     def _start(self) -> None:
         with self._lock:
             if not self._started:
-                for number in range(THREADS):
-                    start_thread(self._run, f"{self._name}-{number}")
+                for number in range(self._n_threads):
+                    start_thread(functools.partial(_run_all, self._todo), f"{self._name}-{number}")
                 self._started = True
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
-        task = Task(work)
+        """Run work as a part of the storage operation of this thread, if there is one."""
+        task = Task(functools.partial(_run_part, current_watch(), work))
         try:
             if not self._started:
                 self._start()
@@ -50,25 +56,40 @@ class Workers:
             self._todo.put(task)
         return task
 
-    def _run(self) -> None:
-        while True:
-            task = self._todo.get()
-            task.run()
+    def close(self) -> None:
+        """End the threads after all submitted work."""
+        for _ in range(self._n_threads if self._started else 0):
+            self._todo.put(None)
+
+
+def _run_part(watch: Watch | None, work: Callable[[], T]) -> T:
+    with under(watch):
+        try:
+            return work()
+        finally:
             note_progress()
-            del task  # it holds the data
 
 
-_moves = 0
+def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
+    while (task := todo.get()) is not None:
+        task.run()
+        del task  # it holds the data
 
 
 def note_progress() -> None:
-    """Note that some bytes have moved, for every `StorageThread` whose work waits for bytes."""
-    global _moves
-    _moves += 1  # two threads may count as one, but the number changes
+    """Note that bytes have moved, or that storage has answered, in the storage operation of this thread."""
+    if (watch := current_watch()) is not None:
+        watch.note_progress()
 
 
 _workers = Workers("jaxckpt-files")
 _waiting = Workers("jaxckpt-rules")
+
+_idle = deque[SimpleQueue[Task[Any] | None]]()
+"""The queues of threads that have no `StorageThread` now."""
+
+_MAX_IDLE = 8
+_has_stalled = False
 
 
 def replace_workers() -> None:
@@ -77,7 +98,14 @@ def replace_workers() -> None:
     _workers, _waiting = Workers("jaxckpt-files"), Workers("jaxckpt-rules")
 
 
-os.register_at_fork(after_in_child=replace_workers)
+def _forget_threads() -> None:
+    """In a forked child, which has none of the threads."""
+    global _idle
+    replace_workers()
+    _idle = deque()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
@@ -100,43 +128,79 @@ class StorageThread:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._watch = Watch(seconds)
-        self._todo = SimpleQueue[Task[Any] | None]()
-        self._started = False
+        self._todo: SimpleQueue[Task[Any] | None] | None = None
+        self.hung: Task[Any] | None = None
+        """The work that hung."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._todo.put(None)
+        todo, self._todo = self._todo, None
+        if todo is None:
+            return
+        if len(_idle) < _MAX_IDLE:
+            _idle.append(todo)
+        else:
+            todo.put(None)
 
     def run(self, what: str, work: Callable[[], T]) -> T:
-        """Return or raise what the work does. Raises StorageError, which names `what`, if the work hangs."""
-        task = Task(work)
-        if not self._started:
-            try:
-                start_thread(functools.partial(_run_all, self._todo), "jaxckpt-storage")
-            except RuntimeError:
-                if not is_shutting_down():
-                    raise
-                return work()  # Python 3.12 starts no threads during its shutdown
-            self._started = True
-        moves = _moves
-        self._todo.put(task)
-        with self._watch.operation(what):
+        """Return or raise what the work does. Raises StorageError, which names `what`, if the work hangs.
+
+        If this thread already carries out a watched operation, the work is a part of that.
+        """
+        global _has_stalled
+        outer = current_watch()
+        if outer is not None:
+            outer.require_not_stalled()
+            result = work()
+            outer.note_progress()
+            return result
+        self._watch.require_not_stalled()
+        todo, self._todo = self._todo, None  # stays None if the work hangs or an interrupt ends the wait
+        if todo is None and (todo := _idle_or_new()) is None:
+            return work()
+        task = Task(functools.partial(_run_operation, self._watch, what, work))
+        todo.put(task)
+        try:
             while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
-                if moves != _moves:
-                    moves = _moves
-                    self._watch.note_progress()
                 if error := self._watch.stall_error():
+                    _has_stalled, self.hung = True, task
                     replace_workers()  # these threads may also hang
                     raise error
+            self._todo = todo
+        finally:
+            if self._todo is None:
+                self._watch.abandon()
+                todo.put(None)
         return task.result()
 
 
-def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
-    while (task := todo.get()) is not None:
-        task.run()
-        del task  # it holds the data
+def run_watched(what: str, seconds: float, work: Callable[[], T]) -> T:
+    """Do one piece of work in a StorageThread."""
+    with StorageThread(seconds) as thread:
+        return thread.run(what, work)
+
+
+def _run_operation(watch: Watch, what: str, work: Callable[[], T]) -> T:
+    with watch.operation(what):
+        return work()
+
+
+def _idle_or_new() -> SimpleQueue[Task[Any] | None] | None:
+    """The queue of a thread; None if Python, during its shutdown, starts none."""
+    with contextlib.suppress(IndexError):
+        return _idle.pop()
+    todo = SimpleQueue[Task[Any] | None]()
+    try:
+        start_thread(functools.partial(_run_all, todo), "jaxckpt-storage")
+    except RuntimeError:  # Python 3.12 starts no threads during its shutdown
+        if not is_shutting_down():
+            raise
+        if _has_stalled:  # without a thread, the program could hang instead of exiting
+            raise StorageError(errno.ETIMEDOUT, "storage has stopped responding, and the program is exiting") from None
+        return None
+    return todo
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,3 +110,24 @@ def test_refused_at_any_system_call(fault: Fault, tmp_path: Path) -> None:
             assert not left or (call == "openat" and struck > 1), f"{where}: left {os.listdir(path)}"
             fault.saw(f"StorageError {name}" + (", the next save sweeps" if left else ""))
         require_swept(path)
+
+
+@needs_strace
+def test_errors_at_close_never_hide_a_published_save(tmp_path: Path) -> None:
+    """As a full quota on NFS, which is reported at close."""
+    path, log = tmp_path / "ckpt", tmp_path / "log"
+    prepare(path, 1)
+    victims.run_traced(victims.replace, str(path), 2, log=log, calls="close")
+    last = victims.counts(log)["close"]
+    outcomes = set[str]()
+    for nth in (2, 8, last - 8, last - 6, last - 4, last - 2):
+        prepare(path, 1)
+        (said,), _ = victims.run_traced(
+            victims.replace, str(path), 2, log=log, calls="close", fault=f"error=EDQUOT:when={nth}+"
+        )
+        assert said == 2 or said["error"] == "StorageError", said
+        assert version_at(path) == (2 if said == 2 else 1), f"{nth}: {said}"
+        assert said != 2 or len(victims.data_folders(path)) == 1, f"{nth}: the old data stays"
+        outcomes.add("saved" if said == 2 else "refused")
+        require_swept(path)
+    assert outcomes == {"saved", "refused"}

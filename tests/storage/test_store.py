@@ -8,8 +8,6 @@ import functools
 import json
 import logging
 import os
-import shutil
-import stat
 import uuid
 from pathlib import Path
 from typing import Any
@@ -113,7 +111,7 @@ def test_remains_that_cannot_be_deleted_are_reported_as_left(
     store = Folder("", str(tmp_path / "ckpt"))
     os.close(store.begin_save(uuid.uuid4().hex, None).handle or 0)
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # as in another user's folder
+        patched.setattr(_folder, "remove_folder", lambda *_: None)  # as in another user's folder
         assert store.sweep(None)
     assert not caplog.messages
     assert not store.sweep(None)
@@ -191,20 +189,19 @@ def test_a_second_name_of_the_manifest_is_not_written_to(tmp_path: Path) -> None
 
 
 def test_a_save_works_while_another_host_deletes_old_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NFS, fstat of an open folder fails if another host has deleted it. shutil.rmtree raises that error."""
-    fstat, raised = os.fstat, list[int]()
+    """On NFS, using an open folder fails if another host has deleted it."""
+    scandir, raised = os.scandir, list[int]()
 
-    def stale(handle: int) -> os.stat_result:
-        found = fstat(handle)
-        if stat.S_ISDIR(found.st_mode):
-            raised.append(handle)
+    def stale(folder: Any) -> Any:
+        if isinstance(folder, int):
+            raised.append(folder)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return found
+        return scandir(folder)
 
     path = tmp_path / "ckpt"
     jaxckpt.save(path, {"w": np.zeros(3)})
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", stale)
+        patch.setattr(os, "scandir", stale)
         jaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)
         jaxckpt.convert(path, tmp_path / "copy")
         jaxckpt.convert(path, tmp_path / "copy", overwrite=True)
