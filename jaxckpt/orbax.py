@@ -35,20 +35,21 @@ from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from jaxckpt._arguments.pytree import Leaf, flatten
+from jaxckpt._devices.keys import TypedLeaf
+from jaxckpt._devices.shardings import saved_sharding
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.layouts import saved_sharding
-from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
+from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._restore.restore import restore
-from jaxckpt._restore.source import source_at
 from jaxckpt._restore.target import is_array_like
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, show_count
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async
+from jaxckpt._sources.open_source import source_at
 
 Path = os.PathLike[str]
 
@@ -253,7 +254,7 @@ def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     if isinstance(wanted, type):
         if wanted in PYTHON_KINDS or number is None:
             return wanted() if wanted in PYTHON_KINDS else wanted
-        saved = SavedLeaf(manifest, manifest.leaves[number])
+        saved = TypedLeaf(manifest, manifest.leaves[number])
         return _translate_restore_args(ocp.RestoreArgs(restore_type=_V1_ARRAYS.get(wanted)), saved)
     if is_array_like(type(wanted)) or not hasattr(wanted, "shape"):
         return wanted
@@ -263,7 +264,7 @@ def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
 
 
 def _v1_described(manifest: Manifest, record: LeafRecord) -> Any:
-    saved = SavedLeaf(manifest, record)
+    saved = TypedLeaf(manifest, record)
     if not saved.is_array or record.kind in ("str", "bytes"):
         return KINDS[record.kind].type
     if not saved.on_devices:
@@ -361,7 +362,7 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
         number = manifest.numbers.get(leaf.path)
         if number is None or leaf.path in kept_paths:
             return leaf.value
-        saved = SavedLeaf(manifest, manifest.leaves[number])
+        saved = TypedLeaf(manifest, manifest.leaves[number])
         if is_standard:
             return _standard(leaf.value, saved)
         return _translate_restore_args(restore_args.get(leaf.path, ocp.RestoreArgs()), saved, leaf.value)
@@ -422,7 +423,7 @@ def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
         raise MismatchError.of("item and checkpoint differ", problems)
 
 
-def _standard(wanted: Any, saved: SavedLeaf) -> Any:
+def _standard(wanted: Any, saved: TypedLeaf) -> Any:
     """Translate a leaf of a StandardRestore's item into a leaf of a target. Concrete leaves mean the same in both."""
     if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _translate_restore_args(ocp.RestoreArgs(), saved)
@@ -433,7 +434,7 @@ def _standard(wanted: Any, saved: SavedLeaf) -> Any:
     return _translate_restore_args(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
 
 
-def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = None) -> Any:
+def _translate_restore_args(restore_args: Any, saved: TypedLeaf, item: Any = None) -> Any:
     """Translate a leaf's RestoreArgs into a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_requested_sharding(restore_args))
@@ -479,7 +480,7 @@ def _described(manifest: Manifest, record: LeafRecord, directory: Path) -> Any:
     if record.kind in ("str", "bytes"):
         return _metadata.StringMetadata(name, directory)
     if record.kind not in ("jax", "key", "numpy"):
-        return _metadata.ScalarMetadata(name, directory, dtype=SavedLeaf(manifest, record).dtype)
+        return _metadata.ScalarMetadata(name, directory, dtype=TypedLeaf(manifest, record).dtype)
     shape = manifest.leaf_shape(record)
     dtype = DTYPES[manifest.stacks[manifest.stack_and_row(record)[0]].dtype]
     return _metadata.ArrayMetadata(name, directory, shape, _describe_sharding(manifest, record), dtype)

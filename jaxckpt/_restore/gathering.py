@@ -36,13 +36,13 @@ from jaxckpt._restore.sharing import (
     members_of,
     split_into_transfers,
 )
-from jaxckpt._restore.source import Source
 from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import Report
 from jaxckpt._save.exchange import n_sending_devices, transfer_context
+from jaxckpt._sources.source import Source
 from jaxckpt._storage.objects import ArrayReader
 from jaxckpt._storage.workers import StorageThread
 

@@ -23,13 +23,13 @@ from jaxckpt._restore.plan import ReadStep, max_read_bytes
 from jaxckpt._restore.pooled import DamagedError, PooledCheckpoint
 from jaxckpt._restore.reading import aligned_empty
 from jaxckpt._restore.sharing import Transfer
-from jaxckpt._restore.source import Source
 from jaxckpt._restore.surviving import FileRequest, Hop, plan_hops
 from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import JaxckptError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.peers import Permutations, rounded_bytes
+from jaxckpt._sources.source import Source
 from jaxckpt._storage.workers import JoinedWork, StorageThread
 
 

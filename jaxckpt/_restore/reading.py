@@ -13,18 +13,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.stacks import Stack
+from jaxckpt._format.values import KINDS
 from jaxckpt._restore.plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
-from jaxckpt._restore.source import Source, leaves_at
-from jaxckpt._runtime.errors import DataError, NotACheckpointError
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report, report_nothing
+from jaxckpt._sources.source import Source, leaves_at
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.workers import StorageThread, note_progress
@@ -305,9 +305,9 @@ class _InFlightRead:
 
 def _release_when_ready(arrays: list[Any], window: MemoryWindow, n_bytes: int, block: Array) -> None:
     """Release memory after the arrays created from it are on their devices."""
-    if arrays:
-        jax.block_until_ready(arrays)
-    taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
+    for array in arrays:
+        array.block_until_ready()
+    taken_over = any(device.platform == "cpu" for array in arrays[:1] for device in array.devices())
     window.release(n_bytes, None if taken_over else block)
 
 
@@ -393,3 +393,14 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
         require_metadata(source, [stack], options)
         read(source, stacks, steps, options, delivery, report_nothing)
     return delivery.array
+
+
+def host_value(array: Array, kind: str, path: str) -> Any:
+    """The value of a host leaf from the read array. Raises DataError."""
+    try:
+        return KINDS[kind].from_array(array)
+    except UnicodeDecodeError as error:
+        raise DataError.of(
+            "a leaf is not what was saved",
+            [Problem(path, f"is a str, but what is stored is not UTF-8: {error.reason}")],
+        ) from error

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
 
+from jaxckpt._arguments.specs import Specs
 from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._format.select import Select
-from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint

@@ -125,6 +125,6 @@ def test_completion(here: Path) -> None:
     assert complete("jaxckpt", "cat", "nowhere", "pa") == complete("jaxckpt", "cat", "s3://none/x", "pa") == [""]
 
 
-def test_format_choices_are_the_formats_that_convert_writes() -> None:
+def test_completed_formats_are_the_formats_that_convert_writes() -> None:
     with pytest.raises(jaxckpt.InputError, match=", ".join(FORMATS)):
         jaxckpt.convert("a", "b", format="pickle")
