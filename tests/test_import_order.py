@@ -28,11 +28,12 @@ LAYERS = [
     "_devices",
     "_arguments",
     "_format",
+    "_pipeline",
     "_runtime",
 ]
 """The folders of the library, from top to bottom. A folder imports only from folders below it."""
 
-WITHOUT_JAX = ("_format", "_storage", "_sources")
+WITHOUT_JAX = ("_pipeline", "_format", "_storage", "_sources")
 """Folders that reading needs in programs without JAX. None of their modules imports it."""
 
 SOURCES = {

@@ -95,7 +95,7 @@ def test_invalid_arguments_of_plan(here: Path, args: list[str], message: str) ->
         (["--chunk-bytes", "0"], "expected bytes"),
         (["--rename", "params"], "expected OLD=NEW"),
         (["--specs", "P()"], "--specs needs --mesh"),
-        (["--format", "pickle"], "is not one of 'jaxckpt', 'npz'"),
+        (["--format", "pickle"], "expected one of jaxckpt, npz"),
     ],
 )
 def test_invalid_arguments_of_convert(here: Path, tmp_path: Path, args: list[str], message: str) -> None:
