@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from jaxckpt._format.pieces import Bytes
 from jaxckpt._restore.gathering import Interconnect
 from jaxckpt._restore.plan import ReadStep, max_read_bytes
 from jaxckpt._restore.pooled import DamagedError, PooledCheckpoint
-from jaxckpt._restore.reading import PlannedRead, aligned_empty, reads_of
+from jaxckpt._restore.reading import aligned_empty, reads_of
 from jaxckpt._restore.sharing import Transfer
 from jaxckpt._restore.surviving import FileRequest, Hop, plan_hops
 from jaxckpt._runtime.collective import CollectiveCalls
@@ -31,6 +31,8 @@ from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.peers import Permutations, rounded_bytes
 from jaxckpt._sources.source import Source
 from jaxckpt._storage.workers import JoinedWork, StorageThread
+
+T = TypeVar("T")
 
 
 class PeerReads:
@@ -92,7 +94,7 @@ class PeerReads:
         if error is None or (self._source.damaged and isinstance(error, JaxckptError)):
             self._raise_failures()
 
-    def as_data_arrives(self, reads: Iterable[PlannedRead]) -> Iterator[PlannedRead]:
+    def as_data_arrives(self, reads: Iterable[T]) -> Iterator[T]:
         """The reads of this process, each after the data that it needs has arrived."""
         for read, rounds in zip(reads, self._required_rounds, strict=True):
             while self._n_rounds_done < rounds:
