@@ -8,6 +8,9 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Imported first, because it registers a function with atexit that must run after those of the program.
+import jaxckpt._runtime.exit_status as _exit_status  # noqa: F401
+
 __version__ = "0.1.0"
 
 __all__ = [

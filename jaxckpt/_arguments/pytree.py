@@ -126,6 +126,11 @@ _LEAF_TYPES = set[type]()
 """Types known to be leaves, because isinstance with jax.Array takes a Python call per leaf."""
 
 
+def mark_as_leaf(kind: type) -> None:
+    """Make instances of a class of the library leaves, without asking JAX."""
+    _LEAF_TYPES.add(kind)
+
+
 def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | None:
     """Keys and children of one level of the tree, in JAX's order; None for a leaf."""
     kind = type(cast("object", node))

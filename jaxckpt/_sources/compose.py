@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt._arguments.pytree import flatten
+from jaxckpt._arguments.pytree import flatten, mark_as_leaf
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._format.tree import Tree
@@ -23,6 +23,8 @@ from jaxckpt._runtime.errors import (
     show_count,
 )
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
+
+mark_as_leaf(ForeignArray)
 
 READ_UNIT_BYTES = 4 << 20
 """Bytes per read of an array without a unit."""
