@@ -51,12 +51,12 @@ from meetings import NETWORK_BYTES, meet, wait
 from workloads import nested
 
 from jaxckpt import Options
+from jaxckpt._arguments.pytree import flatten
+from jaxckpt._devices.shardings import LayoutTable, PlannedSharding
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.grid import Layout, Spec, spec_box, touched_cells
-from jaxckpt._format.layouts import LayoutTable, PlannedSharding
 from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.stacks import Stack, indexed_objects_of
-from jaxckpt._format.tree import flatten
 from jaxckpt._restore.plan import ReadStep, WantedRows, plan_read
 from jaxckpt._save.agreement import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft

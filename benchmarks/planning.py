@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
 from jaxckpt import Options
-from jaxckpt._format.layouts import addressable_boxes, process_layout
+from jaxckpt._devices.shardings import addressable_boxes, process_layout
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.plan import WantedRows, plan_read
 from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save

@@ -5,9 +5,10 @@ state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mes
 weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
-import os
-import sys
+import importlib
 from typing import TYPE_CHECKING, Any
+
+from jaxckpt._runtime import exit_status
 
 __version__ = "0.1.0"
 
@@ -70,23 +71,13 @@ __all__ = [
 ]
 
 
-def _is_command_line() -> bool:
-    """Whether this process is `jaxckpt …` or `python -m jaxckpt …`, whose commands import what they need.
-
-    All other programs import everything here, including JAX. Functions that they register with atexit later then run
-    before JAX shuts down and before jaxckpt reports a failed save.
-    """
-    script = os.path.splitext(os.path.basename(next(iter(sys.argv), "")))[0]
-    return script == "jaxckpt" or sys.orig_argv[1:3] == ["-m", "jaxckpt"]
-
-
-if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
+if TYPE_CHECKING:
+    from jaxckpt._arguments.leaf_types import register_leaf
     from jaxckpt._foreign.convert import convert
     from jaxckpt._foreign.mindspore import mindspore_ranks
     from jaxckpt._foreign.oneflow import oneflow_ranks
     from jaxckpt._foreign.rank_files import rank_files
     from jaxckpt._foreign.rulesets import huggingface_rules
-    from jaxckpt._format.leaf_types import register_leaf
     from jaxckpt._inspect.diff import Delta, LeafDelta, diff
     from jaxckpt._inspect.leaf import LazyLeaf
     from jaxckpt._inspect.open import Checkpoint, open
@@ -128,15 +119,51 @@ if TYPE_CHECKING or "_needed" in globals() or not _is_command_line():
     from jaxckpt._steps.pins import pin, unpin
     from jaxckpt._steps.weights import Publisher, subscribe
 
-    for _name in __all__:  # errors and tracebacks show the public names
-        globals()[_name].__module__ = __name__
-else:
+exit_status.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
 
-    def __getattr__(name: str) -> Any:  # for a script of another project that is also named jaxckpt
-        global _needed
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import importlib
+_MODULES = {
+    "_arguments.leaf_types": "register_leaf",
+    "_foreign.convert": "convert",
+    "_foreign.mindspore": "mindspore_ranks",
+    "_foreign.oneflow": "oneflow_ranks",
+    "_foreign.rank_files": "rank_files",
+    "_foreign.rulesets": "huggingface_rules",
+    "_inspect.diff": "Delta LeafDelta diff",
+    "_inspect.leaf": "LazyLeaf",
+    "_inspect.open": "Checkpoint open",
+    "_inspect.report": "report",
+    "_inspect.restore_plan": "RestorePlan",
+    "_inspect.verify": "VerifyReport verify",
+    "_restore.restore": "load_numpy restore",
+    "_restore.rule": "Rule",
+    "_restore.rules": "Rules",
+    "_runtime.errors": (
+        "CheckpointExistsError CorruptError DataError InputError JaxckptError LayoutError ManifestError "
+        "MismatchError NotACheckpointError PathNotSharedError PeerError PeerFailedError PeersDisagreeError "
+        "PeerTimeoutError Preempted Problem SpecError StorageError TreeError"
+    ),
+    "_runtime.options": "Options",
+    "_runtime.progress": "Progress",
+    "_save.background": "PendingSave",
+    "_save.info": "SaveInfo",
+    "_save.save": "save save_async",
+    "_steps.checkpointer": "Checkpointer",
+    "_steps.follow": "Step follow latest_step steps",
+    "_steps.fork": "fork",
+    "_steps.pins": "pin unpin",
+    "_steps.weights": "Publisher subscribe",
+}
+"""The names that each module defines. A module is imported when one of its names is used for the first time."""
 
-        _needed = True
-        return getattr(importlib.reload(sys.modules[__name__]), name)
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -39,19 +39,21 @@ from orbax.checkpoint._src.metadata.value import StorageMetadata
 from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from jaxckpt._format.layouts import saved_sharding
-from jaxckpt._format.leaves import SavedLeaf
+from jaxckpt._arguments.pytree import Leaf, flatten
+from jaxckpt._devices.keys import TypedLeaf
+from jaxckpt._devices.shardings import saved_sharding
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest
-from jaxckpt._format.tree import Leaf, Tree, flatten, unflatten
+from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._restore.restore import restore
-from jaxckpt._restore.source import NativeCheckpoint, source_at
 from jaxckpt._restore.target import is_array_like
 from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, show_count
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._save.background import PendingSave
 from jaxckpt._save.save import save, save_async
+from jaxckpt._sources.open_source import source_at
+from jaxckpt._sources.source import NativeCheckpoint
 
 Path = os.PathLike[str]
 T = TypeVar("T")
@@ -150,7 +152,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
         source, _ = source_at(directory, self._options)
         manifest = source.manifest
-        leaves = [_described(SavedLeaf(manifest, record), directory) for record in manifest.leaves]
+        leaves = [_described(TypedLeaf(manifest, record), directory) for record in manifest.leaves]
         tree = jax.tree.map(_describe_empty, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
         tree = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
         return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
@@ -219,7 +221,7 @@ class V1Handler:
         source, _ = source_at(directory, self.options)
         if not isinstance(source, NativeCheckpoint):
             return await PyTreeHandler().metadata(epath.Path(directory))
-        leaves = [_v1_described(SavedLeaf(source.manifest, record)) for record in source.manifest.leaves]
+        leaves = [_v1_described(TypedLeaf(source.manifest, record)) for record in source.manifest.leaves]
         return unflatten(source.manifest.tree, leaves)
 
     def is_handleable(self, checkpointable: Any) -> bool:
@@ -328,7 +330,7 @@ def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     if isinstance(wanted, type):
         if wanted in PYTHON_KINDS or number is None:
             return wanted() if wanted in PYTHON_KINDS else wanted
-        saved = SavedLeaf(manifest, manifest.leaves[number])
+        saved = TypedLeaf(manifest, manifest.leaves[number])
         kind = None if issubclass(wanted, np.generic) else _v1_array(wanted)
         return _translate_restore_args(ocp.RestoreArgs(restore_type=kind), saved)
     kind = None if is_array_like(type(wanted)) else _v1_array(type(wanted))
@@ -339,7 +341,7 @@ def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     return np.broadcast_to(np.empty((), wanted.dtype), wanted.shape)
 
 
-def _v1_described(saved: SavedLeaf) -> Any:
+def _v1_described(saved: TypedLeaf) -> Any:
     """Orbax v1's description of a leaf."""
     from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayMetadata
     from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyMetadata
@@ -442,7 +444,7 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
         number = manifest.numbers.get(leaf.path)
         if number is None or leaf.path in kept_paths:
             return leaf.value
-        saved = SavedLeaf(manifest, manifest.leaves[number])
+        saved = TypedLeaf(manifest, manifest.leaves[number])
         if is_standard:
             return _standard(leaf.value, saved)
         described = leaf.value if transforms is None else None
@@ -516,7 +518,7 @@ def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
         raise MismatchError.of("item and checkpoint differ", problems)
 
 
-def _standard(wanted: Any, saved: SavedLeaf) -> Any:
+def _standard(wanted: Any, saved: TypedLeaf) -> Any:
     """Translate a leaf of a StandardRestore's item into a leaf of a target. Concrete leaves mean the same in both."""
     if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _translate_restore_args(ocp.RestoreArgs(), saved)
@@ -527,7 +529,7 @@ def _standard(wanted: Any, saved: SavedLeaf) -> Any:
     return _translate_restore_args(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
 
 
-def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = None) -> Any:
+def _translate_restore_args(restore_args: Any, saved: TypedLeaf, item: Any = None) -> Any:
     """Translate a leaf's RestoreArgs into a leaf of a target."""
     if saved.kind == "key":  # Orbax describes it by its raw data
         return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=_requested_sharding(restore_args))
@@ -548,7 +550,7 @@ def _translate_restore_args(restore_args: Any, saved: SavedLeaf, item: Any = Non
     return np.zeros((), dtype)[()] if kind is np.generic else kind()  # pyright: ignore[reportCallIssue]
 
 
-def _restored_type(restore_args: Any, saved: SavedLeaf) -> Any:
+def _restored_type(restore_args: Any, saved: TypedLeaf) -> Any:
     """The type that RestoreArgs request: that of the saved leaf, jax.Array, np.ndarray, or the type of a scalar."""
     kind: Any = restore_args.restore_type
     if kind is None:
@@ -585,7 +587,7 @@ def _describe_empty(node: Any) -> Any:
     return None if hasattr(node, "_fields") else node
 
 
-def _described(saved: SavedLeaf, directory: Path) -> Any:
+def _described(saved: TypedLeaf, directory: Path) -> Any:
     """Orbax's description of a leaf. A PRNG key is described by its raw data."""
     name = saved.path.replace("/", ".")
     if saved.kind in ("str", "bytes"):
@@ -596,14 +598,14 @@ def _described(saved: SavedLeaf, directory: Path) -> Any:
     return _metadata.ArrayMetadata(name, directory, shape, _describe_sharding(saved), dtype, _describe_storage(saved))
 
 
-def _describe_storage(saved: SavedLeaf) -> Any:
+def _describe_storage(saved: TypedLeaf) -> Any:
     """Orbax's description of how the array of a leaf is stored: the shapes of its chunks and, for a jax.Array, of its
     objects."""
     stack = saved.stack
     return StorageMetadata(chunk_shape=stack.chunk[1:], write_shape=stack.object[1:] if saved.on_devices else None)
 
 
-def _describe_sharding(saved: SavedLeaf) -> Any:
+def _describe_sharding(saved: TypedLeaf) -> Any:
     """Orbax's description of the sharding of a saved jax.Array; None if its devices do not exist here."""
     if not saved.on_devices:
         return None

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._arguments import pytree as _pytree
 from jaxckpt._format import manifest as _manifest
 from jaxckpt._format import tree as _tree
 from jaxckpt._format.records import Manifest
@@ -246,7 +247,7 @@ LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], 
     # the operation, and its highest number of Python calls per leaf
     "opening": (lambda path, manifest, tree: lambda: jaxckpt.open(path), 0),
     "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
-    "flattening": (lambda path, manifest, tree: lambda: _tree.flatten(tree), 0),
+    "flattening": (lambda path, manifest, tree: lambda: _pytree.flatten(tree), 0),
     "goals on the host": (lambda path, manifest, tree: lambda: _goals.host_goals(manifest, None), 0),
     "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),
     "goals as saved": (lambda path, manifest, tree: goals(manifest), 1),

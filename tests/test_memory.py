@@ -20,7 +20,7 @@ import jaxckpt
 from jaxckpt._restore import destinations as _destinations
 from jaxckpt._restore import placing as _placing
 from jaxckpt._restore import plan as _plan
-from jaxckpt._restore import source as _source
+from jaxckpt._sources import source as _source
 
 HOST_BYTES = 32 << 20
 SLACK = 24 << 20

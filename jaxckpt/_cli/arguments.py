@@ -6,11 +6,8 @@ import ast
 import contextlib
 import difflib
 import functools
-import importlib
-import json
 import os
 import re
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,10 +21,7 @@ LAYOUTS = ("plain", "scan", "maxtext")
 """Values of `--rules`."""
 
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
-"""The formats that `convert` writes. A copy of `registry.WRITTEN`, whose import would be slow."""
-
-FORMATS_MODULE = "jaxckpt._foreign.registry"
-"""Import it before a checkpoint is opened: without it, only jaxckpt's own format is known."""
+"""The formats that `convert` writes without other packages, for completion."""
 
 
 # Texts ----------------------------------------------------------------------------------------------------
@@ -100,25 +94,15 @@ def complete_leaf(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return [CompletionItem(end) for end in sorted(ends)]
 
 
+def complete_format(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completions for the format that `convert` writes."""
+    return [CompletionItem(name) for name in FORMATS if name.startswith(incomplete)]
+
+
 def _leaf_paths(path: str) -> list[str]:
-    """The leaves of a local checkpoint; none for a URL, because a key press must not wait for a network.
-
-    The manifest of a jaxckpt checkpoint is read without importing JAX.
-    """
-    local = path
-    if path.startswith("file:///"):
-        local = urllib.parse.unquote(path.removeprefix("file://"), errors="surrogateescape")
-    if "://" in local:
+    """The leaves of a local checkpoint; none for a URL, because a key press must not wait for a network."""
+    if "://" in path and not path.startswith("file:///"):
         return []
-    try:
-        with open(f"{local}/manifest.json", encoding="utf-8") as file:
-            return [leaf["path"] for leaf in json.load(file)["leaves"]]
-    except (OSError, ValueError, LookupError, TypeError):
-        return _foreign_leaf_paths(local)
-
-
-def _foreign_leaf_paths(path: str) -> list[str]:
-    importlib.import_module(FORMATS_MODULE)
     from jaxckpt._inspect.open import open as open_checkpoint
     from jaxckpt._runtime.errors import JaxckptError
 

@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from jax.sharding import PartitionSpec
 
 from jaxckpt._cli.arguments import SpecRule
-from jaxckpt._foreign.rulesets import huggingface_dtype, huggingface_rules
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.select import parse_select, rename_paths
 from jaxckpt._format.tree import Tree, nested_dicts
@@ -46,6 +44,8 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
         if back_to is not None:
             raise click.UsageError("--back-to needs --rules, which names the tree to map back from")
         return None
+    from jaxckpt._foreign.rulesets import huggingface_dtype, huggingface_rules
+
     folder = local_path(path if back_to is None else back_to)
     if folder is None:
         raise InputError(f"--rules needs the config.json of a local folder, but {path} is not one")
@@ -94,6 +94,8 @@ def spec_tree(
     """The specs for leaves, as nested dicts by their new paths; None without `--specs`."""
     if not rules:
         return None
+    from jax.sharding import PartitionSpec
+
     leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
     new = zip(rename_paths(rename or None, leaves), leaves.items(), strict=True)
     # Other kinds are never on a device, so they have no spec.

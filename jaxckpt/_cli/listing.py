@@ -23,10 +23,10 @@ from jaxckpt._foreign.orbax.steps import has_separate_items, has_step_mark
 from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._storage.steps import is_step, pins, steps_of
 from jaxckpt._storage.store import Store
 from jaxckpt._storage.store_path import local_path, store_at

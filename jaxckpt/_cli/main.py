@@ -1,6 +1,7 @@
 """The command line: its commands and options, and how each error becomes a message and an exit code.
 
-A command imports its work when it runs, and JAX with it: `--help`, `--version` and completion need neither.
+A command imports its work when it runs. `--help` and `--version` need no other library, and commands that only read
+jaxckpt's own checkpoints do not import JAX.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
-    FORMATS_MODULE,
     LocalPath,
     back_to_option,
+    complete_format,
     complete_leaf,
     debug_option,
     json_option,
@@ -121,12 +122,11 @@ def main() -> None:
 def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[[], None]], click.Command]:
     """A command with these arguments and options. The function of the same name in a module of `_cli` does the work.
 
-    That module, and with it JAX, is imported when the command runs. If the function returns False, the exit code is 1.
+    That module is imported when the command runs. If the function returns False, the exit code is 1.
     """
 
     def command(stub: Callable[[], None]) -> click.Command:
         def run(**arguments: Any) -> None:
-            importlib.import_module(FORMATS_MODULE)
             implementation = getattr(importlib.import_module(f"jaxckpt._cli.{module}"), stub.__name__)
             if implementation(**arguments) is False:
                 raise click.exceptions.Exit(NEGATIVE)
@@ -245,7 +245,10 @@ def plan() -> None:
     location("source"),
     location("destination"),
     click.option(
-        "--format", type=click.Choice(FORMATS), help="Format to write. By default DESTINATION's suffix determines it."
+        "--format",
+        metavar=f"[{'|'.join(FORMATS)}]",
+        shell_complete=complete_format,
+        help="Format to write. By default DESTINATION's suffix determines it.",
     ),
     mesh_option(),
     specs_option,

@@ -5,20 +5,22 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
 from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
-from jaxckpt._inspect.diff import Delta, LeafDelta
-from jaxckpt._inspect.diff import diff as diff_checkpoints
 from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._runtime.errors import show_count
 from jaxckpt._runtime.progress import show_bytes
+
+if TYPE_CHECKING:
+    from jaxckpt._inspect.diff import Delta, LeafDelta
+    from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
+
 
 _SHOWN_ROWS = 40
 """The most processes or leaves in a plan. The others are only counted."""
@@ -43,6 +45,8 @@ def verify(path: str, quick: bool, rate: int | None, as_json: bool) -> bool:
 
 
 def diff(a: str, b: str, select: Sequence[str], rules: str | None, back_to: str | None, as_json: bool) -> bool:
+    from jaxckpt._inspect.diff import diff as diff_checkpoints  # imports JAX
+
     rename = rules_of(a, rules, back_to)
     delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=options_with_progress())
     if as_json:

@@ -28,8 +28,8 @@ from jaxckpt._cli.terminal import (
     show_metrics,
     terminal_width,
 )
-from jaxckpt._format.grid import show_axes, show_spec, spec_of
-from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._format.grid import show_axes, show_spec
+from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import InputError, show_count
@@ -89,7 +89,7 @@ def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
         "dtype": None if is_value else leaf.dtype.name,
         "shape": None if is_value else leaf.shape,
         "bytes": leaf.nbytes,
-        "spec": spec_of(leaf.spec) if leaf.mesh else None,
+        "spec": saved_spec(leaf) if leaf.mesh else None,
         "mesh": leaf.mesh or None,
         "layout": leaf.layout,
         "value": leaf.value if is_value and not leaf.nbytes else None,
@@ -224,7 +224,7 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
     """(dtype and shape, or kind and value; layout)."""
     if _is_value(leaf):
         return leaf.kind if leaf.nbytes else elided(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
-    layout = show_spec(spec_of(leaf.spec)) if leaf.mesh and one_mesh else leaf.layout
+    layout = show_spec(saved_spec(leaf)) if leaf.mesh and one_mesh else leaf.layout
     return f"{'key ' if leaf.kind == 'key' else ''}{show_array(leaf.dtype.name, leaf.shape)}", layout
 
 

@@ -23,8 +23,10 @@ from jaxckpt._foreign.torch import read_saved
 from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.records import Size
 from jaxckpt._format.tree import Tree
-from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, InputError, show_path
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")
@@ -214,3 +216,6 @@ def _states(path: str) -> Mapping[Any, Tree]:
             value = as_tree(unpickle(path, array.data.offset, size), f"{show_path(name)} in {path}")
         states.setdefault(parameter, {})[words[2]] = value
     return dict(states)
+
+
+FORMAT = Format("colossalai", recognizes, open_colossalai, owned_names, order=-1)

@@ -15,18 +15,16 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._devices.keys import TypedLeaf
 from jaxckpt._foreign.destination import replacing, require_replaceable
 from jaxckpt._foreign.mindspore import mindspore_ranks
-from jaxckpt._foreign.registry import BY_SUFFIX, WRITERS, WRITTEN
 from jaxckpt._format.grid import Layout, Spec, mesh_layout
-from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import LayoutRecord, MeshRecord
 from jaxckpt._format.select import Select
-from jaxckpt._format.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._restore.reading import StoredArray
 from jaxckpt._restore.renaming import Renaming, renamed_source, select_and_rename, split_rename
-from jaxckpt._restore.source import ForeignCheckpoint, Location, Source, source_at
 from jaxckpt._runtime.errors import InputError, show_path
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.processes import Call, Group
@@ -37,6 +35,10 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan import ArrayLeaf
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.formats import written_formats
+from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt._sources.source import Source
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.store_path import local_path
 from jaxckpt._storage.workers import StorageThread, note_progress, run_watched
@@ -156,6 +158,8 @@ def _write_foreign(
     source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
 ) -> None:
     """Write a checkpoint in another library's format. Process 0."""
+    write_format = written_formats()[format].write
+    assert write_format is not None, format
     ended = Latch()
 
     def write() -> None:
@@ -165,7 +169,7 @@ def _write_foreign(
             _verify_checksums(source, options)
             n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
             with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as display:
-                WRITERS[format](source, path, options, functools.partial(_report, display))
+                write_format(source, path, options, functools.partial(_report, display))
                 require_not_stalled()
         finally:
             ended.set()
@@ -200,19 +204,20 @@ def _verify_checksums(source: Source, options: Options) -> None:
 
 def _format_of(destination: str, format: str | None) -> str:
     """The format to write: the requested one, or the one of the destination's suffix."""
+    written = written_formats()
+    names = ["jaxckpt", *sorted(written)]
     if format is not None:
-        if not isinstance(format, str) or format not in WRITTEN:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(
-                f"format={format!r}{closest_hint(str(format), WRITTEN)}; expected one of {', '.join(WRITTEN)}"
-            )
+        if not isinstance(format, str) or format not in names:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"format={format!r}{closest_hint(str(format), names)}; expected one of {', '.join(names)}")
         return format
+    by_suffix = {suffix: form.name for form in written.values() for suffix in form.suffixes}
     suffix = os.path.splitext(destination)[1]
-    if suffix not in BY_SUFFIX and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix
+    if suffix not in by_suffix and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix
         raise InputError(
             f"destination {destination!r} ends in {suffix}: jaxckpt does not write that format. The suffixes that it"
-            f" knows are {', '.join(BY_SUFFIX)}; with any other, pass format= with one of {', '.join(WRITTEN)}"
+            f" knows are {', '.join(by_suffix)}; with any other, pass format= with one of {', '.join(names)}"
         )
-    return BY_SUFFIX.get(suffix, "jaxckpt")
+    return by_suffix.get(suffix, "jaxckpt")
 
 
 # To jaxckpt's format --------------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
     draft = Draft(manifest.tree)
     table = draft.table
     table.meshes, table.layouts = list(manifest.meshes), list(manifest.layouts)
-    leaves = [SavedLeaf(manifest, record) for record in manifest.leaves]
+    leaves = [TypedLeaf(manifest, record) for record in manifest.leaves]
     on_devices = [number for number, leaf in enumerate(leaves) if leaf.on_devices]
     axes, chosen = None, dict[int, Spec]()
     if mesh_shape is not None:

@@ -35,8 +35,10 @@ from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.records import Size
 from jaxckpt._format.tree import MAX_DEPTH, Tree
-from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_path
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
 
 _METADATA = ".metadata"
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
@@ -347,3 +349,6 @@ def _join_chunks(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> 
     if math.prod(shape) and first.dtype not in DTYPES:
         return unreadable(f"has dtype {first.dtype}, which NumPy and JAX do not support")
     return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in chunks]))
+
+
+FORMAT = Format("dcp", recognizes, open_dcp, owned_names, order=-1)

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Collection, Generator
 
 from jaxckpt._foreign.local_files import list_names
-from jaxckpt._foreign.registry import FORMATS
 from jaxckpt._format.names import MANIFEST, is_data_folder
-from jaxckpt._restore.source import ForeignCheckpoint, Location
 from jaxckpt._runtime.errors import CheckpointExistsError, JaxckptError
 from jaxckpt._runtime.options import Options
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.formats import formats
+from jaxckpt._sources.open_source import Location
 from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.folder import sync_path
 from jaxckpt._storage.manifests import load_manifest
@@ -67,7 +68,7 @@ def _checkpoint_names(path: str, names: Collection[str]) -> Collection[str]:
         return {MANIFEST, *filter(is_data_folder, names)}
     if all(map(is_data_folder, names)):  # a save that never finished
         return names
-    for form in FORMATS:
+    for form in formats():
         if form.recognizes(path, names):
             if form.open is not None:
                 form.open(path)

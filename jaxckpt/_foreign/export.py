@@ -14,10 +14,10 @@ import numpy as np
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.values import decode_value
 from jaxckpt._restore.reading import StoredArray
-from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
+from jaxckpt._sources.source import Source
 
 Data = StoredArray | Array
 

@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -51,10 +51,14 @@ from jaxckpt._foreign.shards import FileData, from_boxes, from_ranks, replicated
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
 from jaxckpt._format.paths import escape_key
-from jaxckpt._format.specs import Specs
-from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError, InputError, show_path
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
 from jaxckpt._storage.files import read_into
+
+if TYPE_CHECKING:
+    from jaxckpt._arguments.specs import Specs
 
 MAX_STRATEGY_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
@@ -469,3 +473,6 @@ def _from_wire(wire: Message) -> _StrategyFile:
             raise wire.damage_error(outer.start, f"{what} has no unique name, or no value")
         items[name][item["name"]] = item["value"]
     return convert_checked(f"the strategy file {wire.path}", items, _StrategyFile)
+
+
+FORMAT = Format("mindspore", recognizes, open_mindspore)

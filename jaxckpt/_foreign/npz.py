@@ -25,10 +25,13 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, flat_boxes, intersection, slices_within, volume
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.tree import nested_dicts
-from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, Source, compose
 from jaxckpt._runtime.errors import DataError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
+from jaxckpt._sources.source import Source
 
 MAX_HEADER_BYTES = 10_000
 """The largest .npy header of a member: NumPy's limit."""
@@ -275,3 +278,6 @@ def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
     if dtype.isbuiltin != 1:
         return f"is {dtype.name}, which NumPy's format lacks"
     return "has a name that zip files do not allow" if "\0" in path else None
+
+
+FORMAT = Format("npz", recognizes, open_npz, write=write_npz, suffixes=(".npz",))

@@ -14,10 +14,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxckpt._arguments.pytree import flatten
 from jaxckpt._foreign.local_files import (
     exists,
     is_folder,
@@ -35,10 +36,14 @@ from jaxckpt._foreign.pickles import as_array, as_tree, unpickle, unreadable
 from jaxckpt._foreign.rank_files import Files, assemble, common_url, paths_of
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES, MAX_RANK
-from jaxckpt._format.specs import Specs
-from jaxckpt._format.tree import Structure, Tree, flatten, nested_dicts, unflatten
-from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData, compose
+from jaxckpt._format.tree import Structure, Tree, nested_dicts, unflatten
 from jaxckpt._runtime.errors import DataError, NotACheckpointError
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
+from jaxckpt._sources.formats import Format
+
+if TYPE_CHECKING:
+    from jaxckpt._arguments.specs import Specs
 
 _PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
 _MAGIC = b"__oneflow__"
@@ -261,3 +266,6 @@ def _tensor_in(folder: str) -> ForeignArray:
             f"{data} is {size} bytes long, expected {count * DTYPES[dtype].itemsize} of {dtype}{list(shape)}"
         )
     return ForeignArray(dtype, shape, FileData(data, 0, dtype, shape))
+
+
+FORMAT = Format("oneflow", recognizes, open_oneflow, owned_names)

@@ -31,8 +31,8 @@ from jaxckpt._format.dtypes import DTYPES, MAX_RANK
 from jaxckpt._format.paths import escape_key
 from jaxckpt._format.tree import MAX_DEPTH, Tree
 from jaxckpt._format.values import is_utf8
-from jaxckpt._restore.source import ForeignArray, InMemoryData
 from jaxckpt._runtime.errors import DataError
+from jaxckpt._sources.foreign import ForeignArray, InMemoryData
 
 MAX_VALUES = 1 << 22
 """The most values of a tree. A pickle can repeat a list cheaply: ten levels of ten references are 10^10 values in 200

@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
+from jaxckpt._arguments.pytree import flatten
 from jaxckpt._foreign.local_files import list_names, path_on_disk, read_head, reads_files
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._foreign.safetensors import read_header
@@ -22,10 +22,13 @@ from jaxckpt._foreign.shards import from_boxes, from_ranks
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, box_at
 from jaxckpt._format.paths import closest_hint
-from jaxckpt._format.specs import Specs, mesh_axes, resolve_specs
-from jaxckpt._format.tree import flatten, nested_dicts
-from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, compose
+from jaxckpt._format.tree import nested_dicts
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+
+if TYPE_CHECKING:
+    from jaxckpt._arguments.specs import Specs
 
 Files = Mapping[int, str | os.PathLike[str]]
 """The file of each rank."""
@@ -144,6 +147,10 @@ def assemble(
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ForeignArray | str | bytes]:
     """The global arrays by name, from the arrays of each rank."""
+    import jax  # here, because recognizing a format needs no JAX
+
+    from jaxckpt._arguments.specs import mesh_axes, resolve_specs
+
     arrays, whole = group_by_name(rank_values)
     axes = mesh_axes({"rank": max(rank_values) + 1} if mesh_shape is None else mesh_shape)
     if math.prod(axes.values()) > MAX_RANKS:

@@ -26,9 +26,9 @@ from jaxckpt._restore.rule import Paths, Rule, matching_paths, paths_in
 from jaxckpt._restore.rule_layouts import AxisLayout as Axes
 from jaxckpt._restore.rule_layouts import axes_of
 from jaxckpt._restore.rules import Rules
-from jaxckpt._restore.source import source_at
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options
+from jaxckpt._sources.open_source import source_at
 from jaxckpt._storage.errors import translate_os_errors
 from jaxckpt._storage.store_path import local_path
 

@@ -29,10 +29,13 @@ from jaxckpt._foreign.pickles import unreadable
 from jaxckpt._foreign.shards import FileData
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.tree import Tree, nested_dicts
-from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, Source, compose
 from jaxckpt._runtime.errors import DataError, InputError, NotACheckpointError, TreeError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
+from jaxckpt._sources.source import Source
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header that the format allows."""
@@ -257,3 +260,6 @@ def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
         for _, data in ordered:
             for slab in slabs(data):
                 file.write(slab.data)
+
+
+FORMAT = Format("safetensors", recognizes, open_safetensors, owned_names, write_safetensors, (".safetensors",))

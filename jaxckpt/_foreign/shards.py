@@ -30,8 +30,8 @@ from jaxckpt._format.grid import (
 )
 from jaxckpt._format.pieces import Array, as_bits
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._restore.source import ArrayData, ForeignArray
 from jaxckpt._runtime.errors import DataError, SpecError, show_lines, show_path
+from jaxckpt._sources.foreign import ArrayData, ForeignArray
 from jaxckpt._storage import files
 
 SPAN_BYTES = 4 << 20

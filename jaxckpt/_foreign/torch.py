@@ -20,8 +20,10 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.tree import Tree
-from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, compose
 from jaxckpt._runtime.errors import DataError
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
 
 MAX_REPEATED_BYTES = 1 << 26
 """The largest tensor that repeats elements of its storage by strides of 0. Without a limit, a file of a few bytes could
@@ -242,3 +244,6 @@ def _reject_conjugated(tensor: Any, metadata: list[Any]) -> Any:
     if any(isinstance(one, dict) and any(cast("dict[Any, Any]", one).values()) for one in metadata):
         return unreadable("is a tensor with its conjugate or negative bit set; torch's resolve_conj() clears it")
     return tensor
+
+
+FORMAT = Format("torch", recognizes, open_torch)

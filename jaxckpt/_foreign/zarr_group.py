@@ -18,10 +18,11 @@ from jaxckpt._format.chunking import chunk_shape, object_shape
 from jaxckpt._format.paths import path_prefixes
 from jaxckpt._format.pieces import Pieces
 from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import DataError, StorageError, TreeError, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
+from jaxckpt._sources.formats import Format
+from jaxckpt._sources.source import Source
 from jaxckpt._storage.files import FileWriter
 
 _METADATA = "zarr.json"
@@ -124,3 +125,6 @@ def _node_type(path: str) -> str | None:
         return read_json(os.path.join(path, _METADATA), _Node).node_type
     except (DataError, StorageError):
         return None
+
+
+FORMAT = Format("zarr", recognizes, None, owned_names, write_zarr, (".zarr",))

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
@@ -33,12 +32,6 @@ NAN_LESS = {"float4_e2m1fn": "-0 or another number"}
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """A dtype's name, cached, because NumPy needs 3 µs to build it each time."""
     return dtype.name
-
-
-@functools.cache
-def key_dtype(impl: str) -> Any:
-    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has no implementation of that name."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def stored_dtype(name: str) -> str:

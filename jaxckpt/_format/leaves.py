@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.dtypes import DTYPES, key_dtype
-from jaxckpt._format.grid import Spec
-from jaxckpt._format.layouts import show_layout
-from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
+from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._format.grid import Spec, show_axes, show_spec
+from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._format.stacks import Stack
 from jaxckpt._format.values import KINDS, decode_value
 
@@ -65,11 +64,6 @@ class SavedLeaf:
         return self.stored_shape[:-1] if self.record.kind == "key" else self.stored_shape
 
     @property
-    def dtype(self) -> Any:
-        """Dtype that the user sees. Raises ValueError for PRNG keys of an implementation that JAX does not have."""
-        return key_dtype(self.record.impl or "") if self.record.kind == "key" else self.stored_dtype
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its data; 0 for a value in the manifest."""
         return self.manifest.leaf_bytes(self.record)
@@ -98,3 +92,12 @@ class SavedLeaf:
     def layout(self) -> str:
         """A description of the mesh and spec at the time of the save."""
         return "host" if self.record.layout is None else show_layout(*self.manifest.leaf_layout(self.record))
+
+
+def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:
+    """A short description of a saved layout."""
+    if mesh is not None:
+        return f"{show_spec(spec)} on {show_axes(mesh.axes)}"
+    if record.device is not None:
+        return f"device {record.device}"
+    return "unrecorded" if record.opaque else "default device"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 INLINE_BYTES = 4096
@@ -91,6 +90,7 @@ class Kind:
     """The kind of a saved leaf."""
 
     type: type
+    """The type of its values without devices."""
 
     encode: Callable[[Any], str] | None = None
     """A value as text, for a kind whose small values are stored in the manifest."""
@@ -109,8 +109,8 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "jax": Kind(jax.Array, holds=lambda dtype, rank: True, on_devices=True),
-    "key": Kind(jax.Array, holds=lambda dtype, rank: dtype == "uint32" and rank > 0, on_devices=True),
+    "jax": Kind(np.ndarray, holds=lambda dtype, rank: True, on_devices=True),
+    "key": Kind(np.ndarray, holds=lambda dtype, rank: dtype == "uint32" and rank > 0, on_devices=True),
     "numpy": Kind(np.ndarray, holds=lambda dtype, rank: True),
     "numpy_scalar": Kind(np.generic, from_array=lambda array: array[()], holds=lambda dtype, rank: rank == 0),
     "bool": Kind(bool, lambda value: str(value).lower(), _decode_bool, lambda array: bool(array.item())),

@@ -19,10 +19,11 @@ from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.reading import read_box
 from jaxckpt._restore.renaming import Renaming, renamed_source
-from jaxckpt._restore.source import Location, Source, source_at
 from jaxckpt._runtime.errors import show_count, show_lines, show_path
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.progress import display_progress
+from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt._sources.source import Source
 
 _BATCH_ELEMENTS = 1 << 18
 """Elements that are compared in one call."""

@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, show_axes
+from jaxckpt._format.grid import Box, Spec, show_axes
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.pieces import Array
-from jaxckpt._format.specs import partition_spec
 from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, notebook
-from jaxckpt._restore.placing import host_value
-from jaxckpt._restore.reading import StoredArray, read_box
-from jaxckpt._restore.source import Source
+from jaxckpt._restore.reading import StoredArray, host_value, read_box
 from jaxckpt._runtime.errors import show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._sources.source import Source
 
 
 class LazyLeaf:
@@ -65,6 +63,8 @@ class LazyLeaf:
     @property
     def spec(self) -> Any:
         """The jax.sharding.PartitionSpec at the time of the save; empty if there was none."""
+        from jaxckpt._devices.shardings import partition_spec  # imports JAX
+
         return partition_spec(self._leaf.spec)
 
     @property
@@ -146,6 +146,11 @@ class LazyLeaf:
         mesh, spec = self._leaf.mesh, self._leaf.spec
         drawn = [] if mesh is None else [layout_drawing(mesh, spec, len(self.shape), show_axes(mesh.axes))]
         return notebook(definitions(facts), *drawn)
+
+
+def saved_spec(leaf: LazyLeaf) -> Spec:
+    """The spec of a leaf at the time of the save, without JAX."""
+    return leaf._leaf.spec  # pyright: ignore[reportPrivateUsage]
 
 
 def _enclosing_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:

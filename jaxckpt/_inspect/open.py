@@ -6,28 +6,29 @@ import contextlib
 import math
 import types
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import AbstractMesh, Mesh
-
-from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select
-from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
-from jaxckpt._inspect.restore_plan import RestorePlan, plan_restore
-from jaxckpt._restore.goals import resolve
 from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
-from jaxckpt._restore.source import Location, NativeCheckpoint, Source, source_at, step_of
-from jaxckpt._restore.target import RestoreRequest, require_request
 from jaxckpt._runtime.errors import NotACheckpointError, show_count, show_path
 from jaxckpt._runtime.options import Options, options_or_default, require_whole_number
 from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._sources.open_source import Location, source_at, step_of
+from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_states
+
+if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
+    from jax.sharding import AbstractMesh, Mesh
+
+    from jaxckpt._arguments.casts import Dtypes
+    from jaxckpt._arguments.specs import Specs
+    from jaxckpt._inspect.restore_plan import RestorePlan
 
 
 def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
@@ -256,6 +257,12 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         Raises:
             MismatchError, TreeError, SpecError, LayoutError: As `restore` would.
         """
+        from jax.sharding import Mesh
+
+        from jaxckpt._inspect.restore_plan import plan_restore
+        from jaxckpt._restore.goals import resolve
+        from jaxckpt._restore.target import RestoreRequest, require_request
+
         devices_per_process = require_whole_number(
             devices_per_process, "devices_per_process", minimum=1, maximum=1 << 31
         )

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, Sharding
 
+from jaxckpt._devices.shardings import PlannedSharding, placement
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole_box
-from jaxckpt._format.layouts import PlannedSharding, placement, show_layout
+from jaxckpt._format.leaves import show_layout
 from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
 from jaxckpt._restore.destinations import can_keep_buffers

@@ -24,7 +24,6 @@ from jaxckpt._format.stacks import Stack
 from jaxckpt._format.zarr import Bytes
 from jaxckpt._restore.plan import max_read_bytes
 from jaxckpt._restore.reading import read_box
-from jaxckpt._restore.source import ForeignCheckpoint, Location, NativeCheckpoint, foreign_steps_of, source_at
 from jaxckpt._runtime.errors import (
     CorruptError,
     DataError,
@@ -38,6 +37,9 @@ from jaxckpt._runtime.errors import (
 from jaxckpt._runtime.options import Options, options_or_default, require_bool
 from jaxckpt._runtime.progress import Report, display_progress, report_nothing, show_bytes
 from jaxckpt._runtime.threads import Task
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
+from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._storage.errors import retry_stale
 from jaxckpt._storage.objects import Objects
 from jaxckpt._storage.steps import steps_of

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._format.grid import Box, volume
-from jaxckpt._format.layouts import memory_kind
 from jaxckpt._format.pieces import Array
 from jaxckpt._save.exchange import transfer_context, transfer_dtype
 

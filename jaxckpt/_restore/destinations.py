@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes, memory_kind
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, volume, whole_box
-from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore.blocks import rows_per_block
 from jaxckpt._restore.goals import Goal

@@ -9,8 +9,8 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxckpt._devices.shardings import PlannedSharding, process_layout
 from jaxckpt._format.grid import Layout
-from jaxckpt._format.layouts import PlannedSharding, process_layout
 from jaxckpt._format.records import Manifest
 from jaxckpt._restore.destinations import Destinations, GoalsByRow, goal_ranges
 from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
@@ -19,12 +19,12 @@ from jaxckpt._restore.passing import PeerReads, requests_by_read
 from jaxckpt._restore.placing import LeafBuilder, value_in_manifest
 from jaxckpt._restore.plan import ReadStep, WantedRows, plan_read
 from jaxckpt._restore.pooled import PooledCheckpoint
-from jaxckpt._restore.reading import detect_replacement, read, require_metadata
+from jaxckpt._restore.reading import detect_replacement, read, reads_of, require_metadata
 from jaxckpt._restore.sharing import Partition, Round, members_of, plan_rounds, share, wants_digest
-from jaxckpt._restore.source import Source
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import display_progress
+from jaxckpt._sources.source import Source
 
 
 def fetch(
@@ -64,7 +64,8 @@ def fetch(
                 gather(source, stacks, shared, options, leaves, advance, meeting)
             if pooled is not None and meeting is not None:
                 with PeerReads(pooled, requests_by_read(source, steps), options, meeting) as arrivals:
-                    read(source, stacks, steps, options, leaves, advance, arrivals.wait_for_next_read)
+                    reads = arrivals.as_data_arrives(reads_of(steps))
+                    read(source, stacks, steps, options, leaves, advance, reads)
             else:
                 read(source, stacks, steps, options, leaves, advance)
         leaves.create_unread_leaves()

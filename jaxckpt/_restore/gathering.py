@@ -24,8 +24,9 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import extent
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.stacks import Stack
+from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._restore.plan import max_read_bytes
-from jaxckpt._restore.reading import Delivery, MemoryWindow, PendingRead, StepBuffers, aligned_empty
+from jaxckpt._restore.reading import Delivery, MemoryPool, PendingRead, StepBuffers, aligned_empty
 from jaxckpt._restore.sharing import (
     READ_ALIGNMENT_BYTES,
     Partition,
@@ -36,13 +37,13 @@ from jaxckpt._restore.sharing import (
     members_of,
     split_into_transfers,
 )
-from jaxckpt._restore.source import Source
 from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import PeerFailedError, PeersDisagreeError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._runtime.progress import Report
 from jaxckpt._save.exchange import n_sending_devices, transfer_context
+from jaxckpt._sources.source import Source
 from jaxckpt._storage.objects import ArrayReader
 from jaxckpt._storage.workers import StorageThread
 
@@ -93,7 +94,7 @@ def gather(
                     break
                 current = ahead
             if community is not None:
-                community.window.drain()
+                community.budget.drain()
 
 
 _Program = tuple[int, int]
@@ -142,7 +143,8 @@ class _Community:
         self._max_bytes = max_read_bytes(options.host_bytes)
         self._aside = aside
         self._interconnect = interconnect
-        self.window = MemoryWindow(options.host_bytes)
+        self.budget = Budget(options.host_bytes)
+        self._memory = MemoryPool()
         self._step_buffers: dict[int, StepBuffers] = {}
 
     def start_rounds(self) -> Iterator[_PendingRound]:
@@ -215,9 +217,9 @@ class _Community:
             step = portion.step
             sent: dict[Any, Any] = {}
             if id(step) not in self._step_buffers:
-                self.window.acquire(step.held_bytes)
+                self.budget.make_room(step.held_bytes)
                 dtype = DTYPES[self._stacks[step.stack].dtype]
-                self._step_buffers[id(step)] = StepBuffers(step, dtype, self.window, delivery)
+                self._step_buffers[id(step)] = StepBuffers(step, dtype, self.budget, self._memory, delivery)
             filling = self._step_buffers[id(step)]
             data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
             for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):

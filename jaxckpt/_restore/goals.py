@@ -17,14 +17,14 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxckpt._format.casts import ALLOW_LOSS, Verdict, judge_cast, resolve_policies
-from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless, key_dtype
+from jaxckpt._arguments.casts import ALLOW_LOSS, Verdict, judge_cast, resolve_policies
+from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._devices.keys import TypedLeaf, key_dtype
+from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, saved_sharding
+from jaxckpt._format.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._format.grid import Spec, spec_of
-from jaxckpt._format.layouts import PlannedSharding, named_sharding, saved_sharding
-from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Select, parse_select
-from jaxckpt._format.specs import LeafGroup, assign_specs, mesh_axes, partition_spec, require_fit, resolve_specs
 from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._restore.memory_order import order_problem
 from jaxckpt._restore.objects import TargetObject
@@ -109,7 +109,7 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     """
     match, differences = match_paths(manifest, request)
     specs = _given_specs(manifest, match.requests, request)
-    leaves = (SavedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
+    leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
     policies = resolve_policies(options.cast, match.requests.paths, leaves)
     casts, losses = given_casts(manifest, match, request, policies)
     groups = _group(manifest, match.requests, specs, casts, policies)
@@ -179,7 +179,7 @@ class _Group:
     indices: list[int]
     """Indices of the leaves in `requests`."""
 
-    leaf: SavedLeaf
+    leaf: TypedLeaf
     """The first leaf of the group."""
 
     spec: Spec | None
@@ -210,7 +210,7 @@ def _given_specs(manifest: Manifest, requests: LeafRequests, request: RestoreReq
     if request.specs is None:
         return {}
     pairs = zip(requests.paths, requests.numbers, strict=True)
-    leaves = [(path, SavedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
+    leaves = [(path, TypedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
     return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
 
 
@@ -239,7 +239,7 @@ def _group(
             group.append(place)
     firsts = ((places, requests.paths[places[0]], leaves[requests.numbers[places[0]]]) for places in groups.values())
     return [
-        _Group(requests, places, SavedLeaf(manifest, leaf), specs.get(path), casts.get(path), policies[path])
+        _Group(requests, places, TypedLeaf(manifest, leaf), specs.get(path), casts.get(path), policies[path])
         for places, path, leaf in firsts
     ]
 
@@ -274,7 +274,7 @@ def _check(groups: Sequence[_Group]) -> tuple[list[Goal | None], list[Problem]]:
     return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
 
 
-def _goal(leaf: SavedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
+def _goal(leaf: TypedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
     """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
     if isinstance(wanted, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
@@ -311,7 +311,7 @@ def _is_known(impl: str) -> bool:
         return False
 
 
-def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> Goal | _Reason:
+def _device_goal(leaf: TypedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> Goal | _Reason:
     """The goal of an array on devices, with a dtype that JAX supports in its current configuration."""
     if leaf.kind == "key":
         return Goal("key")
@@ -331,7 +331,7 @@ def _device_goal(leaf: SavedLeaf, cast: _Dtype | None, weak: bool, policy: str) 
 _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
 
 
-def _cast_dtype(leaf: SavedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> _Dtype | _Reason | None:
+def _cast_dtype(leaf: TypedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> _Dtype | _Reason | None:
     """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
@@ -371,7 +371,7 @@ def _doubt(group: _Group, goal: Goal) -> _Reason | None:
     return _Reason(f"has dtype {leaf.dtype}{differs}: a lossy cast", ALLOW_LOSS)
 
 
-def _cast_number(leaf: SavedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reason:
+def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reason:
     """The dtype for a Python number: any dtype that holds its value, and for a float any float dtype, as for JAX's weak
     types. Otherwise the reason against it."""
     value, made, fits = leaf.value, None, False
@@ -389,7 +389,7 @@ def _cast_number(leaf: SavedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reaso
     return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
 
 
-def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
+def _python_goal(leaf: TypedLeaf, wanted: str) -> Goal | _Reason:
     """A Python value of a kind, from a saved value or from an array of one number."""
     saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
     if saved == wanted:
@@ -407,7 +407,7 @@ def _python_goal(leaf: SavedLeaf, wanted: str) -> Goal | _Reason:
     return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
 
 
-def _ordered(leaf: SavedLeaf, wanted: Any, goal: Goal | _Reason) -> Goal | _Reason:
+def _ordered(leaf: TypedLeaf, wanted: Any, goal: Goal | _Reason) -> Goal | _Reason:
     """The goal, unless the target requests a non-default order in device memory, which restore does not support."""
     if isinstance(goal, _Reason):
         return goal

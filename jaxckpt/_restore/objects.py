@@ -5,14 +5,12 @@ An object of the target receives its state after everything has been read.
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxckpt._format.leaf_types import LeafType, call_user_function, registered
-from jaxckpt._format.paths import path_prefixes, relative_path
+from jaxckpt._arguments.leaf_types import LeafType, call_user_function, registered
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.tree import Container, Structure, numbers_of, unflatten, user_objects_of
 from jaxckpt._format.values import KINDS
@@ -83,33 +81,3 @@ def shardings_below(manifest: Manifest, numbers: Sequence[int], sharding: Any) -
     states = {number for _, node in user_objects_of(manifest.tree) for number in numbers_of(node)}
     on_host = {number for number in states if not KINDS[manifest.leaves[number].kind].on_devices}
     return [None if number in on_host else sharding for number in numbers]
-
-
-def structures_by_path(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
-    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object.
-
-    An object that would share its new path with other leaves is left as its leaves.
-    """
-    units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
-    objects = [*user_objects_of(manifest.tree)]
-    if not objects:
-        return units
-    counts = collections.Counter(head for path in paths for head in path_prefixes(path))
-    for path, node in objects:
-        numbers = [*numbers_of(node)]
-        found = {
-            _strip_tail(paths[number], relative_path(path, manifest.leaves[number].path) or "") for number in numbers
-        }
-        head = found.pop() if len(found) == 1 else None
-        if head is not None and counts[head] == len(numbers):
-            for number in numbers:
-                del units[paths[number]]
-            units[head] = node
-    return units
-
-
-def _strip_tail(path: str, tail: str) -> str | None:
-    """The part of a path before a tail; None if the path does not end with the tail."""
-    if not tail or path == tail:
-        return "" if tail else path
-    return path.removesuffix(f"/{tail}") if path.endswith(f"/{tail}") else None

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,16 +21,18 @@ from jaxckpt._format.pieces import Bytes
 from jaxckpt._restore.gathering import Interconnect
 from jaxckpt._restore.plan import ReadStep, max_read_bytes
 from jaxckpt._restore.pooled import DamagedError, PooledCheckpoint
-from jaxckpt._restore.reading import aligned_empty
+from jaxckpt._restore.reading import aligned_empty, reads_of
 from jaxckpt._restore.sharing import Transfer
-from jaxckpt._restore.source import Source
 from jaxckpt._restore.surviving import FileRequest, Hop, plan_hops
 from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import JaxckptError
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.peers import Permutations, rounded_bytes
+from jaxckpt._sources.source import Source
 from jaxckpt._storage.workers import JoinedWork, StorageThread
+
+T = TypeVar("T")
 
 
 class PeerReads:
@@ -48,7 +50,6 @@ class PeerReads:
         """For each read, the number of rounds that must precede it."""
 
         self._rounds: list[list[FileRequest]] = []
-        self._n_reads_started = 0
         self._n_rounds_done = 0
         held = max_read_bytes(options.host_bytes)
         for read, asked in enumerate(needed):
@@ -93,12 +94,12 @@ class PeerReads:
         if error is None or (self._source.damaged and isinstance(error, JaxckptError)):
             self._raise_failures()
 
-    def wait_for_next_read(self) -> None:
-        """Wait for the data of the next read. Called in the order of the reads."""
-        rounds = self._required_rounds[self._n_reads_started]
-        self._n_reads_started += 1
-        while self._n_rounds_done < rounds:
-            self._run_next_round()
+    def as_data_arrives(self, reads: Iterable[T]) -> Iterator[T]:
+        """The reads of this process, each after the data that it needs has arrived."""
+        for read, rounds in zip(reads, self._required_rounds, strict=True):
+            while self._n_rounds_done < rounds:
+                self._run_next_round()
+            yield read
 
     def _run_next_round(self) -> None:
         """Run the next round. Every process."""
@@ -177,8 +178,7 @@ def requests_by_read(source: Source, steps: Sequence[ReadStep]) -> list[list[Fil
         source.missing_requests(source.manifest.stacks[step.stack], read.boxes)
         if isinstance(source, PooledCheckpoint)
         else []
-        for step in steps
-        for read in step.reads
+        for step, read in reads_of(steps)
     ]
 
 

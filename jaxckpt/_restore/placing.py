@@ -31,8 +31,8 @@ from jaxckpt._restore.destinations import (
 )
 from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.plan import ReadStep, Run
-from jaxckpt._restore.reading import Buffers
-from jaxckpt._runtime.errors import DataError, ManifestError, Problem, show_path
+from jaxckpt._restore.reading import Buffers, host_value
+from jaxckpt._runtime.errors import ManifestError, show_path
 from jaxckpt._save.exchange import own_mesh, transfer_context, transfer_dtype
 
 _GC_THRESHOLD = 100_000
@@ -278,17 +278,6 @@ def _cast(view: Array, goal: Goal) -> Array:
     cast = np.empty(view.shape, goal.cast)
     assign(cast, view)
     return cast
-
-
-def host_value(array: Array, kind: str, path: str) -> Any:
-    """The value of a host leaf from the read array. Raises DataError."""
-    try:
-        return KINDS[kind].from_array(array)
-    except UnicodeDecodeError as error:
-        raise DataError.of(
-            "a leaf is not what was saved",
-            [Problem(path, f"is a str, but what is stored is not UTF-8: {error.reason}")],
-        ) from error
 
 
 def value_in_manifest(record: LeafRecord, goal: Goal) -> Any:

@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, cut_down, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._format.pieces import Array, assign
 from jaxckpt._format.stacks import Stack
+from jaxckpt._format.values import KINDS
+from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._restore.plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
-from jaxckpt._restore.source import Source, leaves_at
-from jaxckpt._runtime.errors import DataError, NotACheckpointError
+from jaxckpt._runtime.errors import DataError, NotACheckpointError, Problem
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report, report_nothing
+from jaxckpt._sources.source import Source, leaves_at
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import ArrayReader, Pending
 from jaxckpt._storage.workers import StorageThread, note_progress
@@ -68,6 +68,15 @@ class Delivery(Protocol):
         ...
 
 
+PlannedRead = tuple[ReadStep, Read]
+"""A read, and the step to which it belongs."""
+
+
+def reads_of(steps: Iterable[ReadStep]) -> Iterator[PlannedRead]:
+    """The reads of these steps, in order."""
+    return ((step, read) for step in steps for read in step.reads)
+
+
 def read(
     source: Source,
     stacks: Sequence[Stack],
@@ -75,36 +84,70 @@ def read(
     options: Options,
     delivery: Delivery,
     report: Report,
-    before_read: Callable[[], None] = lambda: None,
+    reads: Iterable[PlannedRead] | None = None,
 ) -> None:
     """Run the steps, with at most `options.host_bytes` in flight. Each step is delivered when it is complete.
 
-    `before_read` is called before each read.
+    `reads` are the reads of the steps, which may have to wait until their data has arrived in this process.
 
     Raises StorageError, also if the storage hangs.
     """
-    planned: dict[int, list[ReadStep]] = {}
-    for step in steps:
-        planned.setdefault(step.stack, []).append(step)
-    window = MemoryWindow(options.host_bytes)
-    arrays: dict[int, ArrayReader] = {}
     with StorageThread(options.timeout_seconds) as aside:
+        budget = Budget(options.host_bytes)
+        reader = _Reader(source, stacks, steps, delivery, budget, aside)
+        planned = reads_of(steps) if reads is None else reads
+        for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
+            arrived.place()
+            report(finished.n_bytes)
+
+
+class _Reader:
+    """Begins the reads of steps."""
+
+    def __init__(
+        self,
+        source: Source,
+        stacks: Sequence[Stack],
+        steps: Sequence[ReadStep],
+        delivery: Delivery,
+        budget: Budget,
+        aside: StorageThread,
+    ) -> None:
+        self._source = source
+        self._stacks = stacks
+        self._delivery = delivery
+        self._budget = budget
+        self._aside = aside
+        self._memory = MemoryPool()
+        self._boxes: dict[int, list[list[Box]]] = {}
         for step in steps:
-            stack = step.stack
-            window.acquire(step.held_bytes)
-            filling = StepBuffers(step, DTYPES[stacks[stack].dtype], window, delivery)
-            if stack not in arrays:
-                plan = (read.boxes for planned_step in planned[stack] for read in planned_step.reads)
-                arrays[stack] = source.array_reader(stack, plan)
-            for read in step.reads:
-                before_read()
-                held_bytes = arrays[stack].buffered_bytes(read.boxes)
-                window.acquire(read.held_bytes + held_bytes)
-                pending = PendingRead(source, stack, aside)
-                reading = _InFlightRead(read, held_bytes, filling, report, pending, arrays[stack].shares_chunks)
-                pending.begin(arrays[stack], reading.wanted)
-                window.defer(reading.finish)
-        window.drain()
+            self._boxes.setdefault(step.stack, []).extend(read.boxes for read in step.reads)
+        self._arrays: dict[int, ArrayReader] = {}
+        self._filling: StepBuffers | None = None
+
+    def _array(self, stack: int) -> ArrayReader:
+        if stack not in self._arrays:
+            self._arrays[stack] = self._source.array_reader(stack, self._boxes[stack])
+        return self._arrays[stack]
+
+    def n_bytes(self, planned: PlannedRead) -> int:
+        """Host memory that must be free before a read begins: for the first read of a step, also for its buffers."""
+        step, read = planned
+        return self._moving_bytes(step, read) + step.held_bytes * (read is step.reads[0])
+
+    def _moving_bytes(self, step: ReadStep, read: Read) -> int:
+        return read.held_bytes + self._array(step.stack).buffered_bytes(read.boxes)
+
+    def begin(self, planned: PlannedRead) -> _ArrivingRead:
+        step, read = planned
+        if self._filling is None or self._filling.step is not step:
+            dtype = DTYPES[self._stacks[step.stack].dtype]
+            self._budget.take(step.held_bytes)
+            self._filling = StepBuffers(step, dtype, self._budget, self._memory, self._delivery)
+        pending = PendingRead(self._source, step.stack, self._aside)
+        arriving = _ArrivingRead(read, self._moving_bytes(step, read), self._filling, pending)
+        arriving.begin(self._array(step.stack))
+        return arriving
 
 
 class PendingRead:
@@ -123,6 +166,9 @@ class PendingRead:
         with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
             pending = self._aside.run(self._doing, lambda: array.read(wanted))
         self._pending = list(zip(boxes, pending, strict=True))
+
+    def done(self) -> bool:
+        return all(pending.done() for _, pending in self._pending)
 
     def wait(self) -> None:
         """Wait until all are read. Raises DataError, StorageError."""
@@ -147,38 +193,11 @@ class PendingRead:
         )
 
 
-class MemoryWindow:
-    """Host memory in use in addition to the arrays, with a limit. If `acquire` would exceed the limit, it first waits
-    for the oldest reads and transfers."""
+class MemoryPool:
+    """Blocks of memory that are used again, because touching new memory takes longer than reading into it."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._held_bytes = 0
-        self._deferred: deque[Callable[[], None]] = deque()
+    def __init__(self) -> None:
         self._free: list[Array] = []
-
-    def acquire(self, n_bytes: int) -> None:
-        while self._deferred and self._held_bytes + n_bytes > self._max_bytes:
-            self._deferred.popleft()()
-        self._held_bytes += n_bytes
-
-    def release(self, n_bytes: int, block: Array | None) -> None:
-        """Release bytes, and a block, which may be reused."""
-        self._held_bytes -= n_bytes
-        if block is not None and block.nbytes:
-            self._free.append(block)
-
-    def defer(self, turn: Callable[[], None]) -> None:
-        """Register a function that will release bytes, to be called in order."""
-        self._deferred.append(turn)
-
-    def defer_first(self, turn: Callable[[], None]) -> None:
-        """Like `defer`, but before all others."""
-        self._deferred.appendleft(turn)
-
-    def drain(self) -> None:
-        while self._deferred:
-            self._deferred.popleft()()
 
     def allocate(self, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
         """A block of memory, reused if one of about the size is free, and arrays cut from it."""
@@ -197,17 +216,41 @@ class MemoryWindow:
         ]
         return block, cut
 
+    def take_back(self, block: Array) -> None:
+        if block.nbytes:
+            self._free.append(block)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToDevices:
+    """A transfer from a block of memory to devices."""
+
+    n_bytes: int
+    block: Array
+    arrays: list[Any]
+    memory: MemoryPool
+
+    def wait(self) -> None:
+        for array in self.arrays:
+            array.block_until_ready()
+        # A CPU device takes over the memory, or part of it.
+        if not any(device.platform == "cpu" for array in self.arrays[:1] for device in array.devices()):
+            self.memory.take_back(self.block)
+
 
 class StepBuffers:
     """The buffers of a step that is being read."""
 
-    def __init__(self, step: ReadStep, dtype: np.dtype[Any], window: MemoryWindow, delivery: Delivery) -> None:
+    def __init__(
+        self, step: ReadStep, dtype: np.dtype[Any], budget: Budget, memory: MemoryPool, delivery: Delivery
+    ) -> None:
         self.step = step
         self.dtype = dtype
-        self.window = window
+        self.memory = memory
+        self._budget = budget
         self._delivery = delivery
         self._n_reads_left = len(step.reads)
-        self._block, cut = window.allocate(
+        self._block, cut = memory.allocate(
             [wanted for run in step.runs if run.is_transient for wanted in self._shapes(run)]
         )
         rest = iter(cut)
@@ -252,63 +295,49 @@ class StepBuffers:
         if not self._n_reads_left:
             arrays = self._delivery.deliver(self.step, self._buffers)
             if self.step.held_bytes:
-                self.window.defer_first(
-                    lambda: _release_when_ready(arrays, self.window, self.step.held_bytes, self._block)
-                )
+                self._budget.free(self.step.held_bytes)
+                self._budget.lend(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
             self._buffers = []
         return not self._n_reads_left
 
 
-class _InFlightRead:
-    """A read that is in flight."""
+class _ArrivingRead:
+    """A read that is in flight: memory for staged regions, and the buffers that it fills."""
 
-    def __init__(
-        self,
-        read: Read,
-        held_bytes: int,
-        filling: StepBuffers,
-        report: Report,
-        pending: PendingRead,
-        shares_chunks: bool,
-    ) -> None:
+    def __init__(self, read: Read, n_bytes: int, filling: StepBuffers, pending: PendingRead) -> None:
+        self.n_bytes = n_bytes
         self._read = read
-        self._held_bytes = held_bytes
         self._filling = filling
-        self._report = report
         self._pending = pending
-        staged, direct = list[Region](), list[Region]()
-        for region in read.regions:
-            is_aside = region.converted or (region.staged and not shares_chunks)
-            (staged if is_aside else direct).append(region)
-        self._block, arrays = filling.window.allocate([(extent(region.box), filling.dtype) for region in staged])
-        self._staged = list(zip(staged, arrays, strict=True))
-        self.wanted = [(region.box, target) for region, target in self._staged]
-        self.wanted += itertools.chain.from_iterable(map(filling.views, direct))
 
-    def finish(self) -> None:
-        """Wait for the read, and copy staged data to its destination."""
+    def begin(self, array: ArrayReader) -> None:
+        staged, direct = list[Region](), list[Region]()
+        for region in self._read.regions:
+            is_aside = region.converted or (region.staged and not array.shares_chunks)
+            (staged if is_aside else direct).append(region)
+        memory, dtype = self._filling.memory, self._filling.dtype
+        self._block, arrays = memory.allocate([(extent(region.box), dtype) for region in staged])
+        self._staged = list(zip(staged, arrays, strict=True))
+        wanted = [(region.box, target) for region, target in self._staged]
+        wanted += itertools.chain.from_iterable(map(self._filling.views, direct))
+        self._pending.begin(array, wanted)
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> _ArrivingRead:
         self._pending.wait()
+        return self
+
+    def place(self) -> None:
+        """Copy staged data to its destination, and deliver the step if this was its last read."""
         sent: dict[Any, Any] = {}
         for region, target in self._staged:
             sent.update(self._filling.scatter(region, target))
-        self._filling.window.release(self._held_bytes, None)
-        self._report(self._read.n_bytes)
-        if sent:
-            self._filling.window.defer_first(lambda: self._end(list(sent.values())))
-        else:
-            self._end([])
-
-    def _end(self, arrays: list[Any]) -> None:
-        _release_when_ready(arrays, self._filling.window, self._read.held_bytes, self._block)
+        # Complete now, because the next read may donate the arrays that collect the parts of a streamed box.
+        arrays = [array for parts in sent.values() for array in parts]
+        _ToDevices(0, self._block, arrays, self._filling.memory).wait()
         self._filling.finish_read()
-
-
-def _release_when_ready(arrays: list[Any], window: MemoryWindow, n_bytes: int, block: Array) -> None:
-    """Release memory after the arrays created from it are on their devices."""
-    if arrays:
-        jax.block_until_ready(arrays)
-    taken_over = any(device.platform == "cpu" for array in jax.tree.leaves(arrays)[:1] for device in array.devices())
-    window.release(n_bytes, None if taken_over else block)
 
 
 def _allocate_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -393,3 +422,14 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
         require_metadata(source, [stack], options)
         read(source, stacks, steps, options, delivery, report_nothing)
     return delivery.array
+
+
+def host_value(array: Array, kind: str, path: str) -> Any:
+    """The value of a host leaf from the read array. Raises DataError."""
+    try:
+        return KINDS[kind].from_array(array)
+    except UnicodeDecodeError as error:
+        raise DataError.of(
+            "a leaf is not what was saved",
+            [Problem(path, f"is a str, but what is stored is not UTF-8: {error.reason}")],
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,14 +10,15 @@ from typing import TypeVar
 
 import msgspec
 
+from jaxckpt._format.paths import path_prefixes, relative_path
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Rename, Select, Selector, parse_select, rename_paths
 from jaxckpt._format.tree import Structure, nested_dicts, numbers_of, paths_of, prune, structure_of, user_objects_of
-from jaxckpt._restore.objects import structures_by_path
 from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.rules import Rules
-from jaxckpt._restore.source import ForeignCheckpoint, NativeCheckpoint
 from jaxckpt._runtime.errors import TreeError, show_path
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.source import NativeCheckpoint
 
 Renaming = Rename | Rules
 """The argument rename=: new names, or rules."""
@@ -68,7 +70,7 @@ def renamed_tree(manifest: Manifest, rename: Rename | None, chosen: Sequence[int
     empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}
     paths = rename_paths(rename, [*manifest.numbers, *empty])
     numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
-    units = structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
+    units = _structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
     among = set(chosen)
     units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
     return structure_of(nested_dicts(units)), numbers
@@ -82,3 +84,33 @@ def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: 
             f"rename= makes leaf {show_path(manifest.leaves[root].path)} the whole tree, but {len(chosen)} leaves are"
             " selected: give it a name, or select only this leaf"
         )
+
+
+def _structures_by_path(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
+    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object.
+
+    An object that would share its new path with other leaves is left as its leaves.
+    """
+    units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
+    objects = [*user_objects_of(manifest.tree)]
+    if not objects:
+        return units
+    counts = collections.Counter(head for path in paths for head in path_prefixes(path))
+    for path, node in objects:
+        numbers = [*numbers_of(node)]
+        found = {
+            _strip_tail(paths[number], relative_path(path, manifest.leaves[number].path) or "") for number in numbers
+        }
+        head = found.pop() if len(found) == 1 else None
+        if head is not None and counts[head] == len(numbers):
+            for number in numbers:
+                del units[paths[number]]
+            units[head] = node
+    return units
+
+
+def _strip_tail(path: str, tail: str) -> str | None:
+    """The part of a path before a tail; None if the path does not end with the tail."""
+    if not tail or path == tail:
+        return "" if tail else path
+    return path.removesuffix(f"/{tail}") if path.endswith(f"/{tail}") else None

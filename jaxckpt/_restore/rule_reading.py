@@ -14,8 +14,8 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, intersection, relative, slices_within
 from jaxckpt._format.pieces import Array, as_bits, assign
 from jaxckpt._restore.rule_layouts import AxisLayout, Interval, axes_of, cover, tiles
-from jaxckpt._restore.source import ArrayData, AsyncArrayData
 from jaxckpt._runtime.errors import DataError, show_path
+from jaxckpt._sources.foreign import ArrayData, AsyncArrayData
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.workers import submit_waiting
 

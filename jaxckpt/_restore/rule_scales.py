@@ -10,8 +10,8 @@ import numpy as np
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, whole_box
 from jaxckpt._format.pieces import Array
-from jaxckpt._restore.source import ArrayData, ForeignArray
 from jaxckpt._runtime.errors import show_path
+from jaxckpt._sources.foreign import ArrayData, ForeignArray
 
 
 def dequantize(

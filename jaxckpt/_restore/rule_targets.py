@@ -16,8 +16,9 @@ from jaxckpt._restore.rule import CaptureValues, Rule, captures, fill_captures, 
 from jaxckpt._restore.rule_layouts import AxisLayout, Interval, solve
 from jaxckpt._restore.rule_reading import ComparedData, MappedData, MappedSource
 from jaxckpt._restore.rule_scales import dequantize
-from jaxckpt._restore.source import ArrayData, ForeignArray, ForeignCheckpoint, Source, StackRow, as_foreign
 from jaxckpt._runtime.errors import show_path
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, StackRow, as_foreign
+from jaxckpt._sources.source import Source
 
 # Leaves of the source -------------------------------------------------------------------------------------
 

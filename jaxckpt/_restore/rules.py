@@ -16,8 +16,10 @@ from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.tree import nested_dicts
 from jaxckpt._restore.rule import Rule, matching_paths, paths_in
 from jaxckpt._restore.rule_targets import SourceLeaves, apply_rule
-from jaxckpt._restore.source import ForeignArray, ForeignCheckpoint, Source, compose
 from jaxckpt._runtime.errors import InputError, MismatchError, Problem, show_count
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.source import Source
 
 
 @dataclass(frozen=True, slots=True)

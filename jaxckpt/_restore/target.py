@@ -14,19 +14,18 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._format.casts import CASTABLE, Castable, Dtypes, resolve_casts
-from jaxckpt._format.leaf_types import LeafType, leaf_type
-from jaxckpt._format.leaves import SavedLeaf
+from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts
+from jaxckpt._arguments.leaf_types import LeafType, leaf_type
+from jaxckpt._arguments.pytree import Leaf, flatten
+from jaxckpt._arguments.specs import Specs, mesh_axes
+from jaxckpt._devices.keys import TypedLeaf
 from jaxckpt._format.paths import closest_hint, escape_key, longest_prefix, path_prefixes
 from jaxckpt._format.records import Manifest
 from jaxckpt._format.select import Rename, Select, Selector, origins, parse_select
-from jaxckpt._format.specs import Specs, mesh_axes
 from jaxckpt._format.tree import (
     Container,
-    Leaf,
     Structure,
     Tree,
-    flatten,
     keys_of,
     numbers_of,
     prune,
@@ -143,7 +142,7 @@ def given_casts(
     kept = {number for state in states for number in numbers_of(state)}
     castable: list[Castable] = []
     for path, number in zip(match.requests.paths, match.requests.numbers, strict=True):
-        leaf = SavedLeaf(manifest, manifest.leaves[number])
+        leaf = TypedLeaf(manifest, manifest.leaves[number])
         is_array = leaf.is_array and leaf.kind in CASTABLE and number not in kept
         castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None, leaf.shape))
     return resolve_casts(request.dtype, castable, policies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 
 from jaxckpt._runtime.progress import show_bytes
@@ -15,10 +16,10 @@ def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bo
 
     Every process records its own events. `log` is set only in the process that logs for all.
     """
-    from jax import monitoring  # the command line imports JAX only if a command needs it
-
+    jax = sys.modules.get("jax")  # in a program that has not imported JAX, nothing listens
     try:
-        monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
+        if jax is not None:
+            jax.monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
     except Exception as error:
         _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
     if log and _log.isEnabledFor(logging.INFO):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxckpt._format.layouts import memory_kind, pinned_memory
+from jaxckpt._devices.shardings import memory_kind, pinned_memory
 from jaxckpt._runtime.errors import PeersDisagreeError, show_lines, show_path
 from jaxckpt._runtime.processes import process_names
 from jaxckpt._save.describe import Draft

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxckpt._runtime.errors import InputError, PeerError, StorageError
+from jaxckpt._runtime.exit_status import set_exit_status
 from jaxckpt._runtime.progress import Progress
 from jaxckpt._runtime.stalls import Watch
 from jaxckpt._runtime.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
@@ -235,7 +236,6 @@ _writer_thread: int | None = None
 
 _abandoned: list[PendingSave] = []
 """Saves that nothing waits for, not even the end of the program."""
-_exit_status = 0
 
 
 def submit_save(
@@ -413,37 +413,26 @@ def finish_at_exit() -> None:
 
 def _wait_at_exit() -> None:
     """Wait for the running saves, and report failures that no caller has received."""
-    global _exit_status, _thread_ended
+    global _thread_ended
     for pending in unreported_saves(include_detached=True):
         try:
             pending.wait()
         except KeyboardInterrupt:
             print(f"jaxckpt: interrupted; the save_async to {pending.path} was abandoned", file=sys.stderr)
             _abandoned.extend(unreported_saves(include_detached=True))
-            _exit_status = 128 + signal.SIGINT
+            set_exit_status(128 + signal.SIGINT)
             break
         except BaseException:
             print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
             traceback.print_exc()
-            _exit_status = 1
+            set_exit_status(1)
     if any(not pending.done or pending.error is not None for pending in _abandoned):  # its thread may hang
-        _exit_status = _exit_status or 128 + signal.SIGTERM
+        set_exit_status(128 + signal.SIGTERM)
     elif _thread_ended is not None:
         # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
         _wakeups.put(False)
         _thread_ended.wait()
         _thread_ended = None
-
-
-@atexit.register
-def _exit_with_status() -> None:
-    # Registered when jaxckpt is imported, so it runs after functions that were registered later. Python prints errors
-    # in such functions but still exits with 0. It also cannot exit cleanly while the thread is writing.
-    if _exit_status:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_exit_status)
 
 
 def _reset_after_fork() -> None:

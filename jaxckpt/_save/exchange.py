@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, extent, spec_of
-from jaxckpt._format.layouts import memory_kind
 
 try:
     from jax import enable_x64

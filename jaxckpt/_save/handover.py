@@ -96,9 +96,12 @@ class Handover:
 
     # The thread that takes -------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[StagedObject]:
+    def __iter__(self) -> Iterator[StagedObject | None]:
+        """The objects; None before each wait for the next one, which may be waiting for memory itself."""
         while True:
             self.require_not_cancelled()
+            if self._items.empty():
+                yield None
             try:
                 one = self._items.get(timeout=POLL_SECONDS)
             except queue.Empty:
@@ -119,10 +122,6 @@ class Handover:
         """Raise the reason if the save was cancelled."""
         if self._cancel_error is not None:
             raise self._cancel_error
-
-    def is_empty(self) -> bool:
-        """Whether the queue is empty. The next object may be waiting because it does not fit into the limit."""
-        return self._items.empty()
 
     def mark_written(self, staged: StagedObject) -> None:
         """Note that an object was written and its copies were freed."""

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxckpt._format.layouts import pinned_memory
+from jaxckpt._devices.shardings import pinned_memory
 from jaxckpt._save.exchange import own_mesh, start_indices, transfer_context, transfer_dtype
 
 DEVICE_BYTES = 256 << 20

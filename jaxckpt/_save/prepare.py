@@ -10,10 +10,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxckpt._arguments.casts import Dtypes
+from jaxckpt._arguments.specs import Specs
 from jaxckpt._format import manifest as manifests
-from jaxckpt._format.casts import Dtypes
 from jaxckpt._format.records import StepRecord
-from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.errors import InputError
 from jaxckpt._runtime.options import Options, require_bool

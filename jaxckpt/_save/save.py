@@ -21,9 +21,9 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
+from jaxckpt._arguments.casts import Dtypes
+from jaxckpt._arguments.specs import Specs
 from jaxckpt._format import manifest as manifests
-from jaxckpt._format.casts import Dtypes
-from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import PeerError, PeerFailedError, show_count

@@ -28,9 +28,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxckpt._devices.shardings import addressable_boxes, memory_kind
 from jaxckpt._format.dtypes import DTYPES, is_lossless
 from jaxckpt._format.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
-from jaxckpt._format.layouts import addressable_boxes, memory_kind
 from jaxckpt._format.pieces import Pieces, assign
 from jaxckpt._runtime.collective import CollectiveCalls
 from jaxckpt._runtime.errors import LayoutError

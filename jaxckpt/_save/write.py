@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from jaxckpt._format import manifest as manifests
 from jaxckpt._format.pieces import Pieces
+from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._runtime.progress import Report
+from jaxckpt._runtime.stalls import Watch
 from jaxckpt._save.clock import Clock
 from jaxckpt._save.handover import Handover
 from jaxckpt._save.pace import Pace
 from jaxckpt._save.plan import WRITE_MEMORY_FACTOR, Object
 from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.publish import Share
-from jaxckpt._save.reuse import WrittenObject
+from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._storage.objects import ArrayWriter, Pending
 
@@ -47,95 +50,80 @@ def write(
 
 def _write_objects(save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
-    store, stacks, clock, watch = save.store, save.plan.stacks, save.clock, save.group.watch
+    store, clock, watch = save.store, save.clock, save.group.watch
     with watch.operation(f"reading the checkpoint before {store.url}"):
         reuse = save.reuse.with_stored_base()
-    pending_writes = _PendingWrites(save.options.host_bytes // WRITE_MEMORY_FACTOR)
+    writer = _Writer(save, reuse, data, handover, pace)
+    budget = Budget(save.options.host_bytes // WRITE_MEMORY_FACTOR)
     written: WrittenObjects = []
-    indices: dict[int, list[tuple[int, ...]]] = {}
-    writers: dict[int, ArrayWriter] = {}
-
-    def record_done(done: Iterable[CompletedWrite]) -> None:
-        with watch.operation(f"writing to {store.url}"):
-            for one, found in done:
-                watch.note_progress()
-                handover.mark_written(one)
-                report(one.obj.n_bytes)
-                written.append((one.obj, found))
-
-    try:
-        for staged in _timed(handover, clock):
-            obj, stack = staged.obj, stacks[staged.obj.stack]
-            if obj.stack not in writers:
-                writers[obj.stack] = store.array_writer(data, stack, sync=save.options.sync)
-            indices.setdefault(obj.stack, []).append(obj.index)
-            record_done(pending_writes.make_room(obj.n_bytes))
-            if pace.bytes_per_second is not None and obj not in reuse.originals:
-                pace.wait(obj.n_bytes, handover.require_not_cancelled)
-            with clock.timed("device_to_host"):
-                pending, source = reuse.begin_object(staged, stack, writers[obj.stack], data)
-            pending_writes.add(staged, pending, source)
-            if handover.is_empty():
-                record_done(pending_writes.drain())  # running writes may occupy the room that the next object needs
-        record_done(pending_writes.drain())
-    except BaseException:
-        # Otherwise a late write would recreate its file in a folder that is being deleted.
-        pending_writes.wait_ignoring_errors()
-        raise
+    moved = pipeline(_timed(handover, clock), writer.n_bytes, writer.begin, budget, join=True)
+    with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
+        for staged, record in moved:
+            handover.mark_written(staged)
+            report(staged.obj.n_bytes)
+            written.append((staged.obj, record))
     if save.options.sync:
         with clock.timed("sync"), watch.operation(f"syncing {store.url}"):
+            indices: dict[int, list[tuple[int, ...]]] = {}
+            for obj, _ in written:
+                indices.setdefault(obj.stack, []).append(obj.index)
             for stack, found in indices.items():
-                store.sync_folders(data, stacks[stack], found)
+                store.sync_folders(data, save.plan.stacks[stack], found)
     return written
 
 
-# Timing, and running writes -------------------------------------------------------------------------------
-
-
-def _timed(staged: Iterable[StagedObject], clock: Clock) -> Iterator[StagedObject]:
+def _timed(staged: Iterable[StagedObject | None], clock: Clock) -> Iterator[StagedObject | None]:
     waiting = iter(staged)
     while True:
         with clock.timed("device_to_host"):
-            one = next(waiting, None)
-        if one is None:
-            return
+            try:
+                one = next(waiting)
+            except StopIteration:
+                return
         yield one
 
 
-CompletedWrite = tuple[StagedObject, WrittenObject]
-"""A written object and its record."""
+class _Writer:
+    """Begins to write objects, or to link them."""
+
+    def __init__(self, save: PreparedSave, reuse: Reuse, data: str, handover: Handover, pace: Pace) -> None:
+        self._save = save
+        self._reuse = reuse
+        self._data = data
+        self._handover = handover
+        self._pace = pace
+        self._writers: dict[int, ArrayWriter] = {}
+
+    def n_bytes(self, staged: StagedObject) -> int:
+        return staged.obj.n_bytes
+
+    def begin(self, staged: StagedObject) -> _WritingObject:
+        save, obj = self._save, staged.obj
+        stack = save.plan.stacks[obj.stack]
+        if obj.stack not in self._writers:
+            self._writers[obj.stack] = save.store.array_writer(self._data, stack, sync=save.options.sync)
+        if self._pace.bytes_per_second is not None and obj not in self._reuse.originals:
+            self._pace.wait(obj.n_bytes, self._handover.require_not_cancelled)
+        with save.clock.timed("device_to_host"):
+            pending, source = self._reuse.begin_object(staged, stack, self._writers[obj.stack], self._data)
+        return _WritingObject(obj.n_bytes, pending, source, save.group.watch, save.store.url)
 
 
-class _PendingWrites:
-    """Running writes, with a limit on their total bytes."""
+@dataclass(frozen=True, slots=True)
+class _WritingObject:
+    """An object that is being written."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._queue: deque[tuple[StagedObject, Pending, Pieces | None]] = deque()
+    n_bytes: int
+    pending: Pending
+    source: Pieces | None
+    """Its data, which is kept until it is written."""
 
-    def make_room(self, n_bytes: int) -> Iterator[CompletedWrite]:
-        """Wait until `n_bytes` more may be in flight. Yields completed writes."""
-        while self._queue and (self._bytes + n_bytes > self._max_bytes or self._queue[0][1].done()):
-            yield self._await_first()
+    watch: Watch
+    url: str
 
-    def add(self, staged: StagedObject, pending: Pending, source: Pieces | None) -> None:
-        """Add a write. Its data, `source`, is kept until it completes."""
-        self._queue.append((staged, pending, source))
-        self._bytes += staged.obj.n_bytes
+    def done(self) -> bool:
+        return self.pending.done()
 
-    def drain(self) -> Iterator[CompletedWrite]:
-        while self._queue:
-            yield self._await_first()
-
-    def wait_ignoring_errors(self) -> None:
-        """Wait until no write is running, and ignore errors."""
-        for _, pending, _ in self._queue:
-            with contextlib.suppress(Exception):
-                pending.result()
-
-    def _await_first(self) -> CompletedWrite:
-        one, pending, _ = self._queue.popleft()
-        written = pending.result()
-        self._bytes -= one.obj.n_bytes
-        return one, written
+    def result(self) -> WrittenObject:
+        with self.watch.operation(f"writing to {self.url}"):
+            return self.pending.result()

@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
-from jaxckpt._format.casts import Dtypes
+from jaxckpt._arguments.casts import Dtypes
+from jaxckpt._arguments.specs import Specs
 from jaxckpt._format.select import Select
-from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.renaming import Renaming, split_rename

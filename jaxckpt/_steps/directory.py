@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from jaxckpt._format.paths import closest_hint
 from jaxckpt._format.records import Manifest, StepRecord
-from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     CorruptError,
@@ -21,6 +20,7 @@ from jaxckpt._runtime.errors import (
     show_count,
 )
 from jaxckpt._runtime.options import Options
+from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._steps.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._storage.anchor import Anchor
 from jaxckpt._storage.folder import Folder

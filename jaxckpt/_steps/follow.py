@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
 
+from jaxckpt._arguments.specs import Specs
 from jaxckpt._format.records import MAX_INTEGER
 from jaxckpt._format.select import Select
-from jaxckpt._format.specs import Specs
 from jaxckpt._format.tree import Tree
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.renaming import Renaming, split_rename
 from jaxckpt._restore.restore import run_restore
-from jaxckpt._restore.source import foreign_steps_of
 from jaxckpt._restore.target import RestoreRequest
 from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
 from jaxckpt._runtime.options import Options, options_or_default, require_seconds, require_whole_number
+from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._storage.leases import TERM_SECONDS, hold
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.steps import ENDED, RUN, require_no_checkpoint, step_folders, step_name

@@ -10,7 +10,6 @@ from typing import NoReturn
 from jaxckpt._format import zarr
 from jaxckpt._format.manifest import state_file_name
 from jaxckpt._format.names import MANIFEST
-from jaxckpt._restore.source import NativeCheckpoint, source_at, step_of
 from jaxckpt._runtime.errors import (
     CheckpointExistsError,
     DataError,
@@ -21,6 +20,8 @@ from jaxckpt._runtime.errors import (
 )
 from jaxckpt._runtime.options import Options, options_or_default
 from jaxckpt._runtime.threads import run_uninterrupted
+from jaxckpt._sources.open_source import source_at, step_of
+from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.steps import require_step, step_folders, step_name
 from jaxckpt._storage.store import Store

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from jaxckpt._restore.source import source_at, step_of
 from jaxckpt._runtime.errors import InputError, NotACheckpointError
 from jaxckpt._runtime.options import Options, options_or_default
+from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._storage.leases import hold
 from jaxckpt._storage.steps import PIN, RUN, pins, run_and_name, step_name
 from jaxckpt._storage.store_path import store_at

@@ -31,8 +31,8 @@ def restore_process_state(
     numbers = [process] if is_same_count else range(len(manifest.process_states))
     if isinstance(source, PooledCheckpoint):
         with PeerReads(source, [source.missing_state_requests(numbers)], options, meeting) as arrivals:
-            arrivals.wait_for_next_read()
-            states = [decode_state(source.read_state(number)) for number in numbers]
+            (read_states,) = arrivals.as_data_arrives([source.read_state])
+            states = [decode_state(read_states(number)) for number in numbers]
     else:
         states = load_states(source, manifest, numbers)
     if not isinstance(name, str) or not states or any(name not in state for state in states):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._format.specs import Specs
-from jaxckpt._format.tree import Tree, flatten
+from jaxckpt._arguments.pytree import flatten
+from jaxckpt._arguments.specs import Specs
+from jaxckpt._format.tree import Tree
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._runtime.errors import DataError, InputError
 from jaxckpt._runtime.options import Options, options_or_default, require_whole_number

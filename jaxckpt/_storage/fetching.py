@@ -197,6 +197,9 @@ class _PendingBox:
     finish_read: Callable[[], list[Exception | None]]
     number: int
 
+    def done(self) -> bool:
+        return False  # what was fetched must still be decoded
+
     def result(self) -> None:
         if error := self.finish_read()[self.number]:
             raise error

@@ -95,7 +95,7 @@ def test_invalid_arguments_of_plan(here: Path, args: list[str], message: str) ->
         (["--chunk-bytes", "0"], "expected bytes"),
         (["--rename", "params"], "expected OLD=NEW"),
         (["--specs", "P()"], "--specs needs --mesh"),
-        (["--format", "pickle"], "is not one of 'jaxckpt', 'npz'"),
+        (["--format", "pickle"], "expected one of jaxckpt, npz"),
     ],
 )
 def test_invalid_arguments_of_convert(here: Path, tmp_path: Path, args: list[str], message: str) -> None:
@@ -125,6 +125,6 @@ def test_completion(here: Path) -> None:
     assert complete("jaxckpt", "cat", "nowhere", "pa") == complete("jaxckpt", "cat", "s3://none/x", "pa") == [""]
 
 
-def test_format_choices_are_the_formats_that_convert_writes() -> None:
+def test_completed_formats_are_the_formats_that_convert_writes() -> None:
     with pytest.raises(jaxckpt.InputError, match=", ".join(FORMATS)):
         jaxckpt.convert("a", "b", format="pickle")

@@ -20,8 +20,8 @@ from jaxckpt._foreign import pickles
 from jaxckpt._foreign.pickle_machine import MIN_LOCATED_BYTES, OpaqueObject
 from jaxckpt._foreign.pickles import as_tree, unpickle
 from jaxckpt._foreign.shards import FileData
-from jaxckpt._restore.source import ForeignArray
 from jaxckpt._runtime.errors import DataError
+from jaxckpt._sources.foreign import ForeignArray
 
 
 def read(folder: Path, data: bytes, start: int = 0) -> Any:

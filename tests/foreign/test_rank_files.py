@@ -23,7 +23,7 @@ from jaxckpt import DataError, InputError, JaxckptError, SpecError
 from jaxckpt._foreign import npz
 from jaxckpt._foreign.npz import read_npz
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._restore.source import ForeignArray
+from jaxckpt._sources.foreign import ForeignArray
 
 W = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
 WRITERS: dict[str, Callable[..., None]] = {

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt._foreign.safetensors import read_header, read_metadata
 from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._restore.source import ForeignArray
 from jaxckpt._runtime.errors import DataError, JaxckptError
+from jaxckpt._sources.foreign import ForeignArray
 
 
 def read(array: ForeignArray) -> np.ndarray:

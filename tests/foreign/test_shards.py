@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from jaxckpt._foreign import shards
 from jaxckpt._foreign.shards import FileData, Tiled, from_ranks, require_cover, tiled
 from jaxckpt._format.grid import Box, extent, slices_within
-from jaxckpt._restore.source import ForeignArray, InMemoryData
 from jaxckpt._runtime.errors import DataError, SpecError
+from jaxckpt._sources.foreign import ForeignArray, InMemoryData
 
 
 @st.composite

@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt import SpecError
+from jaxckpt._devices.shardings import placement
 from jaxckpt._format import grid as _grid
 from jaxckpt._format.grid import Box, Layout
-from jaxckpt._format.layouts import placement
 
 axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_size=3)
 

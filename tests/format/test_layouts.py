@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes, memory_kind, placement, process_layout
 from jaxckpt._format import grid as _grid
-from jaxckpt._format.layouts import PlannedSharding, addressable_boxes, memory_kind, placement, process_layout
 
 
 def shardings() -> list[Sharding]:

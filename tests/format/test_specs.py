@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxckpt
-from jaxckpt._format.specs import LeafGroup, assign_specs, resolve_specs
+from jaxckpt._arguments.specs import LeafGroup, assign_specs, resolve_specs
 
 AXES = {"data": 4, "model": 2}
 OPTIONS = jaxckpt.Options()

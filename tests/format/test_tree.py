@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import TreeError
+from jaxckpt._arguments import pytree as _pytree
 from jaxckpt._format import dtypes as _dtypes
 from jaxckpt._format import paths as _paths
 from jaxckpt._format import select as _select
@@ -47,7 +48,7 @@ class Mark:
 
 @given(st.recursive(st.one_of(st.builds(Mark), st.none()), strategies.containers, max_leaves=15))
 def test_a_tree_comes_back_from_json_with_its_leaves_in_order(tree: Any) -> None:
-    leaves, structure = _tree.flatten(tree)
+    leaves, structure = _pytree.flatten(tree)
     back = _tree.unflatten(from_json(to_json(structure)), [leaf.value for leaf in leaves])
     assert strategies.shape_of(back) == strategies.shape_of(tree)
     in_order = jax.tree.leaves(tree)
@@ -60,7 +61,7 @@ def test_a_tree_comes_back_from_json_with_its_leaves_in_order(tree: Any) -> None
 
 @given(st.recursive(st.builds(Mark), strategies.containers, max_leaves=15))
 def test_every_path_identifies_its_leaf(tree: Any) -> None:
-    leaves, structure = _tree.flatten(tree)
+    leaves, structure = _pytree.flatten(tree)
     for number, leaf in enumerate(leaves):
         assert _tree.subtree(structure, leaf.path) == number or leaf.path == ""
 
@@ -77,7 +78,7 @@ def test_different_keys_have_different_texts_without_a_slash(one: str, other: st
 
 @given(st.dictionaries(awkward, st.dictionaries(awkward, st.builds(Mark), min_size=1), min_size=1))
 def test_nested_dicts_come_back_from_their_paths(tree: Any) -> None:
-    leaves, _ = _tree.flatten(tree)
+    leaves, _ = _pytree.flatten(tree)
     assert _tree.nested_dicts({leaf.path: leaf.value for leaf in leaves}) == tree
 
 
@@ -96,7 +97,7 @@ keys = st.recursive(
 
 @given(keys)
 def test_a_key_of_any_type_comes_back(key: Any) -> None:
-    (leaf,), structure = _tree.flatten({key: Mark()})
+    (leaf,), structure = _pytree.flatten({key: Mark()})
     (back,) = _tree.unflatten(from_json(to_json(structure)), [leaf.value])
     assert typed(back) == typed(key)
 
@@ -111,19 +112,19 @@ def typed(key: Any) -> Any:
 @pytest.mark.parametrize("key", [frozenset(), object, 1 << 63, "\ud800", (1, None), 1j])
 def test_a_key_without_a_text_is_refused(key: Any) -> None:
     with pytest.raises(TreeError, match="keys may be"):
-        _tree.flatten({"a": {key: 1}})
+        _pytree.flatten({"a": {key: 1}})
 
 
 def test_keys_with_the_same_text_are_refused_by_path() -> None:
     tree = {"x": collections.OrderedDict([(1, "int"), ("1", "str"), ("a~1b", 0)])}
     with pytest.raises(TreeError, match=r"(?s)share a path.*'x/1'"):
-        _tree.flatten(tree)
+        _pytree.flatten(tree)
 
 
 def test_keys_that_jax_cannot_order_are_refused_by_path() -> None:
     for unordered in ({1: 0, "a": 0}, collections.defaultdict(int, {1: 0, "a": 0}), {1j: 0, 2j: 0}):
         with pytest.raises(TreeError, match=r"JAX cannot flatten 'x' .*[^.]\. Check that all keys are of one type"):
-            _tree.flatten({"x": unordered})
+            _pytree.flatten({"x": unordered})
 
 
 def test_only_very_deep_trees_are_refused() -> None:
@@ -133,10 +134,10 @@ def test_only_very_deep_trees_are_refused() -> None:
             tree = [tree]
         return tree
 
-    _, structure = _tree.flatten(nest(_tree.MAX_DEPTH))
+    _, structure = _pytree.flatten(nest(_tree.MAX_DEPTH))
     assert _tree.paths_of(structure, 1, 2 * _tree.MAX_DEPTH - 1) == (["/".join("0" * _tree.MAX_DEPTH)], [0])
     with pytest.raises(TreeError, match="nested deeper than 200"):
-        _tree.flatten(nest(_tree.MAX_DEPTH + 1))
+        _pytree.flatten(nest(_tree.MAX_DEPTH + 1))
     with pytest.raises(ValueError, match="nested deeper than 200"):
         _tree.paths_of(_tree.Container(type="list", children=(structure,)), 1, 1000)
 
@@ -166,7 +167,7 @@ Renamed = collections.namedtuple("Renamed", ["ok", "class", "ok"], rename=True)
 
 @pytest.mark.parametrize("tree", [WithFields({}, None), WithFields((), [1]), Renamed(1, 2, 3)])
 def test_a_namedtuple_is_rebuilt_with_its_name_and_fields(tree: Any) -> None:
-    leaves, structure = _tree.flatten(tree)
+    leaves, structure = _pytree.flatten(tree)
     back = _tree.unflatten(structure, [leaf.value for leaf in leaves])
     assert type(back).__name__ == type(tree).__name__
     assert back._fields == tree._fields
@@ -178,7 +179,7 @@ def test_a_namedtuple_is_rebuilt_with_its_name_and_fields(tree: Any) -> None:
 def test_an_optimizer_state_is_rebuilt_level_by_level() -> None:
     transform = optax.chain(optax.clip(1.0), optax.adamw(1e-3), optax.trace(0.9))
     state = transform.init({"w": jnp.ones(3)})
-    leaves, structure = _tree.flatten(state)
+    leaves, structure = _pytree.flatten(state)
     back = _tree.unflatten(structure, [leaf.value for leaf in leaves])
     assert strategies.shape_of(back) == strategies.shape_of(state)
     assert "1/0/mu/w" in {leaf.path for leaf in leaves}
@@ -218,7 +219,7 @@ jax.tree_util.register_pytree_node(Keyless, lambda node: (node.children, None), 
     ],
 )
 def test_a_registered_node_comes_back_as_a_dict_of_its_keys(tree: Any, expected: Any) -> None:
-    leaves, structure = _tree.flatten({"node": tree})
+    leaves, structure = _pytree.flatten({"node": tree})
     assert structure.children[0].type == "custom"
     assert _tree.unflatten(from_json(to_json(structure)), [leaf.value for leaf in leaves]) == {"node": expected}
 
@@ -324,7 +325,7 @@ def odd_nodes(below: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(st.recursive(st.one_of(st.builds(Mark), st.none()), odd_nodes, max_leaves=10))
 def test_a_tree_that_is_not_refused_can_be_read(tree: Any) -> None:
     try:
-        leaves, structure = _tree.flatten(tree)
+        leaves, structure = _pytree.flatten(tree)
     except TreeError:
         return
     back, paths = from_json(to_json(structure)), [leaf.path for leaf in leaves]
@@ -384,7 +385,7 @@ def test_unusual_keys_are_saved_readably_or_refused_by_path(keys: list[Any], bac
 
 def test_a_manifest_that_no_reader_accepts_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "c", {"old": 1})
-    flatten = _tree.flatten
+    flatten = _pytree.flatten
 
     def broken(tree: Any, **how: Any) -> Any:
         leaves, structure = flatten(tree, **how)
@@ -399,7 +400,7 @@ def test_a_manifest_that_no_reader_accepts_is_not_published(tmp_path: Path, monk
 
 def test_an_ordered_dict_keeps_its_order_and_a_dict_is_sorted_as_jax_sorts_it() -> None:
     ordered = collections.OrderedDict([("b", 1), ("a", 2)])
-    leaves, structure = _tree.flatten({"z": ordered, "d": {"b": 3, "a": 4}})
+    leaves, structure = _pytree.flatten({"z": ordered, "d": {"b": 3, "a": 4}})
     assert [leaf.path for leaf in leaves] == ["d/a", "d/b", "z/b", "z/a"]
     back = _tree.unflatten(structure, [leaf.value for leaf in leaves])
     assert back["z"] == ordered
@@ -408,7 +409,7 @@ def test_an_ordered_dict_keeps_its_order_and_a_dict_is_sorted_as_jax_sorts_it() 
 
 @pytest.mark.parametrize("tree", [{}, [], (), None, {"a": {}, "b": [(), None]}, collections.OrderedDict()])
 def test_empty_containers_stay(tree: Any) -> None:
-    leaves, structure = _tree.flatten(tree)
+    leaves, structure = _pytree.flatten(tree)
     assert leaves == []
     back = _tree.unflatten(from_json(to_json(structure)), [])
     assert back == tree
@@ -417,7 +418,7 @@ def test_empty_containers_stay(tree: Any) -> None:
 
 def test_unselected_leaves_leave_no_trace_in_dicts_and_none_in_sequences() -> None:
     tree = {"a": {"x": 1, "y": 2}, "b": [3, 4], "c": {"z": 5}, "empty": {}, "none": None}
-    leaves, structure = _tree.flatten(tree)
+    leaves, structure = _pytree.flatten(tree)
     kept = {number: number for number, leaf in enumerate(leaves) if leaf.value in (2, 4)}
     values = {number: leaves[number].value for number in kept}
     pruned = _tree.prune(structure, kept)

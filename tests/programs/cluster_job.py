@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._format.specs import partition_spec
+from jaxckpt._devices.shardings import partition_spec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import cluster

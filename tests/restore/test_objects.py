@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PASSED, PROGRAMS, RunProcesses
 
 import jaxckpt
-from jaxckpt._format import leaf_types
+from jaxckpt._arguments import leaf_types
 
 
 class Loader:

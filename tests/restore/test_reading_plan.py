@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from strategies import chunks_of, stacks
 
 from jaxckpt import Options
+from jaxckpt._devices.shardings import PlannedSharding
 from jaxckpt._format import grid as _grid
 from jaxckpt._format import stacks as _stacks
 from jaxckpt._format.grid import Box
-from jaxckpt._format.layouts import PlannedSharding
 from jaxckpt._format.stacks import Stack
 from jaxckpt._restore import plan as _plan
 from jaxckpt._restore.plan import ReadStep, WantedRows

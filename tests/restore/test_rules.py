@@ -26,7 +26,8 @@ import jaxckpt
 from jaxckpt import Rule, Rules
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.tree import nested_dicts
-from jaxckpt._restore.source import ArrayData, ForeignArray, compose
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

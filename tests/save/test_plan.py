@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt import Options
+from jaxckpt._devices.shardings import PlannedSharding
 from jaxckpt._format import grid as _grid
 from jaxckpt._format import stacks as _plan
 from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Layout, Spec
-from jaxckpt._format.layouts import PlannedSharding
 from jaxckpt._save import plan as _save_plan
 from jaxckpt._save.plan import ArrayLeaf, Object, SavePlan, plan_save
 

@@ -115,10 +115,10 @@ def test_processes_restore_the_step_that_process_0_finds_to_be_the_newest(
     fill(str(tmp_path / "run"), 10, 20)
     program = """
 import jaxckpt
-from jaxckpt._restore import source
+from jaxckpt._sources import open_source
 if process_id == 1:  # it looked a moment earlier
-    newest = source.resolve_step
-    source.resolve_step = lambda store: store.child("00000010") if store.url.endswith("run") else newest(store)
+    newest = open_source.resolve_step
+    open_source.resolve_step = lambda store: store.child("00000010") if store.url.endswith("run") else newest(store)
 print(jaxckpt.restore(args)["step"])
 """
     done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "run"), timeout=90)

@@ -10,7 +10,7 @@ PHASES = {
     "publishing": ("save", "_runtime.processes.Meeting.broadcast"),  # just after process 0 published
     "writing in the background": ("save_async", "_storage.files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save.save.publish"),
-    "opening": ("restore", "_restore.source.load_manifest"),
+    "opening": ("restore", "_sources.open_source.load_manifest"),
     "reading": ("restore", "_storage.files.FileReader.read"),
 }
 """For each phase, the operation, and the function call in the victim's process with which it begins."""

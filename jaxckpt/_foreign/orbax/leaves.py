@@ -29,8 +29,8 @@ from jaxckpt._format.dtypes import DTYPES
 from jaxckpt._format.grid import Box, Spec, spec_problem
 from jaxckpt._format.pieces import Array
 from jaxckpt._format.records import MeshRecord
-from jaxckpt._restore.source import AsyncArrayData, ForeignArray
 from jaxckpt._runtime.errors import DataError, show_lines, show_path
+from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray
 from jaxckpt._storage.errors import translate_tensorstore_errors
 from jaxckpt._storage.objects import Pending
 from jaxckpt._storage.tensors import ArrayFolder

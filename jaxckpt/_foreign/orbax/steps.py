@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from jaxckpt._arguments.pytree import flatten
 from jaxckpt._foreign.local_files import exists, is_file, is_folder, names_in, names_or_empty
 from jaxckpt._foreign.orbax.records import (
     COMMITTED_MARK,
@@ -30,19 +31,14 @@ from jaxckpt._foreign.orbax.tree import read_tree
 from jaxckpt._format.leaves import SavedLeaf
 from jaxckpt._format.names import MANIFEST, is_data_folder
 from jaxckpt._format.records import LeafRecord, Manifest
-from jaxckpt._format.tree import Tree, flatten, unflatten
+from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._format.values import decode_value
-from jaxckpt._restore.source import (
-    ForeignArray,
-    ForeignCheckpoint,
-    ForeignStep,
-    NativeCheckpoint,
-    StackRow,
-    as_foreign,
-    compose,
-)
 from jaxckpt._runtime.errors import DataError, NotACheckpointError, show_count, show_lines
 from jaxckpt._runtime.options import Options
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
+from jaxckpt._sources.formats import ForeignStep
+from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._storage.manifests import load_manifest
 from jaxckpt._storage.objects import ArrayReader
 from jaxckpt._storage.store_path import store_at

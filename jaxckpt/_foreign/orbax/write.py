@@ -35,10 +35,10 @@ from jaxckpt._format.records import LeafRecord, MeshRecord
 from jaxckpt._format.tree import Container, Structure, keys_of, unwrap_object
 from jaxckpt._format.values import decode_int, decode_value
 from jaxckpt._restore.reading import StoredArray
-from jaxckpt._restore.source import Source
 from jaxckpt._runtime.errors import TreeError, show_lines, show_path
 from jaxckpt._runtime.options import Options
 from jaxckpt._runtime.progress import Report
+from jaxckpt._sources.source import Source
 
 _RESERVED = {TREE_FILE, STEP_FILE, SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER, COMMITTED_MARK, MANIFEST}
 _UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}

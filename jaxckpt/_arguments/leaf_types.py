@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxckpt._format.values import PYTHON_KINDS, is_utf8
@@ -112,8 +112,10 @@ def register_leaf(
 
 def is_plain(cls: type) -> bool:
     """Whether leaves of this type are stored directly, without a state."""
-    known = (jax.Array, np.generic, jax.ShapeDtypeStruct, jax.sharding.Sharding)
-    return cls in PYTHON_KINDS or cls in (np.ndarray, np.memmap) or issubclass(cls, known)
+    if cls in PYTHON_KINDS or cls in (np.ndarray, np.memmap) or issubclass(cls, np.generic):
+        return True
+    jax = sys.modules.get("jax")  # before a program imports JAX, it has no types of JAX
+    return jax is not None and issubclass(cls, (jax.Array, jax.ShapeDtypeStruct, jax.sharding.Sharding))
 
 
 def full_name(cls: type) -> str:

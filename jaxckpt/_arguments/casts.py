@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxckpt._arguments.pytree import flatten
 from jaxckpt._format.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
 from jaxckpt._format.paths import closest_hint, longest_prefix
 from jaxckpt._format.pieces import Array, assign
-from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, show_path
 from jaxckpt._runtime.options import CAST_POLICIES, CastPolicies
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxckpt._arguments.pytree import flatten
 from jaxckpt._format.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
 from jaxckpt._format.paths import closest_hint, longest_prefix
-from jaxckpt._format.tree import flatten
 from jaxckpt._runtime.errors import InputError, Problem, SpecError, show_count, show_path
 from jaxckpt._runtime.options import Options
 
@@ -92,13 +92,6 @@ def require_fit(problems: Sequence[Problem]) -> None:
 def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
     """A spec on another mesh: split by the axes that this mesh also has, replicated over its other axes."""
     return tuple(tuple(axis for axis in entry if axis in axes) for entry in spec)
-
-
-def partition_spec(spec: Spec, like: PartitionSpec | None = None) -> PartitionSpec:
-    """The PartitionSpec of a spec, with the reduced axes of another PartitionSpec, if given."""
-    entries = (None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec)
-    reduced = getattr(like, "reduced", None)  # jax before 0.8 has none
-    return PartitionSpec(*entries, **({"reduced": reduced} if reduced else {}))
 
 
 # The caller's specs ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._format.grid import (
     Box,
@@ -19,18 +19,22 @@ from jaxckpt._format.grid import (
     Spec,
     layout_of,
     mesh_layout,
-    show_axes,
-    show_spec,
     spec_box,
     spec_boxes,
     spec_of,
 )
 from jaxckpt._format.records import LayoutRecord, Manifest, MeshRecord
-from jaxckpt._format.specs import partition_spec
 from jaxckpt._runtime.errors import LayoutError, SpecError
 
 Placement = tuple[tuple[Any, int, Box], ...]
 """(device, its process, its box) for every device of a sharding."""
+
+
+def partition_spec(spec: Spec, like: PartitionSpec | None = None) -> PartitionSpec:
+    """The PartitionSpec of a spec, with the reduced axes of another PartitionSpec, if given."""
+    entries = (None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec)
+    reduced = getattr(like, "reduced", None)  # jax before 0.8 has none
+    return PartitionSpec(*entries, **({"reduced": reduced} if reduced else {}))
 
 
 def named_sharding(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
@@ -198,12 +202,3 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         return sharding.with_memory_kind(record.memory)
     except ValueError as error:
         raise LayoutError(f"needs memory of kind {record.memory!r}: {error}") from error
-
-
-def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:
-    """A short description of a saved layout."""
-    if mesh is not None:
-        return f"{show_spec(spec)} on {show_axes(mesh.axes)}"
-    if record.device is not None:
-        return f"device {record.device}"
-    return "unrecorded" if record.opaque else "default device"

@@ -1,0 +1,190 @@
+"""Pytrees as leaves with paths, in JAX's order.
+
+A leaf's path joins the keys that lead to it with "/": `{"layers": [{"w": x}]}` has the leaf "layers/0/w". A "/" inside
+a key is written "~1", a "~" is written "~0" (RFC 6901) and an empty key "~2", so no two leaves share a path.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from jaxckpt._arguments.leaf_types import call_user_function, full_name, is_plain, is_registered, leaf_type
+from jaxckpt._format.keys import Key, encode_keys, keys_problem, plain_key
+from jaxckpt._format.paths import are_strings, escape_keys
+from jaxckpt._format.tree import MAX_DEPTH, Container, Structure, Tree, is_namedtuple_restored
+from jaxckpt._format.values import is_utf8
+from jaxckpt._runtime.errors import TreeError, show_lines, show_path
+
+
+class Leaf(msgspec.Struct, frozen=True, gc=False):
+    """A value of the tree and its path."""
+
+    path: str
+    value: Any
+    is_variable: bool = False
+    """Whether it is the value of a Variable of Flax NNX."""
+
+    in_state: bool = False
+    """Whether it belongs to the state of an object."""
+
+    def path_in(self, known: Collection[str]) -> str:
+        """Its path in a checkpoint with these paths. Orbax appends "value" to the path of a Variable."""
+        longer = f"{self.path}/value"
+        return longer if self.is_variable and self.path not in known and longer in known else self.path
+
+
+# Flattening -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Flat:
+    """Everything that is found during one walk through a tree."""
+
+    states: bool
+    """Whether objects are flattened to their states."""
+
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    variables: dict[int, str] = field(default_factory=dict[int, str])
+    """The path of each Variable by its id."""
+
+
+def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]:
+    """The leaves in JAX's order, and the structure around them.
+
+    With `states`, an object that has a state is a container for the leaves of that state; otherwise it is a leaf.
+    Raises TreeError for keys that cannot be stored or that a reader would refuse, and for more than 200 nested
+    containers.
+    """
+    flat = _Flat(states)
+    leaves = flat.leaves
+    structure = _flatten(tree, "", True, 0, flat)
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        paths = collections.Counter(leaf.path for leaf in leaves)
+        twice = [path for path, count in paths.items() if count > 1]
+        raise TreeError(f"several leaves share a path; rename a key:\n{show_lines(map(show_path, twice))}")
+    return leaves, structure
+
+
+def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Structure:
+    """The structure of a node. Adds its leaves."""
+    if node is None:
+        return None
+    kind = type(cast("object", node))
+    level = _children(node, path)
+    handled = leaf_type(kind) if level is None and flat.states and kind not in _LEAF_TYPES else None
+    if level is None and handled is None:
+        flat.leaves.append(Leaf(path, node))
+        return len(flat.leaves) - 1
+    if depth >= MAX_DEPTH:
+        raise TreeError(f"the tree is nested deeper than {MAX_DEPTH} containers at {show_path(path[:200])}")
+    if handled is not None:
+        first = len(flat.leaves)
+        state = call_user_function(handled.to_state, f"the state of the {handled.name} was taken at", path, node)
+        structure = _flatten(state, path, root, depth + 1, flat)
+        flat.leaves[first:] = [msgspec.structs.replace(leaf, in_state=True) for leaf in flat.leaves[first:]]
+        return Container(type="object", name=handled.name, children=(structure,))
+    keys, child_nodes = cast("tuple[Sequence[Key], Sequence[Tree]]", level)
+    if _is_variable(kind):
+        first = flat.variables.setdefault(id(node), path)
+        if first != path:
+            raise TreeError(
+                f"{show_path(first)} and {show_path(path)} are the same Variable of Flax NNX, and would be restored as"
+                " two: pass nnx.state(module), which contains it once"
+            )
+        structure = _flatten(child_nodes[0], path, root, depth, flat)
+        if isinstance(structure, int):
+            flat.leaves[-1] = Leaf(path, flat.leaves[-1].value, is_variable=True)
+        return structure
+    head = "" if root else f"{path}/"
+    leaves = flat.leaves
+    children: list[Structure] = []
+    for key, child in zip(escape_keys(keys), child_nodes, strict=True):
+        if type(child) in _LEAF_TYPES:  # true for most children, and faster than a call
+            children.append(len(leaves))
+            leaves.append(Leaf(head + key, child))
+        else:
+            children.append(_flatten(child, head + key, False, depth + 1, flat))
+    return _container(node, path, keys, tuple(children))
+
+
+@functools.cache
+def _is_variable(kind: type) -> bool:
+    """Whether this is a Variable of Flax NNX, whose value has the path of the Variable itself."""
+    return any((base.__module__, base.__name__) == ("flax.nnx.variablelib", "Variable") for base in kind.__mro__)
+
+
+_HOST_LEAVES = (np.ndarray, np.generic, int, float, complex, str, bytes)
+
+_LEAF_TYPES = set[type]()
+"""Types known to be leaves, because isinstance with jax.Array takes a Python call per leaf."""
+
+
+def mark_as_leaf(kind: type) -> None:
+    """Make instances of a class of the library leaves, without asking JAX."""
+    _LEAF_TYPES.add(kind)
+
+
+def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | None:
+    """Keys and children of one level of the tree, in JAX's order; None for a leaf."""
+    kind = type(cast("object", node))
+    if kind in _LEAF_TYPES:
+        return None
+    if kind is dict and {*map(type, node)} <= {str} and is_utf8("".join(node)):
+        keys = sorted(node)
+        return keys, [node[key] for key in keys]
+    if kind is list:
+        return range(len(node)), node
+    if isinstance(node, _HOST_LEAVES):
+        if is_plain(kind):
+            _LEAF_TYPES.add(kind)
+        return None
+    import jax  # here, so that trees of the host, and programs that only read, do without it
+
+    if isinstance(node, (jax.Array, jax.ShapeDtypeStruct, jax.sharding.Sharding)):
+        if is_plain(kind):
+            _LEAF_TYPES.add(kind)
+        return None
+    try:
+        level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = str(error).rstrip(".")
+        raise TreeError(
+            f"JAX cannot flatten {show_path(path)} ({type(node).__name__}): {reason}. Check that all keys are of one"
+            " type"
+        ) from error
+    if len(level) == 1 and not level[0][0]:  # the only entry has an empty key path: it is the node itself, a leaf
+        return None
+    if is_registered(kind):
+        raise TreeError(
+            f"{show_path(path)} is a {full_name(kind)}, which is registered as a leaf, but JAX treats it as a"
+            " container: remove the call of register_leaf"
+        )
+    return [plain_key(entry[0], path) for entry, _ in level], [child for _, child in level]
+
+
+def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Structure, ...]) -> Container:
+    """The record of a container. Raises TreeError for keys that cannot be restored."""
+    kind = type(cast("object", node))
+    if kind is list:
+        return Container(type="list", children=children)
+    if kind is tuple:
+        return Container(type="tuple", children=children)
+    problem = keys_problem(keys)
+    if problem:
+        raise TreeError(f"the container at {show_path(path)} ({kind.__name__}) has {problem}; rename a key")
+    encoded = encode_keys(keys)
+    if kind is dict:
+        return Container(type="dict", keys=encoded, children=children)
+    if kind is collections.OrderedDict:
+        return Container(type="ordered_dict", keys=encoded, children=children)
+    is_named = isinstance(node, tuple) and are_strings(keys) and encoded == getattr(kind, "_fields", None)
+    if is_named and is_namedtuple_restored(kind.__name__, encoded):
+        return Container(type="namedtuple", name=kind.__name__, keys=encoded, children=children)
+    return Container(type="custom", name=full_name(kind), keys=encoded, children=children)

@@ -1,0 +1,1 @@
+"""Devices: shardings as boxes and records, and keys of random number generators."""

@@ -1,0 +1,1 @@
+"""Bounded work: the pipeline through which all bytes move, to storage and from it."""

@@ -1,0 +1,125 @@
+"""Composes the manifest of a checkpoint of another library from the tree of its arrays.
+
+its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become rows of a stack ─▶ ForeignCheckpoint
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt._arguments.pytree import flatten, mark_as_leaf
+from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
+from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
+from jaxckpt._format.tree import Tree
+from jaxckpt._format.values import PYTHON_KINDS, array_of, encode_value
+from jaxckpt._runtime.errors import (
+    Problem,
+    TreeError,
+    show_count,
+)
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
+
+mark_as_leaf(ForeignArray)
+
+READ_UNIT_BYTES = 4 << 20
+"""Bytes per read of an array without a unit."""
+
+
+def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: Iterable[str] = ()) -> ForeignCheckpoint:
+    """A foreign checkpoint from its tree: nested dicts, lists and tuples of ForeignArrays, and of Python values and
+    NumPy arrays that were already read.
+
+    Raises TreeError for values that a jaxckpt checkpoint cannot hold.
+    """
+    leaves, structure = flatten(tree)
+    records: list[LeafRecord] = []
+    stacks: dict[tuple[Any, ...], list[ArrayData]] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
+    meshes: dict[bytes, int] = {}
+    layouts: dict[bytes, int] = {}
+    problems: list[Problem] = []
+    for leaf in leaves:
+        array, inline = _described(leaf.value)
+        if inline is not None:
+            records.append(LeafRecord(leaf.path, inline[0], value=inline[1]))
+            continue
+        if isinstance(array, str):
+            problems.append(Problem(leaf.path, array))
+            continue
+        key = (array.dtype, array.shape, array.chunk)
+        rows = stacks.setdefault(key, [])
+        layout = None
+        if array.kind in ("jax", "key") and array.mesh is not None:
+            mesh = meshes.setdefault(msgspec.json.encode(array.mesh), len(meshes))
+            record = LayoutRecord(mesh, [list(axes) for axes in array.spec])
+            layout = layouts.setdefault(msgspec.json.encode(record), len(layouts))
+        records.append(
+            LeafRecord(leaf.path, array.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=array.impl)
+        )
+        rows.append(array.data)
+    if problems:
+        raise TreeError.of(
+            f"{len(problems)} of the {show_count(len(leaves), 'leaf')} of {url} cannot be read", problems
+        )
+    manifest = Manifest(
+        format=format,
+        version=0,
+        save_id="",
+        created="",
+        libraries={},
+        metadata=metadata,
+        tree=structure,
+        leaves=records,
+        meshes=[msgspec.json.decode(text, type=MeshRecord) for text in meshes],
+        layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
+        stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
+    )
+    return ForeignCheckpoint(url, manifest, list(stacks.values()), tuple(files))
+
+
+def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
+    """(a leaf as an array, or the reason why it cannot be one; the kind and text of a small Python value, or None)."""
+    if isinstance(value, np.ndarray):
+        value = ForeignArray(dtype_name(value.dtype), value.shape, InMemoryData(value), "numpy")
+    elif isinstance(value, np.generic):
+        array = np.asarray(value)
+        value = ForeignArray(dtype_name(array.dtype), (), InMemoryData(array), "numpy_scalar")
+    elif type(value) in PYTHON_KINDS:
+        inline = encode_value(value)
+        if inline is not None:
+            return "", inline
+        raw = array_of(value)
+        return ForeignArray("uint8", raw.shape, InMemoryData(raw), type(value).__name__), None  # pyright: ignore[reportArgumentType]
+    if not isinstance(value, ForeignArray):
+        return f"is of type {type(value).__module__}.{type(value).__qualname__}", None
+    if value.dtype not in DTYPES:
+        return f"has dtype {value.dtype}, which NumPy and JAX do not support", None
+    if len(value.shape) > MAX_RANK:
+        return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
+    if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
+        return f"has shape {list(value.shape)}, which is too large to address", None
+    return value, None
+
+
+def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None], rows: int) -> StackRecord:
+    """A stack for plans. Its chunks are the units of reading."""
+    dtype, shape, chunk = key
+    itemsize = DTYPES[dtype].itemsize
+    if chunk is None:
+        chunk = _contiguous_sides(shape, itemsize)
+    return StackRecord(f"{number:04d}", dtype, list(shape), rows, [1, *chunk], [1, *chunk], "", {})
+
+
+def _contiguous_sides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Sides of a box of at most READ_UNIT_BYTES that is contiguous in C order."""
+    sides: list[int] = []
+    left = READ_UNIT_BYTES // itemsize
+    for side in reversed(shape):
+        sides.append(max(1, min(side, left)))
+        left = left // side if side and left >= side else 0
+    return tuple(reversed(sides))

@@ -1,0 +1,154 @@
+"""Checkpoints of other libraries: arrays that can be read box by box, under a manifest that is composed in memory."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxckpt._format.grid import Box, Spec
+from jaxckpt._format.leaves import SavedLeaf
+from jaxckpt._format.pieces import Array, as_bits
+from jaxckpt._format.records import Manifest, MeshRecord
+from jaxckpt._sources.source import Source
+from jaxckpt._storage.objects import ArrayReader, Pending
+from jaxckpt._storage.workers import JoinedWork, submit
+
+
+class ArrayData(abc.ABC):
+    """The data of an array, or of a part of one, in a foreign checkpoint."""
+
+    @abc.abstractmethod
+    def read(self, box: Box, target: Array) -> None:
+        """Fill `target` with a box of it, with a few MiB of additional host memory. Raises DataError, StorageError.
+
+        Called by several threads at once.
+        """
+
+    def check(self) -> None:
+        """Verify the stored data with its checksums, if the format has any.
+
+        Raises DataError, StorageError.
+        """
+        return
+
+
+class AsyncArrayData(ArrayData):
+    """Data that can be read asynchronously, without a thread of jaxckpt."""
+
+    @abc.abstractmethod
+    def start(self, box: Box, target: Array) -> Pending:
+        """Start to fill `target` with a box. It and its result raise tensorstore's errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackRow(AsyncArrayData):
+    """A leaf of a jaxckpt checkpoint."""
+
+    reader: ArrayReader
+    row: int
+
+    def start(self, box: Box, target: Array) -> Pending:
+        (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
+        return pending
+
+    def read(self, box: Box, target: Array) -> None:
+        self.start(box, target).result()
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryData(ArrayData):
+    """A small array that was read together with the index files."""
+
+    array: Array
+
+    def read(self, box: Box, target: Array) -> None:
+        np.copyto(as_bits(target), as_bits(self.array)[tuple(slice(*side) for side in box)])
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignArray:
+    """A leaf of a foreign checkpoint."""
+
+    dtype: str
+    """Name of a dtype: one of `dtypes.DTYPES`, or another name if the array cannot be read."""
+
+    shape: tuple[int, ...]
+    """Its global shape; for a PRNG key, of its raw data."""
+
+    data: ArrayData
+
+    kind: Literal["jax", "numpy", "numpy_scalar", "key", "str", "bytes"] = "jax"
+    """The kind of the leaf. "str" and "bytes" are arrays of bytes, "str" in UTF-8."""
+
+    impl: str | None = None
+    """PRNG implementation, for kind "key"."""
+
+    chunk: tuple[int, ...] | None = None
+    """Shape of the unit that can only be read completely; None if any box can be read."""
+
+    mesh: MeshRecord | None = None
+    """The mesh at the time of the save, if known."""
+
+    spec: Spec = ()
+    """For each leading dimension, the axes of the mesh that split it."""
+
+
+def as_foreign(leaf: SavedLeaf, data: ArrayData) -> ForeignArray:
+    """An array of a checkpoint as a leaf of a foreign one, with its data."""
+    kind: Any = leaf.kind
+    stack, record = leaf.stack, leaf.record
+    return ForeignArray(stack.dtype, stack.shape, data, kind, record.impl, stack.chunk[1:], leaf.mesh, leaf.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint:
+    """A checkpoint of another library."""
+
+    url: str
+    manifest: Manifest
+    row_data: Sequence[Sequence[ArrayData]] = field(repr=False)
+    """The data of each row of each stack."""
+
+    files: Sequence[str] = field(default=(), repr=False)
+    """The files or folders that it was assembled from, if not from `url`."""
+
+    origin: Source | None = field(default=None, repr=False)
+    """The checkpoint of which this one is a view."""
+
+    def require_metadata(self, stacks: Sequence[int]) -> None:
+        pass
+
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
+        return _RowReader(self.row_data[stack])
+
+    def change_since_open(self) -> str | None:
+        return None if self.origin is None else self.origin.change_since_open()
+
+
+@dataclass(frozen=True, slots=True)
+class _RowReader(ArrayReader):
+    rows: Sequence[ArrayData]
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
+
+    def _parts(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
+        for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
+            yield self.rows[row], into if target.ndim > 1 else into.reshape(())
+
+    def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending:
+        started = [block.start(box, into) for block, into in parts if isinstance(block, AsyncArrayData)]
+        rest = [(block, into) for block, into in parts if not isinstance(block, AsyncArrayData)]
+        if rest:
+            started.append(submit(functools.partial(_read_all, rest, box)))
+        return JoinedWork(started)
+
+
+def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
+    for block, into in parts:
+        block.read(box, into)

@@ -1,0 +1,88 @@
+"""The formats of other libraries that are installed.
+
+A format is an object that an entry point of the group "jaxckpt.formats" names, in jaxckpt's own pyproject.toml or in
+that of another package:
+
+    [project.entry-points."jaxckpt.formats"]
+    npz = "jaxckpt._foreign.npz:FORMAT"
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from jaxckpt._runtime.options import Options
+from jaxckpt._runtime.progress import Report
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.source import NativeCheckpoint, Source
+
+_log = logging.getLogger("jaxckpt")
+
+GROUP = "jaxckpt.formats"
+"""The group of entry points that name formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignStep:
+    """A complete step in another library's run."""
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of another library that records its own global layout."""
+
+    name: str
+
+    recognizes: Callable[[str, Collection[str]], bool]
+    """Whether a local path has this format, given the names in its folder; no names for a file."""
+
+    open: Callable[[str], NativeCheckpoint | ForeignCheckpoint] | None = None
+    """Reads the format; None if it can only be written."""
+
+    owned_names: Callable[[str, Collection[str]], Collection[str]] = lambda path, names: ()
+    """The names in its folder that belong to the format. `convert(overwrite=True)` replaces a folder only
+    if it contains nothing else."""
+
+    write: Callable[[Source, str, Options, Report], None] | None = None
+    """Writes a checkpoint in the format to a local path; None if it can only be read."""
+
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of paths to which `convert` writes this format by default."""
+
+    steps_in: Callable[[str, Collection[str]], Sequence[ForeignStep]] = lambda path, names: ()
+    """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. None for a single
+    checkpoint."""
+
+    order: int = 0
+    """Formats of lower order are tried first: those that share names of files with a more general format."""
+
+
+@functools.cache
+def formats() -> tuple[Format, ...]:
+    """The installed formats, in the order of detection. Imports their modules."""
+    found: list[Format] = []
+    for point in entry_points(group=GROUP):
+        try:
+            form = point.load()
+        except Exception as error:  # jaxckpt's own formats must work if one of another package does not
+            _log.warning("the checkpoint format %s (%s) cannot be loaded: %r", point.name, point.value, error)
+            continue
+        if isinstance(form, Format):
+            found.append(form)
+        else:
+            _log.warning("the checkpoint format %s (%s) is not a Format: %r", point.name, point.value, form)
+    if not found:
+        _log.warning("jaxckpt is not installed with pip, so it knows no checkpoint formats of other libraries")
+    return tuple(sorted(found, key=lambda form: (form.order, form.name)))
+
+
+def written_formats() -> dict[str, Format]:
+    """The formats of other libraries that `convert` can write, by name."""
+    return {form.name: form for form in formats() if form.write is not None}

@@ -1,0 +1,136 @@
+"""Opens the source at a location: a checkpoint of jaxckpt, a step of a run, or a checkpoint of another library."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from jaxckpt._format.names import MANIFEST
+from jaxckpt._runtime.errors import (
+    InputError,
+    NotACheckpointError,
+)
+from jaxckpt._runtime.options import Options
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.formats import ForeignStep, Format, formats
+from jaxckpt._sources.source import NativeCheckpoint, Source
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.steps import is_step, resolve_name, resolve_step, run_and_name
+from jaxckpt._storage.store import Store
+from jaxckpt._storage.store_path import local_path, store_at
+from jaxckpt._storage.workers import run_watched
+
+Location = str | os.PathLike[str] | ForeignCheckpoint
+"""The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
+`jaxckpt.rank_files`."""
+
+
+def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
+    """The source at a location, and a digest of its manifest, which is composed for another library's checkpoint.
+
+    A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps. The
+    run may be of another library, without "best".
+
+    Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
+    hangs for `options.timeout_seconds`.
+    """
+    if isinstance(location, ForeignCheckpoint):
+        return location, _digest(location)
+    store = store_at(location, options)
+    return run_watched(f"opening {store.url}", options.timeout_seconds, lambda: _open_source(location, store, options))
+
+
+def _open_source(
+    location: str | os.PathLike[str], store: Store, options: Options
+) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
+    """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
+    try:
+        return _open_native(store, options)
+    except NotACheckpointError:
+        for _ in range(_TRIES):
+            if (step := resolve_step(store)) is None:
+                break
+            with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
+                return _open_native(step, options)
+        # A caller that expects a certain manifest does not accept a checkpoint without one.
+        foreign = None if options.manifest_sha256 else _open_foreign(location, store, options)
+        if foreign is None:
+            raise
+        return foreign, _digest(foreign)
+
+
+_TRIES = 5
+"""The most attempts to find the newest step of a run, if the step is deleted before its manifest is read."""
+
+
+def step_of(source: Source, hint: str) -> tuple[NativeCheckpoint, Store, int]:
+    """A checkpoint that is a step of a run, with the run and the step's number. Raises InputError, with a hint."""
+    above = source.store.parent_and_name() if isinstance(source, NativeCheckpoint) else None
+    if not isinstance(source, NativeCheckpoint) or above is None or not is_step(above[1]):
+        raise InputError(f"{source.url} is not a step in a run's directory: {hint}")
+    return source, above[0], int(above[1])
+
+
+def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]:
+    manifest, content = load_manifest(store, options.manifest_sha256)
+    return NativeCheckpoint(store, manifest), hashlib.sha256(content).hexdigest()
+
+
+def _open_foreign(
+    location: str | os.PathLike[str], store: Store, options: Options
+) -> NativeCheckpoint | ForeignCheckpoint | None:
+    """A checkpoint of another library at a local path, or the step of its run that "run@40" or "run@latest" names."""
+    path, names = _local_names(location)
+    if names is None and (named := run_and_name(store)) is not None:
+        run, name = named
+        paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
+        if paths:
+            path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
+    form = _recognized_format(path, names)
+    return form.open(path) if form is not None and form.open is not None else None
+
+
+def foreign_steps_of(
+    location: str | os.PathLike[str], options: Options, ignored: Collection[str] = ()
+) -> Sequence[ForeignStep]:
+    """The steps in another library's run at a local path, oldest first; none if it is something else.
+
+    Folders in it whose names are `ignored` do not count. Raises StorageError if the storage hangs.
+    """
+
+    def find() -> Sequence[ForeignStep]:
+        path, names = _local_names(location)
+        if names is None or MANIFEST in names:
+            return ()
+        names = {*names} - {*ignored}
+        form = _recognized_format(path, names)
+        return form.steps_in(path, names) if form is not None else ()
+
+    return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
+
+
+def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str] | None]:
+    """A local path, and the names in its folder; none for a file, and None if it is not local or cannot be listed."""
+    path = local_path(location)
+    if path is None:
+        return "", None
+    try:
+        return path, os.listdir(path)
+    except NotADirectoryError:
+        return path, ()
+    except OSError:  # missing or unreadable, as for a jaxckpt checkpoint
+        return path, None
+
+
+def _recognized_format(path: str, names: Collection[str] | None) -> Format | None:
+    if names is None:
+        return None
+    return next((form for form in formats() if form.open is not None and form.recognizes(path, names)), None)
+
+
+def _digest(source: NativeCheckpoint | ForeignCheckpoint) -> str:
+    return hashlib.sha256(msgspec.json.encode(source.manifest)).hexdigest()

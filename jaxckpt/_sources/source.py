@@ -1,0 +1,94 @@
+"""The source of a restore, a plan, a comparison or a conversion: a manifest, and a reader of boxes for each stack."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxckpt._format.grid import Box
+from jaxckpt._format.records import Manifest
+from jaxckpt._runtime.errors import (
+    DataError,
+    NotACheckpointError,
+    Problem,
+    show_count,
+    show_path,
+)
+from jaxckpt._storage.manifests import load_manifest
+from jaxckpt._storage.objects import ArrayReader
+from jaxckpt._storage.store import Store
+
+
+class Source(Protocol):
+    """The source of a restore, a plan, a comparison or a conversion."""
+
+    @property
+    def url(self) -> str:
+        """The path as the user gave it."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def require_metadata(self, stacks: Sequence[int]) -> None:
+        """Raise DataError unless the small files that describe these stacks are as they were saved."""
+        ...
+
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
+        """A reader of boxes of a stack, like `Objects.array_reader`."""
+        ...
+
+    def change_since_open(self) -> str | None:
+        """What happened to the checkpoint after it was opened: "deleted", "replaced by another" or "stripped of some of
+        its leaves"; None if it is unchanged."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCheckpoint:
+    """A jaxckpt checkpoint."""
+
+    store: Store
+    manifest: Manifest
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def require_metadata(self, stacks: Sequence[int]) -> None:
+        """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
+        records = [self.manifest.stacks[number] for number in stacks]
+        keys = [f"{self.manifest.data_folder}/{record.name}/zarr.json" for record in records]
+        problems: list[Problem] = []
+        for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
+            if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
+                reason = "is missing" if text is None else "differs from the file that was saved"
+                if len(problems) < 20:  # naming the leaves of thousands of stacks would take too long
+                    reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
+                problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
+        if problems:
+            raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems)
+
+    def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
+        manifest = self.manifest
+        stored = manifest.stacks[stack].objects
+        return self.store.array_reader(manifest.data_folder, manifest.decoded_stacks[stack], stored, plan)
+
+    def change_since_open(self) -> str | None:
+        try:
+            now, _ = load_manifest(self.store)
+        except NotACheckpointError:
+            return "deleted"
+        if now.save_id != self.manifest.save_id:
+            return "replaced by another"
+        stacks = {stack.name for stack in now.stacks}
+        return "stripped of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
+
+
+def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
+    """The leaves in a range of rows of a stack, for an error message."""
+    paths = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+    named = ", ".join(map(show_path, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return f"{'leaf' if len(paths) == 1 else 'leaves'} {named}"
