@@ -53,17 +53,17 @@ from workloads import nested
 from jaxckpt import Options
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._devices.shardings import LayoutTable, PlannedSharding
-from jaxckpt._format import manifest as manifests
-from jaxckpt._format.grid import Layout, Spec, spec_box, touched_cells
-from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
-from jaxckpt._format.stacks import Stack, indexed_objects_of
-from jaxckpt._restore.plan import ReadStep, WantedRows, plan_read
-from jaxckpt._save.agreement import Fingerprint, require_agreement
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.grid import Layout, Spec, spec_box, touched_cells
+from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
+from jaxckpt._model.stacks import Stack, indexed_objects_of
+from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
+from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.publish import PublishResult, Share, build_manifest
-from jaxckpt._storage.fetching import objects_to_fetch
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._store.fetching import objects_to_fetch
 
 SIZES = (64, 4_096, 16_384)
 

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._save import host_copies
+from jaxckpt._devices import device_to_host as host_copies
+from jaxckpt._model.dtypes import DTYPES
 
 Tree = dict[str, jax.Array]
 Results = dict[str, Any]

@@ -27,9 +27,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jax._src import distributed
 
-from jaxckpt._runtime import processes
-from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.stalls import Watch
+from jaxckpt._job import rendezvous as processes
+from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._pipeline.watchdog import Watch
 
 SERVICE_PER_SECOND = 7_000
 """Requests per second that JAX's coordination service answers with one core: a request takes 145 µs of process 0's CPU

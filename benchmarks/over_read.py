@@ -25,9 +25,9 @@ import workloads
 from rich.table import Table
 
 from jaxckpt import Options
-from jaxckpt._format.grid import Box, mesh_layout, spec_of, whole_box
-from jaxckpt._restore.plan import WantedRows, plan_read, read_cost
-from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._model.grid import Box, mesh_layout, spec_of, whole_box
+from jaxckpt._restore.read_plan import WantedRows, plan_read, read_cost
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 
 FINER = (2, 4, 8)
 

@@ -32,7 +32,7 @@ from rich.table import Table
 import jaxckpt
 from jaxckpt._restore import fetch as _fetch
 from jaxckpt._restore import restore as _restore
-from jaxckpt._restore.placing import LeafBuilder
+from jaxckpt._restore.placement import LeafBuilder
 from jaxckpt._sources import open_source as _source
 
 TIMED: tuple[tuple[Any, str, str], ...] = (

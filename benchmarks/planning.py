@@ -41,9 +41,9 @@ from rich.table import Table
 
 from jaxckpt import Options
 from jaxckpt._devices.shardings import addressable_boxes, process_layout
-from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.plan import WantedRows, plan_read
-from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._model.stacks import Stack
+from jaxckpt._restore.read_plan import WantedRows, plan_read
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 
 TARGETS = {"cpu_seconds": 2.0, "peak_bytes": 500 << 20}
 

@@ -8,7 +8,7 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxckpt._runtime import exit_status
+from jaxckpt._pipeline import exit_status
 
 __version__ = "0.1.0"
 
@@ -73,21 +73,30 @@ __all__ = [
 
 if TYPE_CHECKING:
     from jaxckpt._arguments.leaf_types import register_leaf
-    from jaxckpt._foreign.convert import convert
-    from jaxckpt._foreign.mindspore import mindspore_ranks
-    from jaxckpt._foreign.oneflow import oneflow_ranks
-    from jaxckpt._foreign.rank_files import rank_files
-    from jaxckpt._foreign.rulesets import huggingface_rules
+    from jaxckpt._convert.convert import convert
+    from jaxckpt._formats.huggingface import huggingface_rules
+    from jaxckpt._formats.mindspore import mindspore_ranks
+    from jaxckpt._formats.oneflow import oneflow_ranks
+    from jaxckpt._formats.rank_files import rank_files
     from jaxckpt._inspect.diff import Delta, LeafDelta, diff
     from jaxckpt._inspect.leaf import LazyLeaf
     from jaxckpt._inspect.open import Checkpoint, open
     from jaxckpt._inspect.report import report
     from jaxckpt._inspect.restore_plan import RestorePlan
     from jaxckpt._inspect.verify import VerifyReport, verify
+    from jaxckpt._options import Options
+    from jaxckpt._pipeline.progress import Progress
     from jaxckpt._restore.restore import load_numpy, restore
-    from jaxckpt._restore.rule import Rule
-    from jaxckpt._restore.rules import Rules
-    from jaxckpt._runtime.errors import (
+    from jaxckpt._rules.rule import Rule
+    from jaxckpt._rules.rules import Rules
+    from jaxckpt._runs.checkpointer import Checkpointer
+    from jaxckpt._runs.follow import Step, follow, latest_step, steps
+    from jaxckpt._runs.fork import fork
+    from jaxckpt._runs.pins import pin, unpin
+    from jaxckpt._save.async_saves import PendingSave
+    from jaxckpt._save.save import save, save_async
+    from jaxckpt._save.save_info import SaveInfo
+    from jaxckpt.errors import (
         CheckpointExistsError,
         CorruptError,
         DataError,
@@ -108,26 +117,17 @@ if TYPE_CHECKING:
         StorageError,
         TreeError,
     )
-    from jaxckpt._runtime.options import Options
-    from jaxckpt._runtime.progress import Progress
-    from jaxckpt._save.background import PendingSave
-    from jaxckpt._save.info import SaveInfo
-    from jaxckpt._save.save import save, save_async
-    from jaxckpt._steps.checkpointer import Checkpointer
-    from jaxckpt._steps.follow import Step, follow, latest_step, steps
-    from jaxckpt._steps.fork import fork
-    from jaxckpt._steps.pins import pin, unpin
-    from jaxckpt._steps.weights import Publisher, subscribe
+    from jaxckpt.weights import Publisher, subscribe
 
 exit_status.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
 
 _MODULES = {
     "_arguments.leaf_types": "register_leaf",
-    "_foreign.convert": "convert",
-    "_foreign.mindspore": "mindspore_ranks",
-    "_foreign.oneflow": "oneflow_ranks",
-    "_foreign.rank_files": "rank_files",
-    "_foreign.rulesets": "huggingface_rules",
+    "_convert.convert": "convert",
+    "_formats.mindspore": "mindspore_ranks",
+    "_formats.oneflow": "oneflow_ranks",
+    "_formats.rank_files": "rank_files",
+    "_formats.huggingface": "huggingface_rules",
     "_inspect.diff": "Delta LeafDelta diff",
     "_inspect.leaf": "LazyLeaf",
     "_inspect.open": "Checkpoint open",
@@ -135,23 +135,23 @@ _MODULES = {
     "_inspect.restore_plan": "RestorePlan",
     "_inspect.verify": "VerifyReport verify",
     "_restore.restore": "load_numpy restore",
-    "_restore.rule": "Rule",
-    "_restore.rules": "Rules",
-    "_runtime.errors": (
+    "_rules.rule": "Rule",
+    "_rules.rules": "Rules",
+    "errors": (
         "CheckpointExistsError CorruptError DataError InputError JaxckptError LayoutError ManifestError "
         "MismatchError NotACheckpointError PathNotSharedError PeerError PeerFailedError PeersDisagreeError "
         "PeerTimeoutError Preempted Problem SpecError StorageError TreeError"
     ),
-    "_runtime.options": "Options",
-    "_runtime.progress": "Progress",
-    "_save.background": "PendingSave",
-    "_save.info": "SaveInfo",
+    "_options": "Options",
+    "_pipeline.progress": "Progress",
+    "_save.async_saves": "PendingSave",
+    "_save.save_info": "SaveInfo",
     "_save.save": "save save_async",
-    "_steps.checkpointer": "Checkpointer",
-    "_steps.follow": "Step follow latest_step steps",
-    "_steps.fork": "fork",
-    "_steps.pins": "pin unpin",
-    "_steps.weights": "Publisher subscribe",
+    "_runs.checkpointer": "Checkpointer",
+    "_runs.follow": "Step follow latest_step steps",
+    "_runs.fork": "fork",
+    "_runs.pins": "pin unpin",
+    "weights": "Publisher subscribe",
 }
 """The names that each module defines. A module is imported when one of its names is used for the first time."""
 

@@ -40,20 +40,20 @@ from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jaxckpt._arguments.pytree import Leaf, flatten
-from jaxckpt._devices.keys import TypedLeaf
+from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._devices.shardings import saved_sharding
-from jaxckpt._format.paths import closest_hint
-from jaxckpt._format.records import Manifest
-from jaxckpt._format.tree import Tree, unflatten
-from jaxckpt._format.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.records import Manifest
+from jaxckpt._model.tree import Tree, unflatten
+from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
+from jaxckpt._options import Options, options_or_default
+from jaxckpt._restore.match import is_array_like
 from jaxckpt._restore.restore import restore
-from jaxckpt._restore.target import is_array_like
-from jaxckpt._runtime.errors import InputError, LayoutError, MismatchError, Problem, show_count
-from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._save.background import PendingSave
+from jaxckpt._save.async_saves import PendingSave
 from jaxckpt._save.save import save, save_async
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt.errors import InputError, LayoutError, MismatchError, Problem, show_count
 
 Path = os.PathLike[str]
 T = TypeVar("T")

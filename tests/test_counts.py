@@ -24,13 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._arguments import pytree as _pytree
-from jaxckpt._format import manifest as _manifest
-from jaxckpt._format import tree as _tree
-from jaxckpt._format.records import Manifest
-from jaxckpt._restore import goals as _goals
-from jaxckpt._restore import target as _target
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._model import manifest as _manifest
+from jaxckpt._model import tree as _tree
+from jaxckpt._model.records import Manifest
+from jaxckpt._restore import match as _target
+from jaxckpt._restore import resolve as _goals
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store_path import store_at
 
 LARGE = 256 << 20
 """Bytes of a large leaf."""

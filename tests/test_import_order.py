@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-TENSORSTORE = [f"_storage.{name}" for name in ("tensors", "tensor_files", "fetching", "folder", "bucket")]
+TENSORSTORE = [f"_store.{name}" for name in ("tensors", "tensor_files", "fetching", "folder", "bucket")]
 """The modules that may import tensorstore."""
 
-JAX_PRIVATE = ["_runtime.job", "_runtime.current_mesh"]
+JAX_PRIVATE = ["_job.job", "_devices.current_mesh"]
 """The modules that may import JAX's private modules: for the coordination service, and for the mesh of jax.set_mesh in
 versions of JAX that have no public function for it."""
 
@@ -22,23 +23,29 @@ LAYERS = [
     "__main__",
     "_cli",
     "orbax",
-    "_steps",
+    "weights",
+    "_runs",
+    "_convert",
     "_inspect",
-    "_foreign",
+    "_formats",
     "_restore",
     "_save",
+    "_rules",
     "_sources",
-    "_storage",
+    "_run_folder",
+    "_store",
     "_devices",
     "_arguments",
-    "_format",
+    "_model",
+    "_job",
     "_pipeline",
-    "_runtime",
+    "_options",
+    "errors",
 ]
-"""The folders of the library, from top to bottom. A folder imports only from folders below it."""
+"""The rooms of the library, from top to bottom. A room imports only from rooms below it."""
 
-WITHOUT_JAX = ("_pipeline", "_format", "_storage", "_sources")
-"""Folders that reading needs in programs without JAX. None of their modules imports it."""
+WITHOUT_JAX = ("errors", "_options", "_pipeline", "_model", "_store", "_run_folder", "_sources", "_rules")
+"""Rooms that reading needs in programs without JAX. None of their modules imports it."""
 
 SOURCES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path.read_text()
@@ -112,6 +119,11 @@ def test_the_package_has_these_entries() -> None:
     assert entries == {*LAYERS, "__init__"}
 
 
+def test_no_two_modules_have_the_same_name() -> None:
+    names = collections.Counter(module.rpartition(".")[2] for module in SOURCES)
+    assert [name for name, count in names.items() if count > 1 and name != "__init__"] == []
+
+
 @pytest.mark.parametrize("module", sorted(SOURCES))
 def test_a_module_imports_only_from_below(module: str) -> None:
     assert not violations(module, SOURCES[module])
@@ -122,7 +134,7 @@ def test_a_module_has_a_docstring(module: str) -> None:
     tree = ast.parse(SOURCES[module])
     first = (ast.get_docstring(tree) or "").partition("\n")[0]
     assert len(first) > 15, module
-    assert first.endswith((".", ":")) or module in ("_runtime.errors",), first
+    assert first.endswith((".", ":")) or module in ("errors",), first
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
@@ -149,30 +161,30 @@ def test_imports_between_modules_have_no_cycles() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "allowed"),
     [
-        ("_save.save", "from jaxckpt._save.plan import plan_save", True),
-        ("_save.save", "from jaxckpt._format import stacks", True),
+        ("_save.save", "from jaxckpt._save.write_plan import plan_save", True),
+        ("_save.save", "from jaxckpt._model import stacks", True),
         ("_save.save", "from jaxckpt._restore.restore import restore", False),
         ("_restore.restore", "from jaxckpt._save import save", True),
-        ("_format.stacks", "import jaxckpt._storage.store", False),
-        ("_format.stacks", "from jaxckpt._storage.store import Store", False),
-        ("_format.stacks", "def f():\n    from jaxckpt._storage.store import Store", False),
-        ("_format.stacks", "if TYPE_CHECKING:\n    from jaxckpt._storage.store import Store", True),
-        ("_format.stacks", "if TYPE_CHECKING:\n    pass\nelse:\n    from jaxckpt._storage.store import Store", False),
+        ("_model.stacks", "import jaxckpt._store.store", False),
+        ("_model.stacks", "from jaxckpt._store.store import Store", False),
+        ("_model.stacks", "def f():\n    from jaxckpt._store.store import Store", False),
+        ("_model.stacks", "if TYPE_CHECKING:\n    from jaxckpt._store.store import Store", True),
+        ("_model.stacks", "if TYPE_CHECKING:\n    pass\nelse:\n    from jaxckpt._store.store import Store", False),
         ("_inspect.open", "import jaxckpt", False),
         ("_inspect.open", "from jaxckpt import restore", False),
-        ("_format.stacks", "def f():\n    import jax", False),
-        ("_storage.folder", "from jax.sharding import Mesh", False),
-        ("_storage.tensors", "import tensorstore as ts", True),
+        ("_model.stacks", "def f():\n    import jax", False),
+        ("_store.folder", "from jax.sharding import Mesh", False),
+        ("_store.tensors", "import tensorstore as ts", True),
         ("_inspect.open", "from tensorstore import open", False),
-        ("_runtime.job", "from jax._src import distributed", True),
-        ("_format.stacks", "from jax import _src", False),
-        ("_format.stacks", "import jax._src.core", False),
-        ("_foreign.dcp", "try:\n    import pickle\nexcept ImportError:\n    pass", False),
-        ("_foreign.dcp", "def f():\n    import pickle", False),
-        ("_foreign.dcp", "import orbax.checkpoint as ocp", False),
+        ("_job.job", "from jax._src import distributed", True),
+        ("_model.stacks", "from jax import _src", False),
+        ("_model.stacks", "import jax._src.core", False),
+        ("_formats.dcp", "try:\n    import pickle\nexcept ImportError:\n    pass", False),
+        ("_formats.dcp", "def f():\n    import pickle", False),
+        ("_formats.dcp", "import orbax.checkpoint as ocp", False),
         ("orbax", "import orbax.checkpoint as ocp", True),
-        ("_foreign.dcp", "class A:\n    from orbax import checkpoint", False),
-        ("_foreign.dcp", "async def f():\n    import orbax.checkpoint as ocp", True),
+        ("_formats.dcp", "class A:\n    from orbax import checkpoint", False),
+        ("_formats.dcp", "async def f():\n    import orbax.checkpoint as ocp", True),
     ],
 )
 def test_the_import_rules(module: str, source: str, allowed: bool) -> None:

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._restore import destinations as _destinations
-from jaxckpt._restore import placing as _placing
-from jaxckpt._restore import plan as _plan
+from jaxckpt._restore import placement as _placing
+from jaxckpt._restore import read_plan as _plan
 from jaxckpt._sources import source as _source
 
 HOST_BYTES = 32 << 20

@@ -25,8 +25,8 @@ from processes import PROGRAMS, RunProcesses
 import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._cli.main import main
-from jaxckpt._runtime.errors import DataError, InputError, MismatchError, StorageError
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.folder import Folder
+from jaxckpt.errors import DataError, InputError, MismatchError, StorageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:orbax", "ignore::Warning:etils")
 

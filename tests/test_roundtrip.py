@@ -28,12 +28,12 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
-from jaxckpt._format import manifest as _manifest
-from jaxckpt._format import stacks as _plan
-from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._model import manifest as _manifest
+from jaxckpt._model import stacks as _plan
+from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._restore import destinations as _destinations
-from jaxckpt._save import plan as _save_plan
 from jaxckpt._save import staging as _staging
+from jaxckpt._save import write_plan as _save_plan
 
 QUICK = jaxckpt.Options(sync=False)
 OPTIONS = [

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxckpt._arguments.pytree import flatten
-from jaxckpt._format.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
-from jaxckpt._format.paths import closest_hint, longest_prefix
-from jaxckpt._format.pieces import Array, assign
-from jaxckpt._runtime.errors import InputError, Problem, show_path
-from jaxckpt._runtime.options import CAST_POLICIES, CastPolicies
+from jaxckpt._model.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
+from jaxckpt._model.paths import closest_hint, longest_prefix
+from jaxckpt._model.pieces import Array, assign
+from jaxckpt._options import CAST_POLICIES, CastPolicies
+from jaxckpt.errors import InputError, Problem, show_path
 
 Dtypes = Any
 """A dtype, a pytree prefix of them, or a function of (path, leaf)."""

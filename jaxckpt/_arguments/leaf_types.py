@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.values import PYTHON_KINDS, is_utf8
-from jaxckpt._runtime.errors import InputError, show_path
+from jaxckpt._model.values import PYTHON_KINDS, is_utf8
+from jaxckpt.errors import InputError, show_path
 
 _PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 """Methods that return and set an object's state. The first pair that a class has is used."""

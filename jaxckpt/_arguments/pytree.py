@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from jaxckpt._arguments.leaf_types import call_user_function, full_name, is_plain, is_registered, leaf_type
-from jaxckpt._format.keys import Key, encode_keys, keys_problem, plain_key
-from jaxckpt._format.paths import are_strings, escape_keys
-from jaxckpt._format.tree import MAX_DEPTH, Container, Structure, Tree, is_namedtuple_restored
-from jaxckpt._format.values import is_utf8
-from jaxckpt._runtime.errors import TreeError, show_lines, show_path
+from jaxckpt._model.keys import Key, encode_keys, keys_problem, plain_key
+from jaxckpt._model.paths import are_strings, escape_keys
+from jaxckpt._model.tree import MAX_DEPTH, Container, Structure, Tree, is_namedtuple_restored
+from jaxckpt._model.values import is_utf8
+from jaxckpt.errors import TreeError, show_lines, show_path
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):

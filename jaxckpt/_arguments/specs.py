@@ -12,10 +12,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxckpt._arguments.pytree import flatten
-from jaxckpt._format.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._format.paths import closest_hint, longest_prefix
-from jaxckpt._runtime.errors import InputError, Problem, SpecError, show_count, show_path
-from jaxckpt._runtime.options import Options
+from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
+from jaxckpt._model.paths import closest_hint, longest_prefix
+from jaxckpt._options import Options
+from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
 
 Specs = Any
 """A PartitionSpec, a pytree prefix of them, or a function of (path, leaf)."""

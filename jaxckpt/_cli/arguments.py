@@ -104,7 +104,7 @@ def _leaf_paths(path: str) -> list[str]:
     if "://" in path and not path.startswith("file:///"):
         return []
     from jaxckpt._inspect.open import open as open_checkpoint
-    from jaxckpt._runtime.errors import JaxckptError
+    from jaxckpt.errors import JaxckptError
 
     with contextlib.suppress(JaxckptError, OSError):
         return list(open_checkpoint(path).leaves)
@@ -150,8 +150,8 @@ class LocalPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if ctx is not None and ctx.resilient_parsing:  # completion imports only light modules
             return super().convert(value, param, ctx)
-        from jaxckpt._runtime.options import Options
-        from jaxckpt._storage.workers import run_watched
+        from jaxckpt._options import Options
+        from jaxckpt._pipeline.workers import run_watched
 
         work = functools.partial(super().convert, value, param, ctx)
         return run_watched(f"looking at {value}", Options().timeout_seconds, work)

@@ -12,16 +12,16 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import SpecRule
-from jaxckpt._format.paths import closest_hint
-from jaxckpt._format.select import parse_select, rename_paths
-from jaxckpt._format.tree import Tree, nested_dicts
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
-from jaxckpt._restore.rules import Rules
-from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.progress import LINE_SECONDS, Progress
-from jaxckpt._storage.store_path import local_path
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.select import parse_select, rename_paths
+from jaxckpt._model.tree import Tree, nested_dicts
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import LINE_SECONDS, Progress
+from jaxckpt._rules.rules import Rules
+from jaxckpt._store.store_path import local_path
+from jaxckpt.errors import InputError
 
 
 def options_with_progress() -> Options:
@@ -44,7 +44,7 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
         if back_to is not None:
             raise click.UsageError("--back-to needs --rules, which names the tree to map back from")
         return None
-    from jaxckpt._foreign.rulesets import huggingface_dtype, huggingface_rules
+    from jaxckpt._formats.huggingface import huggingface_dtype, huggingface_rules
 
     folder = local_path(path if back_to is None else back_to)
     if folder is None:

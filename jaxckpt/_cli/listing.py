@@ -19,17 +19,17 @@ from jaxckpt._cli.terminal import (
     show_age,
     show_metrics,
 )
-from jaxckpt._foreign.orbax.steps import has_separate_items, has_step_mark
-from jaxckpt._format.names import MANIFEST, is_data_folder
+from jaxckpt._formats.orbax.orbax_steps import has_separate_items, has_step_mark
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._runtime.errors import CorruptError, InputError, NotACheckpointError, StorageError
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._run_folder.steps import is_step, pins, steps_of
 from jaxckpt._sources.open_source import foreign_steps_of
-from jaxckpt._storage.steps import is_step, pins, steps_of
-from jaxckpt._storage.store import Store
-from jaxckpt._storage.store_path import local_path, store_at
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import local_path, store_at
+from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, StorageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from jaxckpt._cli.arguments import (
     specs_option,
 )
 from jaxckpt._cli.terminal import printable
-from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
+from jaxckpt.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
 
 NEGATIVE, BAD_INPUT, DAMAGED, NOT_FOUND, STORAGE, BUG = 1, 2, 3, 4, 5, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the codes that shells report for SIGINT and SIGPIPE

@@ -14,8 +14,8 @@ from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
 from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
-from jaxckpt._runtime.errors import show_count
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt.errors import show_count
 
 if TYPE_CHECKING:
     from jaxckpt._inspect.diff import Delta, LeafDelta

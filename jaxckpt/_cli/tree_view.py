@@ -28,12 +28,12 @@ from jaxckpt._cli.terminal import (
     show_metrics,
     terminal_width,
 )
-from jaxckpt._format.grid import show_axes, show_spec
 from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._runtime.errors import InputError, show_count
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._model.grid import show_axes, show_spec
+from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt.errors import InputError, show_count
 
 _SHOWN_BYTES = 16 << 20
 """The most bytes of an array that `cat` prints."""

@@ -14,19 +14,19 @@ from jaxckpt._cli.arguments import SpecRule, require_mesh
 from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
 from jaxckpt._cli.terminal import print_json, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
-from jaxckpt._foreign.convert import convert as convert_checkpoint
-from jaxckpt._foreign.convert import integrate as integrate_ranks
-from jaxckpt._format.names import MANIFEST, is_data_folder, is_data_referenced
+from jaxckpt._convert.convert import convert as convert_checkpoint
+from jaxckpt._convert.convert import integrate as integrate_ranks
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
-from jaxckpt._runtime.errors import InputError, NotACheckpointError, StorageError
-from jaxckpt._runtime.options import Options
-from jaxckpt._steps.fork import fork as fork_run
-from jaxckpt._steps.pins import pin as pin_step
-from jaxckpt._steps.pins import unpin as unpin_step
-from jaxckpt._storage.steps import is_link, step_name, steps_of
-from jaxckpt._storage.store_path import local_path, store_at
-from jaxckpt._storage.workers import run_watched
+from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
+from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import run_watched
+from jaxckpt._run_folder.steps import is_link, step_name, steps_of
+from jaxckpt._runs.fork import fork as fork_run
+from jaxckpt._runs.pins import pin as pin_step
+from jaxckpt._runs.pins import unpin as unpin_step
+from jaxckpt._store.store_path import local_path, store_at
+from jaxckpt.errors import InputError, NotACheckpointError, StorageError
 
 
 def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:

@@ -1,1 +1,1 @@
-"""Devices: shardings as boxes and records, and keys of random number generators."""
+"""Devices: shardings, exchange between processes, and copies to the host."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._format.grid import (
+from jaxckpt._model.grid import (
     Box,
     IntArray,
     Layout,
@@ -23,8 +23,8 @@ from jaxckpt._format.grid import (
     spec_boxes,
     spec_of,
 )
-from jaxckpt._format.records import LayoutRecord, Manifest, MeshRecord
-from jaxckpt._runtime.errors import LayoutError, SpecError
+from jaxckpt._model.records import LayoutRecord, Manifest, MeshRecord
+from jaxckpt.errors import LayoutError, SpecError
 
 Placement = tuple[tuple[Any, int, Box], ...]
 """(device, its process, its box) for every device of a sharding."""

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, cut_down, volume, whole_box
-from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.pieces import Array
-from jaxckpt._format.select import Select, parse_select
-from jaxckpt._format.tree import Structure, prune
+from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.leaves import SavedLeaf
+from jaxckpt._model.pieces import Array
+from jaxckpt._model.select import Select, parse_select
+from jaxckpt._model.tree import Structure, prune
+from jaxckpt._options import Options, options_or_default
+from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.fetch import fetch
-from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.reading import read_box
-from jaxckpt._restore.renaming import Renaming, renamed_source
-from jaxckpt._runtime.errors import show_count, show_lines, show_path
-from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._runtime.progress import display_progress
+from jaxckpt._restore.read_loop import read_box
+from jaxckpt._restore.resolve import Goal
+from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
+from jaxckpt.errors import show_count, show_lines, show_path
 
 _BATCH_ELEMENTS = 1 << 18
 """Elements that are compared in one call."""

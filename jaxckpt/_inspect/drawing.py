@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxckpt._format.grid import Spec, pieces_along, show_axes, show_spec
-from jaxckpt._format.records import MeshRecord
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._model.grid import Spec, pieces_along, show_axes, show_spec
+from jaxckpt._model.records import MeshRecord
+from jaxckpt._pipeline.progress import show_bytes
 
 COLOURS: tuple[str, ...] = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#99ddff", "#ffaabb", "#bbcc33", "#aaaa00")
 """Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021). Color-blind people can distinguish the

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, Spec, show_axes
-from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.pieces import Array
 from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, notebook
-from jaxckpt._restore.reading import StoredArray, host_value, read_box
-from jaxckpt._runtime.errors import show_path
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._model.grid import Box, Spec, show_axes
+from jaxckpt._model.leaves import SavedLeaf
+from jaxckpt._model.pieces import Array
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._restore.read_loop import StoredArray, host_value, read_box
 from jaxckpt._sources.source import Source
+from jaxckpt.errors import show_path
 
 
 class LazyLeaf:

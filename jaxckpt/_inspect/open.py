@@ -8,20 +8,20 @@ import types
 from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxckpt._format.paths import closest_hint
-from jaxckpt._format.records import Manifest
-from jaxckpt._format.select import Select
-from jaxckpt._format.tree import Tree, unflatten
 from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
-from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
-from jaxckpt._runtime.errors import NotACheckpointError, show_count, show_path
-from jaxckpt._runtime.options import Options, options_or_default, require_whole_number
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.records import Manifest
+from jaxckpt._model.select import Select
+from jaxckpt._model.tree import Tree, unflatten
+from jaxckpt._options import Options, options_or_default, require_whole_number
+from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._run_folder.leases import TERM_SECONDS, hold
 from jaxckpt._sources.open_source import Location, source_at, step_of
 from jaxckpt._sources.source import NativeCheckpoint, Source
-from jaxckpt._storage.leases import TERM_SECONDS, hold
-from jaxckpt._storage.manifests import load_states
+from jaxckpt._store.load_manifest import load_states
+from jaxckpt.errors import NotACheckpointError, show_count, show_path
 
 if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
     from jax.sharding import AbstractMesh, Mesh
@@ -260,8 +260,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         from jax.sharding import Mesh
 
         from jaxckpt._inspect.restore_plan import plan_restore
-        from jaxckpt._restore.goals import resolve
-        from jaxckpt._restore.target import RestoreRequest, require_request
+        from jaxckpt._restore.match import RestoreRequest, require_request
+        from jaxckpt._restore.resolve import resolve
 
         devices_per_process = require_whole_number(
             devices_per_process, "devices_per_process", minimum=1, maximum=1 << 31

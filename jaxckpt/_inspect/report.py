@@ -27,9 +27,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import pieces_along, show_axes
-from jaxckpt._format.records import LeafRecord, Manifest
 from jaxckpt._inspect.drawing import (
     LAYOUT_WIDTH,
     MEANINGS,
@@ -48,12 +45,15 @@ from jaxckpt._inspect.drawing import (
 )
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.restore_plan import LeafLayout, RestorePlan, draw_plan, saved_layout
-from jaxckpt._restore.reading import StoredArray
-from jaxckpt._runtime.errors import show_count
-from jaxckpt._runtime.options import Options, options_or_default, require_bool
-from jaxckpt._runtime.progress import display_progress, show_bytes
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import pieces_along, show_axes
+from jaxckpt._model.records import LeafRecord, Manifest
+from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._pipeline.progress import display_progress, show_bytes
+from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
+from jaxckpt.errors import show_count
 
 MAX_DRAWINGS = 400
 """The most layouts that are drawn; models have about a dozen. The others are described in words."""

@@ -12,20 +12,20 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from jaxckpt._devices.shardings import PlannedSharding, placement
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole_box
-from jaxckpt._format.leaves import show_layout
-from jaxckpt._format.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole_box
+from jaxckpt._model.leaves import show_layout
+from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.destinations import can_keep_buffers
 from jaxckpt._restore.fetch import goal_layout, split_tied_goals
-from jaxckpt._restore.gathering import needs_whole_job
-from jaxckpt._restore.goals import Goal, Resolved, host_goal
-from jaxckpt._restore.plan import ReadCost, WantedRows, plan_read, read_cost
-from jaxckpt._restore.sharing import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
-from jaxckpt._runtime.errors import show_count, show_path
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.progress import show_bytes
+from jaxckpt._restore.read_plan import ReadCost, WantedRows, plan_read, read_cost
+from jaxckpt._restore.resolve import Goal, Resolved, host_goal
+from jaxckpt._restore.shared_exchange import needs_whole_job
+from jaxckpt._restore.shared_reads import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
+from jaxckpt.errors import show_count, show_path
 
 _MAX_BARS = 24
 """The most processes with a separate bar in a notebook."""

@@ -15,16 +15,27 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TypeVar
 
-from jaxckpt._format import manifest as manifests
-from jaxckpt._format import zarr
-from jaxckpt._format.grid import Box, cut_down, volume, whole_box
-from jaxckpt._format.names import MANIFEST
-from jaxckpt._format.records import Manifest
-from jaxckpt._format.stacks import Stack
-from jaxckpt._format.zarr import Bytes
-from jaxckpt._restore.plan import max_read_bytes
-from jaxckpt._restore.reading import read_box
-from jaxckpt._runtime.errors import (
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model import zarr
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.records import Manifest
+from jaxckpt._model.stacks import Stack
+from jaxckpt._model.zarr import Bytes
+from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._pipeline.progress import Report, display_progress, report_nothing, show_bytes
+from jaxckpt._pipeline.threads import Task
+from jaxckpt._pipeline.workers import StorageThread, Workers
+from jaxckpt._restore.read_loop import read_box
+from jaxckpt._restore.read_plan import max_read_bytes
+from jaxckpt._run_folder.steps import steps_of
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
+from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._store.objects import Objects
+from jaxckpt._store.storage_errors import retry_stale
+from jaxckpt._store.store_path import store_at
+from jaxckpt.errors import (
     CorruptError,
     DataError,
     NotACheckpointError,
@@ -34,17 +45,6 @@ from jaxckpt._runtime.errors import (
     show_lines,
     show_path,
 )
-from jaxckpt._runtime.options import Options, options_or_default, require_bool
-from jaxckpt._runtime.progress import Report, display_progress, report_nothing, show_bytes
-from jaxckpt._runtime.threads import Task
-from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
-from jaxckpt._sources.source import NativeCheckpoint
-from jaxckpt._storage.errors import retry_stale
-from jaxckpt._storage.objects import Objects
-from jaxckpt._storage.steps import steps_of
-from jaxckpt._storage.store_path import store_at
-from jaxckpt._storage.workers import StorageThread, Workers
 
 _THREADS = 8
 

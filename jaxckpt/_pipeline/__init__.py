@@ -1,1 +1,1 @@
-"""Bounded work: the pipeline through which all bytes move, to storage and from it."""
+"""Bounded work: the pipeline through which bytes move, threads, the watchdog of storage, rates, phases and progress."""

@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes, memory_kind
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, volume, whole_box
-from jaxckpt._format.stacks import Stack
-from jaxckpt._restore.blocks import rows_per_block
-from jaxckpt._restore.goals import Goal
-from jaxckpt._restore.plan import max_read_bytes
-from jaxckpt._runtime.options import Options
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, volume, whole_box
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options
+from jaxckpt._restore.batched_placement import rows_per_block
+from jaxckpt._restore.read_plan import max_read_bytes
+from jaxckpt._restore.resolve import Goal
 
 WHOLE_BYTES = 256 << 10
 """Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,

@@ -10,20 +10,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxckpt._devices.shardings import PlannedSharding, process_layout
-from jaxckpt._format.grid import Layout
-from jaxckpt._format.records import Manifest
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._model.grid import Layout
+from jaxckpt._model.records import Manifest
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.destinations import Destinations, GoalsByRow, goal_ranges
-from jaxckpt._restore.gathering import gather, needs_whole_job, require_agreement
-from jaxckpt._restore.goals import Goal
 from jaxckpt._restore.passing import PeerReads, requests_by_read
-from jaxckpt._restore.placing import LeafBuilder, value_in_manifest
-from jaxckpt._restore.plan import ReadStep, WantedRows, plan_read
+from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
 from jaxckpt._restore.pooled import PooledCheckpoint
-from jaxckpt._restore.reading import detect_replacement, read, reads_of, require_metadata
-from jaxckpt._restore.sharing import Partition, Round, members_of, plan_rounds, share, wants_digest
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.processes import Meeting
-from jaxckpt._runtime.progress import display_progress
+from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
+from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
+from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.shared_exchange import gather, needs_whole_job, require_agreement
+from jaxckpt._restore.shared_reads import Partition, Round, members_of, plan_rounds, share, wants_digest
 from jaxckpt._sources.source import Source
 
 

@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxckpt._format.pieces import Bytes
-from jaxckpt._restore.gathering import Interconnect
-from jaxckpt._restore.plan import ReadStep, max_read_bytes
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._model.pieces import Bytes
+from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import JoinedWork, StorageThread
 from jaxckpt._restore.pooled import DamagedError, PooledCheckpoint
-from jaxckpt._restore.reading import aligned_empty, reads_of
-from jaxckpt._restore.sharing import Transfer
+from jaxckpt._restore.read_loop import aligned_empty, reads_of
+from jaxckpt._restore.read_plan import ReadStep, max_read_bytes
+from jaxckpt._restore.shared_exchange import Interconnect
+from jaxckpt._restore.shared_reads import Transfer
 from jaxckpt._restore.surviving import FileRequest, Hop, plan_hops
-from jaxckpt._runtime.collective import CollectiveCalls
-from jaxckpt._runtime.errors import JaxckptError
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.processes import Meeting
 from jaxckpt._save.peers import Permutations, rounded_bytes
 from jaxckpt._sources.source import Source
-from jaxckpt._storage.workers import JoinedWork, StorageThread
+from jaxckpt.errors import JaxckptError
 
 T = TypeVar("T")
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, extent, slices_within
-from jaxckpt._format.pieces import Array
-from jaxckpt._format.records import Manifest, StackRecord
-from jaxckpt._format.stacks import indexed_objects_of
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, extent, slices_within
+from jaxckpt._model.pieces import Array
+from jaxckpt._model.records import Manifest, StackRecord
+from jaxckpt._model.stacks import indexed_objects_of
+from jaxckpt._pipeline.workers import CompletedWork, JoinedWork, MappedWork
 from jaxckpt._restore.surviving import Availability, FileRequest, Files, split_request
-from jaxckpt._runtime.errors import DataError, StorageError
-from jaxckpt._storage.errors import clean_error_text
-from jaxckpt._storage.objects import ArrayReader, Objects, Pending
-from jaxckpt._storage.workers import CompletedWork, JoinedWork, MappedWork
+from jaxckpt._store.objects import ArrayReader, Objects, Pending
+from jaxckpt._store.storage_errors import clean_error_text
+from jaxckpt.errors import DataError, StorageError
 
 
 class DamagedError(Exception):

@@ -14,20 +14,20 @@ from jax.sharding import Mesh, Sharding
 
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
-from jaxckpt._format.select import Select
-from jaxckpt._format.tree import Tree
+from jaxckpt._job.rendezvous import Call, Group, Meeting
+from jaxckpt._model.select import Select
+from jaxckpt._model.tree import Tree
+from jaxckpt._options import Options, options_or_default
+from jaxckpt._pipeline.events import record_event
 from jaxckpt._restore.fetch import fetch
-from jaxckpt._restore.gathering import require_agreement
-from jaxckpt._restore.goals import Goal, Resolved, host_goal, host_goals, lossy_casts_error, resolve
+from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.pooled import PooledCheckpoint
-from jaxckpt._restore.renaming import Renaming, renamed_source, split_rename
-from jaxckpt._restore.target import RestoreRequest, require_request
-from jaxckpt._runtime.errors import InputError, PeersDisagreeError, Problem
-from jaxckpt._runtime.events import record_event
-from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._runtime.processes import Call, Group, Meeting
+from jaxckpt._restore.resolve import Goal, Resolved, host_goal, host_goals, lossy_casts_error, resolve
+from jaxckpt._restore.shared_exchange import require_agreement
+from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
+from jaxckpt.errors import InputError, PeersDisagreeError, Problem
 
 
 def restore(

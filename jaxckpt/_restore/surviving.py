@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, cut_down, volume
-from jaxckpt._format.manifest import state_file_name
-from jaxckpt._format.records import Manifest, StackRecord
-from jaxckpt._format.stacks import Stack
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, cut_down, volume
+from jaxckpt._model.manifest import state_file_name
+from jaxckpt._model.records import Manifest, StackRecord
+from jaxckpt._model.stacks import Stack
 
 Availability = np.ndarray[Any, np.dtype[np.uint8]]
 """[process, file / 8]: one bit per file, set if the process can read it."""

@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxckpt._format.names import MANIFEST, WRITER, data_folder_of, is_data_folder
-from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, show_count
-from jaxckpt._storage.objects import Objects
-from jaxckpt._storage.steps import is_link, is_step, resolve_step
-from jaxckpt._storage.store import DataClaim, Store
+from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder_of, is_data_folder
+from jaxckpt._model.stacks import Stack
+from jaxckpt._run_folder.steps import is_link, is_step, resolve_step
+from jaxckpt._store.objects import Objects
+from jaxckpt._store.store import DataClaim, Store
+from jaxckpt.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, show_count
 
 
 @dataclass(frozen=True, slots=True)

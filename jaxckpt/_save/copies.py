@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from jaxckpt._format.grid import cell_shape
-from jaxckpt._runtime.errors import InputError, show_count
-from jaxckpt._save.plan import Object, SavePlan
+from jaxckpt._model.grid import cell_shape
+from jaxckpt._save.write_plan import Object, SavePlan
+from jaxckpt.errors import InputError, show_count
 
 Channel = tuple[tuple[int, int], ...]
 """(sender, receiver) pairs of processes. Each process sends to at most one other and receives from at most one other,

@@ -19,21 +19,21 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts, resolve_policies
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
-from jaxckpt._devices.keys import key_dtype
+from jaxckpt._devices.prng_keys import key_dtype
 from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout
-from jaxckpt._format.checks import MAX_TIED
-from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
-from jaxckpt._format.grid import Layout, Spec, intersect_holders, spec_of
-from jaxckpt._format.paths import closest_hint
-from jaxckpt._format.pieces import Array
-from jaxckpt._format.records import LeafRecord
-from jaxckpt._format.select import parse_select
-from jaxckpt._format.tree import Container, Structure, Tree, all_paths
-from jaxckpt._format.values import KINDS, PYTHON_KINDS, array_of, encode_value
-from jaxckpt._runtime.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
-from jaxckpt._runtime.options import Options
+from jaxckpt._model.checks import MAX_TIED
+from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
+from jaxckpt._model.grid import Layout, Spec, intersect_holders, spec_of
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.pieces import Array
+from jaxckpt._model.records import LeafRecord
+from jaxckpt._model.select import parse_select
+from jaxckpt._model.tree import Container, Structure, Tree, all_paths
+from jaxckpt._model.values import KINDS, PYTHON_KINDS, array_of, encode_value
+from jaxckpt._options import Options
 from jaxckpt._save.copies import Copies
-from jaxckpt._save.plan import ArrayLeaf, SavePlan
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
+from jaxckpt.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 
 Value = Any
 """A leaf's jax.Array or NumPy array, or an object with shape and dtype that is read when indexed."""

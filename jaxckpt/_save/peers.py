@@ -21,16 +21,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import extent
-from jaxckpt._format.pieces import Bytes
-from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.collective import CollectiveCalls
-from jaxckpt._runtime.errors import PeerFailedError
+from jaxckpt._devices.exchange import n_sending_devices, transfer_context
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import extent
+from jaxckpt._model.pieces import Bytes
+from jaxckpt._model.stacks import Stack
 from jaxckpt._save.copies import Channel, Copies
-from jaxckpt._save.exchange import n_sending_devices, transfer_context
-from jaxckpt._save.plan import Object
 from jaxckpt._save.staging import StagedObject
+from jaxckpt._save.write_plan import Object
+from jaxckpt.errors import PeerFailedError
 
 ROUND_BYTES = 32 << 20
 """Bytes per round and process. The device needs twice this memory, and the host three times."""

@@ -12,25 +12,25 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._format import manifest as manifests
-from jaxckpt._format.records import StepRecord
-from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import Options, require_bool
-from jaxckpt._runtime.processes import Group
-from jaxckpt._runtime.threads import Latch
-from jaxckpt._save import background as background_saves
-from jaxckpt._save.agreement import Agreement, compute_fingerprint
-from jaxckpt._save.clock import Clock
+from jaxckpt._job.rendezvous import Group
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.records import StepRecord
+from jaxckpt._model.tree import Tree
+from jaxckpt._options import Options, require_bool
+from jaxckpt._pipeline.phases import Clock
+from jaxckpt._pipeline.threads import Latch
+from jaxckpt._save import async_saves as background_saves
+from jaxckpt._save.consistency import Agreement, compute_fingerprint
 from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.describe import Draft, DraftCache, describe
-from jaxckpt._save.info import SaveInfo
 from jaxckpt._save.peers import Transfer
-from jaxckpt._save.plan import Object, SavePlan, plan_save
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
-from jaxckpt._storage.objects import MAX_FILE_BYTES
-from jaxckpt._storage.store import Store
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._save.write_plan import Object, SavePlan, plan_save
+from jaxckpt._store.objects import MAX_FILE_BYTES
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import store_at
+from jaxckpt.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ from importlib.metadata import version
 
 import msgspec
 
-from jaxckpt._format import manifest as manifests
-from jaxckpt._format.checks import FORMAT, VERSION
-from jaxckpt._format.records import Manifest, StackRecord
-from jaxckpt._runtime.errors import PeersDisagreeError, show_path
-from jaxckpt._runtime.events import log_unlinked
-from jaxckpt._runtime.processes import Meeting
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.checks import FORMAT, VERSION
+from jaxckpt._model.records import Manifest, StackRecord
+from jaxckpt._pipeline.events import log_unlinked
 from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.plan import SavePlan
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, require_readable
+from jaxckpt._save.write_plan import SavePlan
+from jaxckpt.errors import PeersDisagreeError, show_path
 
 StoredObject = tuple[int, str, int, str, str]
 """Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""

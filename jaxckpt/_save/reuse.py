@@ -24,19 +24,19 @@ from typing import Any
 
 import jax
 
-from jaxckpt._format import zarr
-from jaxckpt._format.chunks import content_digest, sample_digest
-from jaxckpt._format.pieces import Pieces
-from jaxckpt._format.stacks import Stack
-from jaxckpt._runtime.errors import JaxckptError, StorageError
-from jaxckpt._runtime.options import Options
+from jaxckpt._model import zarr
+from jaxckpt._model.chunks import content_digest, sample_digest
+from jaxckpt._model.pieces import Pieces
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import ChainedWork, CompletedWork, MappedWork, submit
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.plan import Object, SavePlan
 from jaxckpt._save.staging import StagedObject
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.objects import ArrayWriter, Pending
-from jaxckpt._storage.store import Store
-from jaxckpt._storage.workers import ChainedWork, CompletedWork, MappedWork, submit
+from jaxckpt._save.write_plan import Object, SavePlan
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.objects import ArrayWriter, Pending
+from jaxckpt._store.store import Store
+from jaxckpt.errors import JaxckptError, StorageError
 
 _NO_LINKS = "object stores have no links"
 _LOST = "their files of the last save are missing or have changed"

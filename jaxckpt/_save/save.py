@@ -23,28 +23,28 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._format import manifest as manifests
-from jaxckpt._format.tree import Tree
-from jaxckpt._runtime.collective import CollectiveCalls
-from jaxckpt._runtime.errors import PeerError, PeerFailedError, show_count
-from jaxckpt._runtime.events import record_event
-from jaxckpt._runtime.options import Options, options_or_default
-from jaxckpt._runtime.processes import Call, Group
-from jaxckpt._runtime.progress import Report, display_progress, show_bytes
-from jaxckpt._runtime.threads import POLL_SECONDS, is_shutting_down, run_uninterrupted
-from jaxckpt._save import background as background_saves
-from jaxckpt._save.agreement import Fingerprint, require_agreement
-from jaxckpt._save.background import PendingSave
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.tree import Tree
+from jaxckpt._options import Options, options_or_default
+from jaxckpt._pipeline.events import record_event
+from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
+from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._pipeline.threads import POLL_SECONDS, is_shutting_down, run_uninterrupted
+from jaxckpt._save import async_saves as background_saves
+from jaxckpt._save.async_saves import PendingSave
 from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
-from jaxckpt._save.handover import Handover
-from jaxckpt._save.info import SaveInfo
-from jaxckpt._save.pace import Pace
+from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies, transfers
-from jaxckpt._save.plan import Object
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
 from jaxckpt._save.publish import PublishResult, publish, publish_own
+from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.staging import StagedObject, exchanges, stage
+from jaxckpt._save.staging_queue import Handover
 from jaxckpt._save.write import write
+from jaxckpt._save.write_plan import Object
+from jaxckpt.errors import PeerError, PeerFailedError, show_count
 
 
 def save(

@@ -28,16 +28,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxckpt._devices.device_to_host import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
+from jaxckpt._devices.exchange import replicate_box, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import addressable_boxes, memory_kind
-from jaxckpt._format.dtypes import DTYPES, is_lossless
-from jaxckpt._format.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
-from jaxckpt._format.pieces import Pieces, assign
-from jaxckpt._runtime.collective import CollectiveCalls
-from jaxckpt._runtime.errors import LayoutError
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._model.dtypes import DTYPES, is_lossless
+from jaxckpt._model.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
+from jaxckpt._model.pieces import Pieces, assign
 from jaxckpt._save.describe import Draft, Value
-from jaxckpt._save.exchange import replicate_box, transfer_context, transfer_dtype
-from jaxckpt._save.host_copies import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
-from jaxckpt._save.plan import Object, SavePlan
+from jaxckpt._save.write_plan import Object, SavePlan
+from jaxckpt.errors import LayoutError
 
 STACK_PIECES = 512
 """On CPU devices, jitted calls stack an object of at least this many pieces. Compiling a call for a shape takes about

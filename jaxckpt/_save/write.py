@@ -8,20 +8,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jaxckpt._format import manifest as manifests
-from jaxckpt._format.pieces import Pieces
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.pieces import Pieces
+from jaxckpt._pipeline.phases import Clock
 from jaxckpt._pipeline.pipeline import Budget, pipeline
-from jaxckpt._runtime.progress import Report
-from jaxckpt._runtime.stalls import Watch
-from jaxckpt._save.clock import Clock
-from jaxckpt._save.handover import Handover
-from jaxckpt._save.pace import Pace
-from jaxckpt._save.plan import WRITE_MEMORY_FACTOR, Object
+from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._pipeline.watchdog import Watch
 from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.publish import Share
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.staging import StagedObject
-from jaxckpt._storage.objects import ArrayWriter, Pending
+from jaxckpt._save.staging_queue import Handover
+from jaxckpt._save.write_plan import WRITE_MEMORY_FACTOR, Object
+from jaxckpt._store.objects import ArrayWriter, Pending
 
 WrittenObjects = list[tuple[Object, WrittenObject]]
 

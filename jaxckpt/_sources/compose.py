@@ -13,16 +13,16 @@ import msgspec
 import numpy as np
 
 from jaxckpt._arguments.pytree import flatten, mark_as_leaf
-from jaxckpt._format.dtypes import DTYPES, MAX_RANK, dtype_name
-from jaxckpt._format.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
-from jaxckpt._format.tree import Tree
-from jaxckpt._format.values import PYTHON_KINDS, array_of, encode_value
-from jaxckpt._runtime.errors import (
+from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
+from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
+from jaxckpt._model.tree import Tree
+from jaxckpt._model.values import PYTHON_KINDS, array_of, encode_value
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
+from jaxckpt.errors import (
     Problem,
     TreeError,
     show_count,
 )
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
 
 mark_as_leaf(ForeignArray)
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxckpt._format.grid import Box, Spec
-from jaxckpt._format.leaves import SavedLeaf
-from jaxckpt._format.pieces import Array, as_bits
-from jaxckpt._format.records import Manifest, MeshRecord
+from jaxckpt._model.grid import Box, Spec
+from jaxckpt._model.leaves import SavedLeaf
+from jaxckpt._model.pieces import Array, as_bits
+from jaxckpt._model.records import Manifest, MeshRecord
+from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Source
-from jaxckpt._storage.objects import ArrayReader, Pending
-from jaxckpt._storage.workers import JoinedWork, submit
+from jaxckpt._store.objects import ArrayReader, Pending
 
 
 class ArrayData(abc.ABC):

@@ -4,7 +4,7 @@ A format is an object that an entry point of the group "jaxckpt.formats" names, 
 that of another package:
 
     [project.entry-points."jaxckpt.formats"]
-    npz = "jaxckpt._foreign.npz:FORMAT"
+    npz = "jaxckpt._formats.npz:FORMAT"
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
-from jaxckpt._runtime.options import Options
-from jaxckpt._runtime.progress import Report
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint, Source
 

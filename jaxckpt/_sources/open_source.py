@@ -9,20 +9,20 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from jaxckpt._format.names import MANIFEST
-from jaxckpt._runtime.errors import (
-    InputError,
-    NotACheckpointError,
-)
-from jaxckpt._runtime.options import Options
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import run_watched
+from jaxckpt._run_folder.steps import is_step, resolve_name, resolve_step, run_and_name
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.formats import ForeignStep, Format, formats
 from jaxckpt._sources.source import NativeCheckpoint, Source
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.steps import is_step, resolve_name, resolve_step, run_and_name
-from jaxckpt._storage.store import Store
-from jaxckpt._storage.store_path import local_path, store_at
-from jaxckpt._storage.workers import run_watched
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import local_path, store_at
+from jaxckpt.errors import (
+    InputError,
+    NotACheckpointError,
+)
 
 Location = str | os.PathLike[str] | ForeignCheckpoint
 """The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as

@@ -7,18 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxckpt._format.grid import Box
-from jaxckpt._format.records import Manifest
-from jaxckpt._runtime.errors import (
+from jaxckpt._model.grid import Box
+from jaxckpt._model.records import Manifest
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.objects import ArrayReader
+from jaxckpt._store.store import Store
+from jaxckpt.errors import (
     DataError,
     NotACheckpointError,
     Problem,
     show_count,
     show_path,
 )
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.objects import ArrayReader
-from jaxckpt._storage.store import Store
 
 
 class Source(Protocol):

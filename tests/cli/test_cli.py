@@ -32,8 +32,8 @@ from jax.sharding import PartitionSpec
 
 import jaxckpt
 from jaxckpt._cli.main import main
-from jaxckpt._runtime.options import Options
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._options import Options
+from jaxckpt._store.store_path import store_at
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120

@@ -15,7 +15,7 @@ from command_line import SAVED, run, run_json
 import jaxckpt
 from jaxckpt._cli import tree_view
 from jaxckpt._inspect import leaf as _leaf
-from jaxckpt._restore import reading
+from jaxckpt._restore import read_loop as reading
 
 # The tree -------------------------------------------------------------------------------------------------
 

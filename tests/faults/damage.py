@@ -22,7 +22,7 @@ from processes import PROGRAMS, environment
 from reliability import Fault
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._model.dtypes import DTYPES
 
 Box = tuple[tuple[int, int], ...]
 Bits = tuple[str, tuple[int, ...], bytes]

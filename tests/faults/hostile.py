@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.stacks import Stack
-from jaxckpt._format.zarr import metadata as zarr_json
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.stacks import Stack
+from jaxckpt._model.zarr import metadata as zarr_json
 
 SEAL = b',"sha256":"'
 _TWICE, _NEST, _RAW = "\0twice", "\0nest", "\0raw"  # markers for text that json.dumps cannot write; replaced afterward

@@ -19,12 +19,12 @@ import jaxckpt
 MOMENTS = {
     "planning": ("_save.prepare", "_cached_plan"),
     "looking at the path": ("_save.claim", "_previous_manifest"),
-    "making its folder": ("_storage.folder.Folder", "begin_save"),
-    "making arrays": ("_storage.folder.Folder", "create_array"),
-    "writing": ("_storage.files.FileWriter", "write"),
-    "syncing its folders": ("_storage.folder.Folder", "sync_folders"),
-    "syncing": ("_storage.folder.Folder", "sync_data"),
-    "publishing": ("_storage.folder.Folder", "publish"),
+    "making its folder": ("_store.folder.Folder", "begin_save"),
+    "making arrays": ("_store.folder.Folder", "create_array"),
+    "writing": ("_store.files.FileWriter", "write"),
+    "syncing its folders": ("_store.folder.Folder", "sync_folders"),
+    "syncing": ("_store.folder.Folder", "sync_data"),
+    "publishing": ("_store.folder.Folder", "publish"),
     "tidying up": ("_save.claim.Claim", "release"),
 }
 

@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 from reliability import Fault
 
 import jaxckpt
-from jaxckpt._format import manifest as _manifest
-from jaxckpt._format import records as _records
-from jaxckpt._format import zarr as _zarr
-from jaxckpt._storage.folder import Folder
+from jaxckpt._model import manifest as _manifest
+from jaxckpt._model import records as _records
+from jaxckpt._model import zarr as _zarr
+from jaxckpt._store.folder import Folder
 
 PROMISE = "typed error within limits of memory and time"
 GROWTH_BYTES = 64 << 20

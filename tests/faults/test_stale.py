@@ -14,9 +14,9 @@ import victims
 from victims import needs_strace, version, version_at
 
 import jaxckpt
-from jaxckpt._format.names import MANIFEST
-from jaxckpt._runtime.options import Options
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._options import Options
+from jaxckpt._store.store_path import store_at
 
 pytestmark = pytest.mark.child
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from reliability import Fault
 
-from jaxckpt._format.names import MANIFEST, SEAL, WRITER, data_folder_of
-from jaxckpt._runtime.errors import JaxckptError
+from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER, data_folder_of
 from jaxckpt._save.claim import Claim, claim
-from jaxckpt._storage import folder as _folder
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store import folder as _folder
+from jaxckpt._store.folder import Folder
+from jaxckpt.errors import JaxckptError
 
 CALLS = ("open", "mkdir", "link", "rename", "unlink", "rmdir", "listdir", "lstat", "stat")
 """The system calls before which a host can pause."""

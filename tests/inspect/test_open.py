@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from processes import RunPython
 
 import jaxckpt
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.folder import Folder
 
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=2048, sync=False)
 

@@ -25,7 +25,7 @@ from processes import PASSED, RunPython
 
 import jaxckpt
 from jaxckpt._inspect import verify as _verify
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.folder import Folder
 
 SMALL = jaxckpt.Options(chunk_bytes=256, object_bytes=1024)
 

@@ -21,7 +21,7 @@ from joined import args, process_id
 
 import jaxckpt
 from jaxckpt._save import staging
-from jaxckpt._storage.files import FileWriter
+from jaxckpt._store.files import FileWriter
 
 mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 write = FileWriter.write

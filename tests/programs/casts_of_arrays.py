@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._model.dtypes import DTYPES
 
 warnings.simplefilter("error")
 jax.config.update("jax_enable_x64", True)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "foreign"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 import test_dcp
 
 jax.config.update("jax_enable_x64", True)

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._save.exchange import replicate_box
+from jaxckpt._devices.exchange import replicate_box
+from jaxckpt._model.dtypes import DTYPES
 
 SPECS = [P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")]
 BOXES = [((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))]

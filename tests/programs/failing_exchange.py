@@ -14,7 +14,7 @@ from joined import args, process_id
 from sharded_tree import make, mesh_of
 
 import jaxckpt
-from jaxckpt._storage.files import FileWriter
+from jaxckpt._store.files import FileWriter
 
 
 def refuse(*_: Any) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import jaxckpt
-from jaxckpt._storage.files import FileWriter
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.files import FileWriter
+from jaxckpt._store.folder import Folder
 
 CHILD_SECONDS = 20
 folder = Path(sys.argv[1])

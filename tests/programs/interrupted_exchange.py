@@ -13,10 +13,10 @@ from joined import args, process_id
 from sharded_tree import check, make, mesh_of
 
 import jaxckpt
-from jaxckpt._restore.gathering import Interconnect
-from jaxckpt._runtime.processes import Meeting
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._restore.shared_exchange import Interconnect
 from jaxckpt._save import staging
-from jaxckpt._save.handover import Handover
+from jaxckpt._save.staging_queue import Handover
 
 tree, columns = make(mesh_of(2, 2)), P(None, "data")
 options = jaxckpt.Options(timeout_seconds=60, object_bytes=64 << 10, chunk_bytes=16 << 10)

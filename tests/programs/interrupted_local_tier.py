@@ -18,7 +18,7 @@ from joined import args, process_id
 from sharded_tree import check, make, mesh_of
 
 import jaxckpt
-from jaxckpt._runtime.processes import Meeting
+from jaxckpt._job.rendezvous import Meeting
 from jaxckpt._save import peers
 from jaxckpt._save.peers import Permutations
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 import jaxckpt
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.folder import Folder
 
 run, how = sys.argv[1:]
 unpublish = Folder.unpublish

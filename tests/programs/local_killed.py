@@ -13,8 +13,8 @@ from joined import args, process_id
 
 import jaxckpt
 from jaxckpt._save import peers, publish
-from jaxckpt._storage.files import FileWriter
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.files import FileWriter
+from jaxckpt._store.folder import Folder
 
 pids = Path(args["local"]).parent / "pids"
 dying.register(pids)

@@ -7,6 +7,6 @@ import types
 package = types.ModuleType("jaxckpt")
 package.__path__ = [sys.argv[1]]
 sys.modules["jaxckpt"] = package
-for name in ("_format.manifest", "_storage.manifests"):
+for name in ("_model.manifest", "_store.load_manifest"):
     importlib.import_module(f"jaxckpt.{name}")
 print(*sorted(sys.modules.keys() & {"jax", "tensorstore"}))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from jax._src import distributed
 from joined import process_id
 
-from jaxckpt._runtime.processes import Call, Group, Meeting
-from jaxckpt._runtime.stalls import Watch
+from jaxckpt._job.rendezvous import Call, Group, Meeting
+from jaxckpt._pipeline.watchdog import Watch
 
 COUNT = 130
 assert process_id == 0

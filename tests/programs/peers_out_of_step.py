@@ -8,7 +8,7 @@ from peer import args, at, attempt, await_notes, count, make, meet, note, operat
 from phases import PHASES
 
 import jaxckpt
-from jaxckpt._runtime import processes
+from jaxckpt._job import rendezvous as processes
 
 # Sleep before the first read: a sleep inside a read would count as hung storage, which is an error.
 PHASES["fetching"] = "restore", "_restore.restore.fetch"

@@ -13,7 +13,7 @@ import jaxckpt
 
 how = sys.argv[2]
 if "stuck" in how:
-    from jaxckpt._storage.files import FileWriter
+    from jaxckpt._store.files import FileWriter
 
     FileWriter.write = lambda *_: time.sleep(1000)
 earlier = []

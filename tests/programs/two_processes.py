@@ -23,10 +23,10 @@ from joined import args, process_id
 from sharded_tree import check, make, mesh_of, put, value
 
 import jaxckpt
-from jaxckpt._runtime.processes import Meeting
+from jaxckpt._job.rendezvous import Meeting
 from jaxckpt._save import save
-from jaxckpt._save.handover import Handover
-from jaxckpt._storage.files import FileReader, FileWriter
+from jaxckpt._save.staging_queue import Handover
+from jaxckpt._store.files import FileReader, FileWriter
 
 OPTIONS = jaxckpt.Options(timeout_seconds=60)
 broadcast = Meeting.broadcast

@@ -27,9 +27,9 @@ from processes import PASSED, RunPython
 
 import jaxckpt
 import jaxckpt.orbax
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.names import SEAL
-from jaxckpt._restore import memory_order
+from jaxckpt._devices import device_layout as memory_order
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.file_names import SEAL
 
 
 @pytest.fixture
@@ -177,7 +177,9 @@ def test_lossy_casts_may_be_allowed_by_leaf(cast: Any, tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(tmp_path / "d")["opt"]["mu"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("cast", [{"opt": "always"}, {"opt": True}, lambda path, leaf: True], ids=str)
+@pytest.mark.parametrize(
+    "cast", [{"opt": "always"}, {"opt": True}, lambda path, leaf: True], ids=["unknown", "bool", "function"]
+)
 def test_a_policy_that_does_not_exist_is_an_error(cast: Any, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"opt": jnp.ones(3)})
     with pytest.raises(jaxckpt.InputError, match=r"Options\.cast gives .* for 'opt'; expected one of"):
@@ -369,7 +371,7 @@ def wide_array(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def uncommitted(shape: tuple[int, ...], dtype: str) -> Any:
-    from jaxckpt._restore.target import Uncommitted
+    from jaxckpt._restore.match import Uncommitted
 
     return Uncommitted(shape, dtype)
 

@@ -20,8 +20,8 @@ from processes import PASSED, PROGRAMS, run_processes
 from strategies import stacks
 
 import jaxckpt
-from jaxckpt._format.grid import intersection, volume
-from jaxckpt._format.stacks import Stack
+from jaxckpt._model.grid import intersection, volume
+from jaxckpt._model.stacks import Stack
 from jaxckpt._restore.surviving import (
     PARCEL_ALIGNMENT_BYTES,
     Candidate,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt._storage.files import FileWriter
+from jaxckpt._store.files import FileWriter
 
 
 @pytest.fixture

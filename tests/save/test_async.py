@@ -28,12 +28,12 @@ from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, finish
 
 import jaxckpt
-from jaxckpt._runtime.stalls import Watch
-from jaxckpt._save import background as _background
+from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._save import async_saves as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import prepare as _prepare
-from jaxckpt._save.handover import Handover
-from jaxckpt._storage.files import FileWriter
+from jaxckpt._save.staging_queue import Handover
+from jaxckpt._store.files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
 
@@ -210,7 +210,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 def at_exit(program: str, path: Path) -> Finished:
     begin = """
 import atexit, numpy as np, jaxckpt
-from jaxckpt._storage.files import FileWriter
+from jaxckpt._store.files import FileWriter
 atexit.register(print, "theirs")
 """
     return finish(begin + program, path)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PASSED, PROGRAMS, RunPython
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging as _staging
 
 BF16 = ml_dtypes.bfloat16

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt._format.grid import Layout
-from jaxckpt._runtime.errors import InputError
-from jaxckpt._runtime.options import Options
+from jaxckpt._model.grid import Layout
+from jaxckpt._options import Options
 from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.peers import plan_rounds
-from jaxckpt._save.plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt.errors import InputError
 
 OPTIONS = Options(object_bytes=1 << 12, chunk_bytes=1 << 10)
 

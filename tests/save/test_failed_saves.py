@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt._storage.files import FileWriter
-from jaxckpt._storage.folder import Folder
+from jaxckpt._store.files import FileWriter
+from jaxckpt._store.folder import Folder
 
 
 def refuse(*_: object, **__: object) -> Any:

@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._format import chunks as _chunks
-from jaxckpt._storage import files as _files
-from jaxckpt._storage import links as _links
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._model import chunks as _chunks
+from jaxckpt._store import files as _files
+from jaxckpt._store import links as _links
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store_path import store_at
 
 COMPARE = jaxckpt.Options(reuse="content")
 

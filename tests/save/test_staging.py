@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits
 
 import jaxckpt
-from jaxckpt._format.dtypes import DTYPES
+from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging as _staging
 
 LEAVES = 64

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._format import manifest as _manifest
-from jaxckpt._format.checks import MAX_TIED
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._model import manifest as _manifest
+from jaxckpt._model.checks import MAX_TIED
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store_path import store_at
 
 
 def tied_tree() -> dict[str, Any]:

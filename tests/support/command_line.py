@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt._cli.main import main
-from jaxckpt._format import manifest as manifests
-from jaxckpt._runtime.options import Options
-from jaxckpt._storage.manifests import load_manifest
-from jaxckpt._storage.store_path import store_at
+from jaxckpt._model import manifest as manifests
+from jaxckpt._options import Options
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store_path import store_at
 
 SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 PHASES = {
     "plan agreement": ("save", "_save.prepare.compute_fingerprint"),
     "folder check": ("save", "_save.save.require_shared"),
-    "writing": ("save", "_storage.files.FileWriter.write"),
+    "writing": ("save", "_store.files.FileWriter.write"),
     "before the barrier": ("save", "_save.save.publish"),
-    "publishing": ("save", "_runtime.processes.Meeting.broadcast"),  # just after process 0 published
-    "writing in the background": ("save_async", "_storage.files.FileWriter.write"),
+    "publishing": ("save", "_job.rendezvous.Meeting.broadcast"),  # just after process 0 published
+    "writing in the background": ("save_async", "_store.files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save.save.publish"),
     "opening": ("restore", "_sources.open_source.load_manifest"),
-    "reading": ("restore", "_storage.files.FileReader.read"),
+    "reading": ("restore", "_store.files.FileReader.read"),
 }
 """For each phase, the operation, and the function call in the victim's process with which it begins."""

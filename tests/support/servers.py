@@ -411,7 +411,7 @@ class Bucket:
 def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """Direct the URLs of this process and its children to a proxy in front of a server."""
     # A proxy may have the port of an earlier one, behind which the server supported conditional writes.
-    monkeypatch.setattr("jaxckpt._storage.bucket._verified_stores", set[str]())
+    monkeypatch.setattr("jaxckpt._store.bucket._verified_stores", set[str]())
     with Proxy(server.endpoint) as proxy:
         for name, value in environment(server.scheme, proxy.endpoint).items():
             monkeypatch.setenv(name, value)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._format.dtypes import DTYPES
-from jaxckpt._format.grid import Box, Layout, Spec, divisors, touched_cells
-from jaxckpt._format.stacks import Stack
-from jaxckpt._save.plan import ArrayLeaf
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, Layout, Spec, divisors, touched_cells
+from jaxckpt._model.stacks import Stack
+from jaxckpt._save.write_plan import ArrayLeaf
 
 # Boxes and layouts, without devices -----------------------------------------------------------------------
 

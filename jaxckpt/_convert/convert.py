@@ -1,0 +1,270 @@
+"""Converts between formats and layouts, in bounded memory.
+
+source ─▶ its manifest, with the selected leaves ─▶ jaxckpt: a Draft whose values are read when an object is written
+                                                 ─▶ other formats: leaf by leaf, slab by slab
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._convert.destination import replacing, require_replaceable
+from jaxckpt._devices.prng_keys import TypedLeaf
+from jaxckpt._formats.mindspore import mindspore_ranks
+from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._model.grid import Layout, Spec, mesh_layout
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.records import LayoutRecord, MeshRecord
+from jaxckpt._model.select import Select
+from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._pipeline.progress import Report, display_progress
+from jaxckpt._pipeline.threads import Latch
+from jaxckpt._pipeline.watchdog import require_not_stalled
+from jaxckpt._pipeline.workers import StorageThread, note_progress, run_watched
+from jaxckpt._restore.read_loop import StoredArray
+from jaxckpt._rules.rename import Renaming, renamed_source, select_and_rename, split_rename
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.save import start
+from jaxckpt._save.write_plan import ArrayLeaf
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.formats import written_formats
+from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt._sources.source import Source
+from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.store_path import local_path
+from jaxckpt.errors import InputError, show_path
+
+
+def convert(
+    source: Location,
+    destination: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    mesh_shape: Mapping[str, int] | None = None,
+    specs: Specs = None,
+    select: Select | None = None,
+    rename: Renaming | None = None,
+    chunk_bytes: int | None = None,
+    overwrite: bool = False,
+    options: Options | None = None,
+) -> None:
+    """Convert a checkpoint to another format, mesh or chunk size, or to a subset of its leaves.
+
+    Any host can do this: no devices are used, and at most about `options.host_bytes` of memory in addition to Python
+    and JAX. In a job of several processes, every process makes the call and process 0 writes.
+
+    Args:
+        source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
+            `oneflow_ranks`.
+        destination: The path of the new checkpoint: as for `save`, or a local path for other formats.
+        format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", otherwise a folder of shards
+            with an index); "npz"; "zarr" (a group with one array per leaf); "orbax". By default the destination's
+            suffix decides: .safetensors, .npz, .zarr, or "jaxckpt" without a suffix. Any other suffix, such as .pt or
+            .h5, is an error unless `format` is given.
+        mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
+            decides how leaves are cut into objects, and the specs that they are restored with. By default the layout
+            stays the same.
+        specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
+            leaf). By default each leaf keeps its own spec, mapped by axis name; if the mesh has none of these axes, a
+            SpecError is raised.
+        select: Only these leaves, by their old paths, as for `restore`.
+        rename: Old path → new path: a mapping of leaf or container paths, or a function; or `Rules`, as for
+            `restore`. The tree becomes nested dicts.
+        chunk_bytes: As `Options.chunk_bytes`.
+        overwrite: Replace an existing `destination`: a checkpoint of any format, a file, or an empty folder. A folder
+            with other files, with several steps, or that contains the source is never deleted.
+        options: See `Options`.
+
+    Raises:
+        NotACheckpointError, CorruptError: As `restore`.
+        StorageError: As `restore`; or `destination` cannot be written.
+        SpecError: A spec does not fit its leaf or the mesh.
+        TreeError: Leaves that the format cannot store; one error lists them. Or a pattern of `select` or a path of
+            `rename` matches nothing.
+        MismatchError: The `Rules` in `rename` do not fit the source.
+        InputError: Another argument is invalid, such as `format` or a suffix that is not a format.
+        CheckpointExistsError: `destination` exists and `overwrite` is false, or it must not be deleted.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/convert", {"w": np.arange(3.0)}, overwrite=True)
+        >>> jaxckpt.convert("/tmp/jaxckpt-doc/convert", "/tmp/jaxckpt-doc/convert.safetensors", overwrite=True)
+        >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/convert.safetensors")
+        {'w': array([0., 1., 2.])}
+    """
+    with Group.for_call(options, Call.of("convert", destination)) as group:
+        options = options_or_default(options)
+        overwrite = require_bool(overwrite, "overwrite")
+        if chunk_bytes is not None:
+            options = replace(options, chunk_bytes=chunk_bytes)
+        if specs is not None and mesh_shape is None:
+            raise InputError("convert(specs=…) needs mesh_shape=: the sizes of the mesh axes that the specs name")
+        target = local_path(destination, "destination")
+        name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
+        if name != "jaxckpt" and target is None:
+            raise InputError(
+                f"{name!r} is written to a local path, but {os.fspath(destination)!r} looks like a URL: write it to a"
+                " local path, then copy it"
+            )
+        rename, rules = split_rename(rename)
+        original = renamed_source(source_at(source, options)[0], rules)
+        narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
+        if name == "jaxckpt":
+            _run_in_process_0(group, "verifying the source", functools.partial(_verify_checksums, narrow, options))
+            draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
+            request = SaveRequest(
+                destination, metadata=manifest.metadata, overwrite=overwrite, draft=draft, step=manifest.step
+            )
+            start(request, options, group, background=False).wait()
+            return
+        if chunk_bytes is not None and name != "zarr":
+            raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
+        if mesh_shape is not None:
+            raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
+        assert target is not None
+        write = functools.partial(_write_foreign, narrow, source, target, name, options, overwrite=overwrite)
+        _run_in_process_0(group, "converting", write)
+
+
+def integrate(
+    old: str, new: str | os.PathLike[str], strategy: str | os.PathLike[str], n: int, *, overwrite: bool = False
+) -> None:
+    """Merge the files of `n` MindSpore ranks, `./node0/OLD` and so on, into the jaxckpt checkpoint `new`.
+
+    The arguments are those of integrate_checkpoint.py in MindSpore's tutorial."""
+    ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
+    convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
+
+
+def _run_in_process_0(group: Group, what: str, work: Callable[[], None]) -> None:
+    """Run a function in process 0, after all processes have come this far. The others wait for its end."""
+    with group.meeting(what) as meeting:
+        meeting.gather("")
+        if group.index == 0:
+            work()
+        meeting.broadcast("")
+
+
+def _write_foreign(
+    source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
+) -> None:
+    """Write a checkpoint in another library's format. Process 0."""
+    write_format = written_formats()[format].write
+    assert write_format is not None, format
+    ended = Latch()
+
+    def write() -> None:
+        try:
+            if os.path.lexists(target):
+                require_replaceable(target, location, overwrite)
+            _verify_checksums(source, options)
+            n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
+            with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as display:
+                write_format(source, path, options, functools.partial(_report, display))
+                require_not_stalled()
+        finally:
+            ended.set()
+
+    try:
+        run_watched(f"converting {source.url} to {target}", options.timeout_seconds, write)
+    except Exception:
+        raise
+    except BaseException:  # an interrupt: the thread deletes what it has written
+        ended.wait(options.timeout_seconds)
+        raise
+
+
+def _report(display: Report, moved: int) -> None:
+    require_not_stalled()
+    note_progress()
+    display(moved)
+
+
+def _verify_checksums(source: Source, options: Options) -> None:
+    """Verify all data of a foreign checkpoint with the checksums of its format, because the written data gets new
+    checksums. Process 0."""
+    if not isinstance(source, ForeignCheckpoint):
+        return
+    with StorageThread(options.timeout_seconds) as aside:
+        for leaf in source.manifest.leaves:
+            if leaf.stack is not None:
+                stack, row = source.manifest.stack_and_row(leaf)
+                with translate_tensorstore_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
+                    aside.run(f"reading {source.url}", source.row_data[stack][row].check)
+
+
+def _format_of(destination: str, format: str | None) -> str:
+    """The format to write: the requested one, or the one of the destination's suffix."""
+    written = written_formats()
+    names = ["jaxckpt", *sorted(written)]
+    if format is not None:
+        if not isinstance(format, str) or format not in names:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"format={format!r}{closest_hint(str(format), names)}; expected one of {', '.join(names)}")
+        return format
+    by_suffix = {suffix: form.name for form in written.values() for suffix in form.suffixes}
+    suffix = os.path.splitext(destination)[1]
+    if suffix not in by_suffix and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix
+        raise InputError(
+            f"destination {destination!r} ends in {suffix}: jaxckpt does not write that format. The suffixes that it"
+            f" knows are {', '.join(by_suffix)}; with any other, pass format= with one of {', '.join(names)}"
+        )
+    return by_suffix.get(suffix, "jaxckpt")
+
+
+# To jaxckpt's format --------------------------------------------------------------------------------------
+
+
+def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options) -> Draft:
+    """The checkpoint as a tree to be saved, laid out for the requested mesh, or for its saved mesh.
+
+    Process 0 is the only holder of all cells, and writes everything. Raises SpecError.
+    """
+    manifest = source.manifest
+    draft = Draft(manifest.tree)
+    table = draft.table
+    table.meshes, table.layouts = list(manifest.meshes), list(manifest.layouts)
+    leaves = [TypedLeaf(manifest, record) for record in manifest.leaves]
+    on_devices = [number for number, leaf in enumerate(leaves) if leaf.on_devices]
+    axes, chosen = None, dict[int, Spec]()
+    if mesh_shape is not None:
+        axes = mesh_axes(mesh_shape)
+        given = resolve_specs(specs, [(leaves[number].path, leaves[number]) for number in on_devices])
+        alike = [
+            LeafGroup([leaf.path], leaf.shape, leaf.spec, given.get(leaf.path)) for leaf in leaves if leaf.on_devices
+        ]
+        fitted, problems = assign_specs(axes, alike, options)
+        require_fit(problems)
+        chosen = dict(zip(on_devices, fitted, strict=True))
+        table.meshes = [MeshRecord.of_axes(tuple(axes.items()))]
+        table.layouts = []
+    for number, leaf in enumerate(leaves):
+        layout = leaf.record.layout
+        if leaf.is_array:
+            shape, mesh, spec = leaf.stored_shape, None, leaf.spec
+            if leaf.on_devices:
+                mesh, record = leaf.mesh and leaf.mesh.axes, manifest.leaf_layout(leaf.record)[2]
+                if axes is not None:
+                    mesh, spec = axes, chosen[number]
+                    record = LayoutRecord(0, [list(entry) for entry in spec])
+                if record not in table.layouts:
+                    table.layouts.append(record)
+                layout = table.layouts.index(record)
+            cells = Layout((1,) * len(shape), ((0,),))
+            if mesh is not None and 0 not in shape:
+                cells = mesh_layout(np.zeros(tuple(mesh.values()), np.int64), list(mesh), spec, len(shape))
+            if number in manifest.ties:
+                draft.ties[number] = manifest.ties[number]
+            else:
+                draft.arrays.append(ArrayLeaf(number, leaf.stack.dtype, shape, cells))
+                draft.values[number] = StoredArray(source, number, options)
+        draft.records.append(msgspec.structs.replace(leaf.record, stack=None, row=None, layout=layout))
+    return draft

@@ -1,1 +1,0 @@
-"""Checkpoints of other libraries: one module per format, their registry, and conversion."""

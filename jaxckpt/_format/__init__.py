@@ -1,1 +1,0 @@
-"""The data model of a checkpoint: trees, boxes, stacks, Zarr metadata and the manifest. No input or output."""

@@ -1,0 +1,1 @@
+"""Formats of other libraries, found by their entry points."""

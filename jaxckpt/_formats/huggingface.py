@@ -1,0 +1,317 @@
+"""Rules for models of Hugging Face's transformers: from the tensors of a folder to a plain nested tree.
+
+The tree, with the axes of each leaf; `scan=True` stacks the layers, so that "layers/{i}/x" is "layers/x" with an axis
+for the layers in front:
+
+    embed/embedding [vocab, model]      layers/{i}/attn/{q,k,v}/kernel [model, heads, dim]   …/bias [heads, dim]
+    norm/scale [model]                  layers/{i}/attn/o/kernel [heads, dim, model]
+    head/kernel [model, vocab]          layers/{i}/mlp/{gate,up}/kernel [model, hidden], mlp/down/kernel [hidden, model]
+    positions/embedding [n, model]      layers/{i}/{attn_norm,mlp_norm,…}/scale [model]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from jaxckpt._formats.local_files import reads_files
+from jaxckpt._formats.maxtext import maxtext_rules
+from jaxckpt._options import Options
+from jaxckpt._rules.axis_layouts import AxisLayout as Axes
+from jaxckpt._rules.axis_layouts import axes_of
+from jaxckpt._rules.rule import Paths, Rule, matching_paths, paths_in
+from jaxckpt._rules.rules import Rules
+from jaxckpt._sources.open_source import source_at
+from jaxckpt._store.storage_errors import translate_os_errors
+from jaxckpt._store.store_path import local_path
+from jaxckpt.errors import DataError, InputError, NotACheckpointError
+
+Config = Mapping[str, Any]
+
+
+@reads_files
+def huggingface_rules(
+    folder: str | os.PathLike[str],
+    *,
+    layout: Literal["plain", "maxtext"] = "plain",
+    scan: bool | None = None,
+    vocab_size: int | None = None,
+) -> Rules:
+    """Make rules that map the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
+
+    Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
+    leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized. If the
+    model uses its embedding as head and the folder also stores the head, both must be equal: a read compares them.
+
+    Args:
+        folder: A local folder with the model's config.json, and usually with its tensors: the rules follow their names,
+            which differ between versions of transformers.
+        layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
+            MaxText's checkpoints, for all families except GPT-2.
+        scan: Whether layers are stacked: along axis 0, as for `jax.lax.scan`, or along axis 1 for MaxText. By default
+            only for MaxText.
+        vocab_size: Rows of the embedding and columns of the head, if they differ from the folder's: rows of zeros are
+            appended, or the last rows are removed. MaxText uses 256128 for Gemma 2.
+
+    Returns:
+        The rules. Their `inverse(dtype=…)` maps back to the folder's tensors.
+
+    Raises:
+        DataError: config.json is missing or incomplete, or the files of the tensors are damaged.
+        StorageError: config.json cannot be read.
+        InputError: The model's family or its quantization is not supported, or an argument is invalid.
+    """
+    config = _config_of(folder)
+    family = str(config.get("model_type"))
+    if family not in _FAMILIES:
+        raise InputError(
+            f"{folder} is of model_type {family!r}, for which there are no rules: they exist for"
+            f" {', '.join(_FAMILIES)}. Write your own Rules for other models."
+        )
+    if layout not in ("plain", "maxtext"):
+        raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
+    is_plain = layout == "plain"
+    try:
+        rules = _FAMILIES[family](config, bool(scan) and is_plain)
+        rules = _as_stored(rules, _tensor_names(folder))
+        resized = [_resized(rule, config, vocab_size) for rule in rules.rules]
+        rules = Rules([_add_scales(rule, config) for rule in resized], rules.drop)
+        return rules if is_plain else maxtext_rules(rules, config, scan is not False)
+    except KeyError as error:
+        raise DataError(f"the config.json of {folder} has no {error.args[0]!r}") from error
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"the config.json of {folder} has a value that does not fit: {error}") from error
+
+
+def _config_of(folder: str | os.PathLike[str]) -> Config:
+    local = local_path(folder, "folder, the first argument,")
+    if local is None:
+        raise InputError(f"{folder} must be a local folder: its config.json is read")
+    path = Path(local) / "config.json"
+    with translate_os_errors(f"cannot read {path}"):
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, msgspec.MsgspecError) as error:
+            raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+
+
+_BUFFERS = (
+    "transformer.h.{i}.attn.bias",
+    "transformer.h.{i}.attn.masked_bias",
+    "h.{i}.attn.bias",
+    "h.{i}.attn.masked_bias",
+    "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+    "model.rotary_emb.inv_freq",
+)
+"""Constants that older versions of transformers stored and newer ones ignore: causal masks, and the frequencies of
+rotary positions, which follow from the configuration."""
+
+
+def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
+    """The names of the tensors in a folder; none if it has only the configuration. Raises DataError."""
+    try:
+        return source_at(folder, Options())[0].manifest.numbers.keys()
+    except NotACheckpointError:
+        return ()
+
+
+def _as_stored(rules: Rules, names: Collection[str]) -> Rules:
+    """The rules for the names in a folder, which differ between versions of transformers and classes of models."""
+    found = list(rules.rules)
+    if "wte.weight" in names:  # a GPT2Model, as in the folder "gpt2" itself, instead of a GPT2LMHeadModel
+        found = [replace(rule, source=str(rule.source).removeprefix("transformer.")) for rule in found]
+    if "lm_head.weight" in names and all(rule.source != "lm_head.weight" for rule in found):
+        found = [replace(rule, copies="lm_head.weight") if rule.target == "embed/embedding" else rule for rule in found]
+    return Rules(found, [name for name in _BUFFERS if matching_paths(name, names)])
+
+
+def huggingface_dtype(folder: str | os.PathLike[str]) -> str:
+    """The dtype of the weights of a Hugging Face folder, from its config.json. Raises DataError."""
+    return _dtype(_config_of(folder))
+
+
+def _dtype(config: Config) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
+    """The rule, for a vocabulary of another size if it makes the embedding or the head."""
+    layout = {"embed/embedding": "v m -> v m", "head/kernel": "v m -> m v"}.get(str(rule.target))
+    if vocab_size is None or layout is None:
+        return rule
+    return replace(rule, layout=layout, sizes={"v": int(config["vocab_size"])}, resized={"v": vocab_size})
+
+
+def _add_scales(rule: Rule, config: Config) -> Rule:
+    """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
+    quantization: Config | None = config.get("quantization_config")
+    if quantization is None or not re.fullmatch(r"model\.layers\..*_proj\.weight", str(rule.source)):
+        return rule
+    method, block = str(quantization["quant_method"]), quantization.get("weight_block_size")
+    suffix = "_scale_inv"
+    if method == "compressed-tensors":
+        suffix, block = "_scale", _block_of(quantization)
+    elif method != "fp8" or not block:
+        raise InputError(
+            f"a model quantized by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
+            " float8 of compressed-tensors"
+        )
+    return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
+
+
+def _block_of(quantization: Config) -> Sequence[int] | None:
+    """The sides of blocks in compressed-tensors; None if each scale is for a row or a tensor. Raises InputError."""
+    weights: list[Config] = [group["weights"] for group in quantization["config_groups"].values()]
+    blocks = [
+        _sides(one.get("block_structure")) or (one.get("group_size") and (1, one["group_size"])) for one in weights
+    ]
+    is_packed = "pack" in str(quantization.get("format"))
+    if (
+        is_packed
+        or len(set(blocks)) > 1
+        or not all(one.get("symmetric", True) and one["num_bits"] == 8 for one in weights)
+    ):
+        raise InputError(
+            "for compressed-tensors, rules exist only for symmetric 8-bit quantization that is not packed and is the"
+            " same for all weights"
+        )
+    return blocks[0] or None
+
+
+def _sides(block: str | Sequence[int] | None) -> tuple[int, ...]:
+    """The sides of a block; older versions of compressed-tensors write "128x128"."""
+    return tuple(map(int, block.split("x"))) if isinstance(block, str) else tuple(block or ())
+
+
+def _layer_rule(
+    source: str, target: Paths, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
+) -> Rule:
+    """A rule that makes a leaf of each layer from one tensor, or several leaves from the parts of one tensor."""
+    axes = axes_of(Axes.parse(layout).source)
+    targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in paths_in(target))
+    return Rule(
+        source=source,
+        target=targets[0] if len(targets) == 1 else targets,
+        layout=layout.replace("->", "-> i") if scan else layout,
+        sizes={"i": layers, **{axis: size for axis, size in sizes.items() if axis in axes}},
+        **more,
+    )
+
+
+def _llama(
+    config: Config,
+    scan: bool,
+    *,
+    bias: str = "",
+    norms: Mapping[str, str] | None = None,
+    head_norms: bool = False,
+    is_tied: bool = False,
+    offset: float = 0.0,
+) -> Rules:
+    """The rules for Llama and for families with the same architecture.
+
+    Args:
+        config: The folder's config.json.
+        scan: Whether layers are stacked.
+        bias: The attention projections that have a bias, such as "qkv".
+        norms: Maps Hugging Face's names of a layer's norms to the names in the tree. None: Llama's.
+        head_norms: Whether queries and keys have norms.
+        is_tied: Whether the embedding is also the head, if the configuration does not specify this.
+        offset: Added to the weights of norms.
+    """
+    heads = int(config["num_attention_heads"])
+    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    layers = int(config["num_hidden_layers"])
+    sizes = {"d": dim}
+    norm: dict[str, Any] = {"offset": offset, "dtype": "float32"} if offset else {}
+    layer_prefix = "model.layers.{i}"
+    if config.get("attention_bias"):
+        bias = "qkvo"
+
+    def layer_rule(source: str, target: str, layout: str, **more: Any) -> Rule:
+        return _layer_rule(f"{layer_prefix}.{source}", target, layout, layers, scan, sizes, **more)
+
+    rules = [
+        Rule(source="model.embed_tokens.weight", target="embed/embedding"),
+        Rule(source="model.norm.weight", target="norm/scale", **norm),
+        layer_rule("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
+        layer_rule("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
+    ]
+    rules += [layer_rule(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
+    rules += [layer_rule(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
+    if "o" in bias:
+        rules.append(layer_rule("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
+    rules += [layer_rule(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
+    if config.get("mlp_bias"):
+        rules += [layer_rule(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
+    named = norms or {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+    rules += [layer_rule(f"{theirs}.weight", f"{ours}/scale", "m -> m", **norm) for theirs, ours in named.items()]
+    if head_norms:
+        rules += [layer_rule(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d", **norm) for n in "qk"]
+    if not config.get("tie_word_embeddings", is_tied):
+        rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
+    return Rules(rules)
+
+
+_GEMMA_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attn_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+
+
+def _gemma(config: Config, scan: bool, *, head_norms: bool) -> Rules:
+    """The rules for Gemma. It stores the weights of norms minus 1; the tree has the full scale, in float32."""
+    return _llama(config, scan, norms=_GEMMA_NORMS, head_norms=head_norms, is_tied=True, offset=1.0)
+
+
+def _gpt2(config: Config, scan: bool) -> Rules:
+    heads, layers = int(config["n_head"]), int(config["n_layer"])
+    sizes = {"d": int(config["n_embd"]) // heads}
+
+    def layer_rule(source: str, target: Paths, layout: str, **more: Any) -> Rule:
+        return _layer_rule(f"transformer.h.{{i}}.{source}", target, layout, layers, scan, sizes, **more)
+
+    def of_attention(leaf: str) -> tuple[str, ...]:
+        return tuple(f"attn/{n}/{leaf}" for n in "qkv")
+
+    rules = [
+        Rule(source="transformer.wte.weight", target="embed/embedding"),
+        Rule(source="transformer.wpe.weight", target="positions/embedding"),
+        Rule(source="transformer.ln_f.weight", target="norm/scale"),
+        Rule(source="transformer.ln_f.bias", target="norm/bias"),
+        layer_rule("attn.c_attn.weight", of_attention("kernel"), "m (h d) -> m h d", axis=1),
+        layer_rule("attn.c_attn.bias", of_attention("bias"), "(h d) -> h d"),
+        layer_rule("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
+        layer_rule("attn.c_proj.bias", "attn/o/bias", "m -> m"),
+    ]
+    for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
+        rules += [
+            layer_rule(f"{theirs}.{a}", f"{ours}/{b}", "m -> m") for a, b in (("weight", "scale"), ("bias", "bias"))
+        ]
+    for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
+        rules.append(layer_rule(f"mlp.{theirs}.weight", f"mlp/{ours}/kernel", "f g -> f g"))
+        rules.append(layer_rule(f"mlp.{theirs}.bias", f"mlp/{ours}/bias", "g -> g"))
+    if not config.get("tie_word_embeddings", True):
+        rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
+    return Rules(rules)
+
+
+_FAMILIES: dict[str, Callable[[Config, bool], Rules]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": lambda config, scan: _llama(config, scan, bias="qkv"),
+    "qwen3": lambda config, scan: _llama(config, scan, head_norms=True),
+    "gemma2": lambda config, scan: _gemma(config, scan, head_norms=False),
+    "gemma3_text": lambda config, scan: _gemma(config, scan, head_norms=True),
+    "gpt2": _gpt2,
+}

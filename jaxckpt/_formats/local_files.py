@@ -1,0 +1,227 @@
+"""Local files of foreign checkpoints: opened, listed, and read as JSON; the names in an index stay in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from jaxckpt._model.manifest import require_distinct
+from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import note_progress, run_watched
+from jaxckpt._store.storage_errors import translate_os_errors
+from jaxckpt._store.store_path import local_path
+from jaxckpt.errors import DataError, InputError, show_path
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+MAX_INDEX_BYTES = 1 << 28
+"""The largest index file in JSON."""
+
+
+def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
+    """The absolute path of a local file or folder. Raises InputError for other values, and for a URL of another scheme
+    than file://. `what` names the argument."""
+    found = local_path(path, what)
+    if found is None:
+        raise InputError(f"{what} must be a local path, found the URL {os.fspath(path)!r}: copy its files here first")
+    return found
+
+
+def reads_files(function: Callable[P, T]) -> Callable[P, T]:
+    """A public function that reads local files and takes no options. It raises StorageError if their storage hangs."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        work = functools.partial(function, *arguments, **options)
+        return run_watched(f"reading files for {function.__name__}", Options().timeout_seconds, work)
+
+    return call
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Generator[int]:
+    """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
+    with translate_os_errors(f"cannot read {path}"):
+        try:
+            # Opening a pipe without O_NONBLOCK would wait for a writer.
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing") from error
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise DataError(f"{path} is not a regular file")
+            yield handle
+        finally:
+            os.close(handle)
+
+
+def read_at(handle: int, count: int, offset: int) -> bytes:
+    """Bytes of an open file; fewer than `count` only at its end. A single call of pread may return fewer anywhere."""
+    data = os.pread(handle, count, offset)
+    while len(data) < count and (more := os.pread(handle, count - len(data), offset + len(data))):
+        data += more
+    note_progress()
+    return data
+
+
+def read_head(path: str, count: int) -> bytes:
+    """The first bytes of a file; none if the path is not a file."""
+    if not os.path.isfile(path):
+        return b""
+    with opened(path) as handle:
+        return read_at(handle, count, 0)
+
+
+def read_small(path: str, limit: int) -> bytes:
+    """The content of a file. Raises DataError if it has more than `limit` bytes."""
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > limit:
+            raise DataError(f"{path} is {size} bytes long; at most {limit} are read")
+        return read_at(handle, size, 0)
+
+
+def list_names(folder: str) -> list[str]:
+    """The names in a folder, sorted. Raises StorageError."""
+    with translate_os_errors(f"cannot list {folder}"):
+        return sorted(os.listdir(folder))
+
+
+def exists(path: str) -> bool:
+    """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
+    return _mode(path, os.lstat) != 0
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is a file. Raises StorageError if that cannot be found out."""
+    return stat.S_ISREG(_mode(path, os.stat))
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a folder. Raises StorageError if that cannot be found out."""
+    return stat.S_ISDIR(_mode(path, os.stat))
+
+
+def _mode(path: str, look: Callable[[str], os.stat_result]) -> int:
+    """The mode of a path; 0 if it does not exist. Raises StorageError."""
+    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return look(path).st_mode
+    return 0
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files.
+
+    Raises StorageError if it cannot be listed: what it holds must not count as missing.
+    """
+    with translate_os_errors(f"cannot list {folder}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
+def names_or_empty(folder: str) -> list[str]:
+    """The names in a folder; empty if it cannot be listed. Only for recognizing a format: any folder may be next to a
+    checkpoint."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+# JSON -----------------------------------------------------------------------------------------------------
+
+
+def read_json(path: str, kind: type[T], limit: int = MAX_INDEX_BYTES) -> T:
+    """A file in JSON. Raises DataError if it is missing, damaged or not of that kind."""
+    return from_json(path, read_small(path, limit), kind)
+
+
+def from_json(what: str, text: str | bytes, kind: type[T]) -> T:
+    """A value from JSON. Raises DataError, which calls the text `what`."""
+    try:
+        # Python's decoder, not msgspec's: Orbax writes NaN, which JSON lacks.
+        record = json.loads(
+            text if isinstance(text, str) else str(text, "utf-8-sig"), object_pairs_hook=require_distinct
+        )
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
+    return convert_checked(what, record, kind)
+
+
+def convert_checked(what: str, value: Any, kind: type[T]) -> T:
+    """A value checked and converted by msgspec. Raises DataError, which calls the value `what`."""
+    try:
+        return msgspec.convert(value, kind)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
+
+
+# What index files name ------------------------------------------------------------------------------------
+
+
+def path_inside(folder: str, name: str, where: str) -> str:
+    """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
+    names = name.split("/")
+    if not all(names) or {".", ".."} & {*names} or "\0" in name:
+        raise DataError(f"{where} names the file {name[:200]!r}, which would be outside its folder")
+    return os.path.join(folder, *names)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """An index of the files that hold tensors, as Hugging Face and others write it."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+    metadata: dict[str, Any] | None = None
+
+
+def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]) -> dict[Any, T]:
+    """The contents of the files that an index names, each read by `read`.
+
+    Raises DataError unless the index names every tensor in these files, and every file of the same numbered series.
+    """
+    files: dict[str, set[str]] = {}
+    for name, file in read_json(index, Index).weight_map.items():
+        files.setdefault(file, set()).add(name)
+    _require_named(folder, files, index)
+    tensors: dict[Any, T] = {}
+    for file, expected in files.items():
+        path = path_inside(folder, file, index)
+        if not exists(path):
+            raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
+        held = read(path)
+        if odd := {*map(str, held)} ^ expected:
+            has, lacks = ("index", "file") if min(odd) in expected else ("file", "index")
+            tensor = f"the tensor {show_path(min(odd))} is in the {has} but not in the {lacks}"
+            raise DataError(f"{path}: {tensor} ({os.path.basename(index)})")
+        tensors |= held
+    return tensors
+
+
+_NUMBERED = re.compile(r"(.+?)-\d{5}(-of-\d{5})?(\.\w+)")
+
+
+def _require_named(folder: str, named: Collection[str], index: str) -> None:
+    """Raise DataError if a numbered file belongs to the files of an index but is not named by it."""
+    series = {match.groups() for name in named if (match := _NUMBERED.fullmatch(name))}
+    for name in sorted({*list_names(folder)} - {*named}):
+        if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
+            raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
+
+
+def require_length(path: str, end: int) -> None:
+    """Raise DataError if a file is too short for its content."""
+    with opened(path) as handle:
+        length = os.fstat(handle).st_size
+    if length < end:
+        raise DataError(f"{path} is {length} bytes long, expected at least {end}")

@@ -1,0 +1,283 @@
+"""Reads and writes NumPy's .npz files. Stored members are read in place, and deflated members as a stream.
+
+No pickle is read: an array of Python objects is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxckpt._formats.export import arrays_of, slabs
+from jaxckpt._formats.local_files import opened, read_at
+from jaxckpt._formats.shards import FileData, c_strides, f_strides
+from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, extent, flat_boxes, intersection, slices_within, volume
+from jaxckpt._model.pieces import Array, as_bits
+from jaxckpt._model.tree import nested_dicts
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import Report
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
+from jaxckpt._sources.source import Source
+from jaxckpt.errors import DataError, show_path
+
+MAX_HEADER_BYTES = 10_000
+"""The largest .npy header of a member: NumPy's limit."""
+
+MAX_TEXT_BYTES = 1 << 20
+"""The largest str or bytes."""
+
+SNAPSHOTS = 256
+"""The most positions of a deflated member at which reading can start. Each takes about 50 KB."""
+
+SNAPSHOT_BYTES = 16 << 20
+"""The least distance between these positions, in bytes of decompressed data."""
+
+
+def recognizes(path: str, names: Collection[str]) -> bool:
+    """Whether a file has the suffix .npz, or is an archive that begins with an array: `convert` writes to any name."""
+    return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
+
+
+def open_npz(path: str) -> ForeignCheckpoint:
+    """Arrays by name, nested dicts if names have "/": what `convert` writes, and numpy.savez. Raises DataError."""
+    return compose(path, nested_dicts(read_npz(path)), "npz")
+
+
+def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
+    """The arrays of an .npz file, by name. Only headers are read.
+
+    Raises DataError if the file is damaged, or contains something other than arrays of numbers.
+    """
+    arrays: dict[str, ForeignArray | str | bytes] = {}
+    with opened_archive(path) as archive:
+        for file in archive:
+            name = file.removesuffix(".npy")
+            if name in arrays:
+                raise DataError(f"{path} has two members {name!r}")
+            arrays[name] = _array(path, name, archive.handle, archive[file])
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The decompression state of a member."""
+
+    output_position: int
+    """Bytes of output so far."""
+
+    input_position: int
+    """Bytes of input so far."""
+
+    crc: int
+    inflater: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The bytes of a deflated member."""
+
+    member: Member
+    snapshots: dict[int, _Snapshot] = field(default_factory=dict[int, _Snapshot], compare=False, repr=False)
+    """Positions at which reading can start, by the number of a stretch of the member: at most one in each stretch."""
+
+    def read(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
+        """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
+        member = self.member
+        known = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
+        begin = _Snapshot(0, 0, 0, zlib.decompressobj(-15))
+        now = max(known, key=lambda snapshot: snapshot.output_position, default=begin)
+        position, source, crc, inflater = now.output_position, now.input_position, now.crc, now.inflater.copy()
+        stretch = max(SNAPSHOT_BYTES, member.n_bytes // SNAPSHOTS)
+        while position < member.n_bytes:
+            packed = inflater.unconsumed_tail
+            if not packed:
+                packed = read_at(handle, min(READ_BYTES, member.n_stored - source), member.offset + source)
+                source += len(packed)
+            try:
+                data = inflater.decompress(packed, min(READ_BYTES, member.n_bytes - position))
+            except zlib.error as error:
+                raise DataError(f"{member.path} is damaged: {error}") from error
+            if not data and (inflater.eof or not packed):
+                raise DataError(f"{member.path} was truncated or is damaged: {member.name} ends at byte {position}")
+            crc = zlib.crc32(data, crc)
+            if position + len(data) == member.n_bytes:
+                member.require_crc32(crc)
+            yield position, data
+            position += len(data)
+            if position // stretch and position // stretch not in self.snapshots:
+                self.snapshots[position // stretch] = _Snapshot(position, source, crc, inflater.copy())
+
+
+def _head(handle: int, member: Member, count: int) -> bytes:
+    """The first `count` bytes of a member, decompressed."""
+    count = min(count, member.n_bytes)
+    if not member.deflated:
+        return read_at(handle, count, member.offset)
+    try:  # twice the bytes suffice, because deflate never makes data twice as large
+        return zlib.decompressobj(-15).decompress(
+            read_at(handle, min(2 * count, member.n_stored), member.offset), count
+        )
+    except zlib.error as error:
+        raise DataError(f"{member.path} is damaged: {error}") from error
+
+
+def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | str | bytes:
+    file = io.BytesIO(_head(handle, member, MAX_HEADER_BYTES + 12))
+    try:
+        shape, fortran, dtype = _read_array_header(file)
+    except Exception as error:  # also from NumPy's parser
+        raise DataError(f"{path}: {show_path(name)} is not a NumPy array: {str(error)[:200]}") from error
+    start = file.tell()
+    if dtype.hasobject:
+        raise DataError(
+            f"{path}: {show_path(name)} holds pickled Python objects; they could run any code, so they are not read"
+        )
+    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(side or 1 for side in shape) >= 1 << 63:
+        raise DataError(f"{path}: {show_path(name)} has shape {list(shape)}, which no array has")
+    n_bytes = dtype.itemsize * math.prod(shape)
+    if n_bytes != member.n_bytes - start:
+        raise DataError(
+            f"{path}: {show_path(name)} has {member.n_bytes - start} bytes, expected {n_bytes} of {dtype}{list(shape)}"
+        )
+    if dtype.kind in "SU" and not shape and n_bytes <= MAX_TEXT_BYTES:
+        return _text(path, name, _head(handle, member, member.n_bytes), start, member, dtype)
+    if dtype.kind == "V":
+        raise DataError(
+            f"{path}: {show_path(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries,"
+            " such as bfloat16. Save a view of it as unsigned integers, or use safetensors"
+        )
+    if dtype.name not in DTYPES or not dtype.isnative:
+        raise DataError(f"{path}: {show_path(name)} has dtype {dtype.str}, which JAX does not support")
+    if member.deflated:
+        return ForeignArray(dtype.name, shape, Deflated(_Stream(member), start, dtype.name, shape, fortran))
+    strides = f_strides(shape) if fortran else None
+    return ForeignArray(
+        dtype.name, shape, Uncompressed(path, member.offset + start, dtype.name, shape, strides, member)
+    )
+
+
+def _read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """(shape, Fortran order, dtype) from a .npy header."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of its format is not supported")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    with warnings.catch_warnings(action="ignore"):  # NumPy warns about headers that Python 2 wrote
+        return read(file, MAX_HEADER_BYTES)
+
+
+def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: np.dtype[Any]) -> str | bytes:
+    member.require_crc32(zlib.crc32(raw))
+    try:
+        return np.ndarray((), dtype, raw[start:] or b"\0").item()
+    except ValueError as error:  # raised for a number that is not a Unicode character
+        raise DataError(f"{path}: {show_path(name)} is not text: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompressed(FileData):
+    """An array in an uncompressed member."""
+
+    member: Member | None = None
+
+    def read(self, box: Box, target: Array) -> None:
+        FileData.read(self, box, target)
+        if self.member is None or target.shape != self.shape:
+            return
+        stored = as_bits(target) if self.strides is None else as_bits(target).T
+        if not stored.flags.c_contiguous:
+            self.member.check()
+            return
+        with opened(self.path) as handle:
+            head = read_at(handle, self.offset - self.member.offset, self.member.offset)
+        self.member.require_crc32(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)))
+
+    def check(self) -> None:
+        if self.member is not None:
+            self.member.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Deflated(ArrayData):
+    """An array in a deflated member."""
+
+    stream: _Stream
+    start: int
+    """Offset of its first element in the member."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fortran: bool
+
+    def read(self, box: Box, target: Array) -> None:
+        if not target.size:
+            return
+        target, shape = as_bits(target), self.shape
+        if self.fortran:
+            box, target, shape = box[::-1], target.T, shape[::-1]
+        strides = c_strides(shape)
+        first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+        last = sum((stop - 1) * stride for (_, stop), stride in zip(box, strides, strict=True))
+        held, at = b"", 0
+        with opened(self.stream.member.path) as handle:
+            for position, data in self.stream.read(handle, self.start + first * target.itemsize):
+                at = at if held else position
+                held += data
+                # Data before the array, and the rest of an element if a stream starts inside it.
+                skip = self.start - at if at < self.start else (self.start - at) % target.itemsize
+                held, at = held[skip:], min(at + skip, at + len(held))
+                if not held:
+                    continue
+                count = len(held) // target.itemsize
+                element = (at - self.start) // target.itemsize
+                _copy(shape, element, np.frombuffer(held, target.dtype, count), box, target)
+                held, at = held[count * target.itemsize :], at + count * target.itemsize
+                if last < element + count < math.prod(shape):
+                    return  # early, so the checksum at the end of the member is not compared
+
+
+def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target: Array) -> None:
+    """Copy the elements of a box that are among `values`, the elements of the array from number `element` on."""
+    for run in flat_boxes(shape, element, element + len(values)):
+        common = intersection(run, box)
+        if common is not None:
+            target[slices_within(common, box)] = values[: volume(run)].reshape(extent(run))[slices_within(common, run)]
+        values = values[volume(run) :]
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+def write_npz(source: Source, path: str, options: Options, report: Report) -> None:
+    """Write an uncompressed .npz in which each leaf is a member with its path as the name. numpy.load opens it without
+    pickle. Raises TreeError for leaves that the format cannot hold."""
+    arrays = arrays_of(source, options, report, _problem)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                described = {"descr": data.dtype.str, "fortran_order": False, "shape": tuple(data.shape)}
+                np.lib.format.write_array_header_1_0(member, described)
+                for slab in slabs(data):
+                    member.write(slab.data)
+
+
+def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
+    if dtype.isbuiltin != 1:
+        return f"is {dtype.name}, which NumPy's format lacks"
+    return "has a name that zip files do not allow" if "\0" in path else None
+
+
+FORMAT = Format("npz", recognizes, open_npz, write=write_npz, suffixes=(".npz",))

@@ -1,0 +1,344 @@
+"""Folders of Orbax: the steps of a CheckpointManager, the items of a step, their completeness, and their trees."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import msgspec
+
+from jaxckpt._arguments.pytree import flatten
+from jaxckpt._formats.local_files import exists, is_file, is_folder, names_in, names_or_empty
+from jaxckpt._formats.orbax.orbax_records import (
+    COMMITTED_MARK,
+    SAVE_FILES,
+    STEP_FILE,
+    TEMPORARY,
+    TREE_DATA_FILES,
+    TREE_FILE,
+    V1_MARK,
+    StepRecord,
+    TreeRecord,
+    read_optional,
+)
+from jaxckpt._formats.orbax.orbax_tree import read_tree
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
+from jaxckpt._model.leaves import SavedLeaf
+from jaxckpt._model.records import LeafRecord, Manifest
+from jaxckpt._model.tree import Tree, unflatten
+from jaxckpt._model.values import decode_value
+from jaxckpt._options import Options
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
+from jaxckpt._sources.formats import ForeignStep
+from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.objects import ArrayReader
+from jaxckpt._store.store_path import store_at
+from jaxckpt.errors import DataError, NotACheckpointError, show_count, show_lines
+
+_STEP_MARKS = {STEP_FILE, V1_MARK}
+_STEP_NAME = re.compile(r"(?:.+_)?(\d{1,18})")
+
+_MAX_CHECKED_FOLDERS = 1000
+"""The most subfolders that are checked to recognize a folder without a mark."""
+
+
+def recognizes(path: str, names: Collection[str]) -> bool:
+    return _kind(path, names) is not None
+
+
+def owned_names(path: str, names: Collection[str]) -> set[str]:
+    """The names in the folder `path` that belong to this format.
+
+    There are none in the folder of a CheckpointManager, or of several checkpoints, so that it is not deleted.
+    """
+    kind = _kind(path, names)
+    if kind == "item":
+        return _owned_by_item(path, names)
+    if kind == "manager":
+        return set()
+    if has_separate_items(path, names):
+        return set()
+    items = {name: names_or_empty(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
+    whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
+    return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
+
+
+def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
+    record = read_optional(f"{path}/{TREE_FILE}", TreeRecord)
+    if record is None:
+        return {*SAVE_FILES, MANIFEST, "metadata", *filter(is_data_folder, names)}
+    arrays = {".".join(key.key for key in one.key_metadata).split("/")[0] for one in record.tree_metadata.values()}
+    databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
+    zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # for a tree that is a single leaf
+    return {TREE_FILE, *SAVE_FILES, *TREE_DATA_FILES, *databases, *arrays, *zarr}
+
+
+def has_step_mark(names: Collection[str]) -> bool:
+    """Whether the names in a folder show that it is a step."""
+    return not _STEP_MARKS.isdisjoint(names)
+
+
+def has_separate_items(path: str, names: Collection[str]) -> bool:
+    """Whether a folder that opens as a step may be a folder of separate checkpoints: it has several, and no mark."""
+    return not has_step_mark(names) and sum(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in names) > 1
+
+
+def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
+    """The complete steps in a CheckpointManager's folder, oldest first; none if it is another folder."""
+    if _kind(path, names) != "manager":
+        return []
+    return [ForeignStep(number, step) for step, number in _newest_first(path, names)][::-1]
+
+
+def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
+    """The newest complete step of a CheckpointManager's folder, a step, or one item of it.
+
+    An item that represents the whole step ("default", or "state" of Orbax v1) is the tree itself. Other items are below
+    their names. "step", "metrics" and "custom_metadata" are in the checkpoint's metadata, if they exist.
+
+    Raises NotACheckpointError if no step is complete, DataError, StorageError.
+    """
+    kind = _kind(path, names_in(path))
+    metadata: dict[str, Any] = {}
+    if kind == "manager":
+        path, metadata["step"] = _newest_step(path)
+        kind = _kind(path, names_in(path))
+    elif problem := _unfinished_reason(path):
+        raise NotACheckpointError(f"{path} {problem}")
+    if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
+        ours = _native(f"{path}/default")
+        metadata |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
+        return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=metadata or None))
+    tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
+    return compose(path, tree, "orbax", metadata=_finite(metadata | of_tree) or None)
+
+
+def _finite(value: Any) -> Any:
+    """Metadata with None in place of NaN and infinity, which Orbax writes although JSON lacks them."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
+    """What a folder of Orbax holds, from the names in it; None if it is not Orbax's."""
+    if TREE_FILE in names or _has_lost_manifest(path, names):
+        return "item"
+    if has_step_mark(names):
+        return "step"
+    if any(
+        _is_step(f"{path}/{name}", names_or_empty(f"{path}/{name}"))
+        for name in itertools.islice(filter(_STEP_NAME.fullmatch, names), _MAX_CHECKED_FOLDERS)
+    ):
+        return "manager"
+    # A folder with a model in safetensors may also have a subfolder with a checkpoint of Orbax.
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    return "step" if _has_items(path, names) else None  # older versions of Orbax write no other mark
+
+
+def _is_step(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
+    """By default, what cannot be looked at does not count: any folder may be next to a checkpoint."""
+    if TREE_FILE in names or has_step_mark(names) or _has_items(path, names, has_file):
+        return True
+    # A jaxckpt run also has folders with a manifest, but they are named like steps.
+    items = (name for name in names if not _STEP_NAME.fullmatch(name))
+    return any(has_file(f"{path}/{name}/{MANIFEST}") for name in itertools.islice(items, _MAX_CHECKED_FOLDERS))
+
+
+def _has_items(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
+    return any(has_file(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
+
+
+def _newest_step(path: str) -> tuple[str, int]:
+    names = names_in(path)
+    if newest := next(_newest_first(path, names), None):
+        return newest
+    count = len([name for name in names if _STEP_NAME.fullmatch(name)])
+    raise NotACheckpointError(f"{path} has no complete step, only {show_count(count, 'folder')} named like one")
+
+
+def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Path and number of each complete step. Raises StorageError if one of them cannot be listed."""
+    steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
+    for number, name in sorted(steps, reverse=True):
+        if _is_step(f"{path}/{name}", names_in(f"{path}/{name}"), is_file) and not _unfinished_reason(f"{path}/{name}"):
+            yield f"{path}/{name}", number
+
+
+def _unfinished_reason(path: str) -> str | None:
+    """The reason why a step is incomplete: Orbax renames its folder at the end, or marks it on object stores."""
+    if TEMPORARY in os.path.basename(path):
+        return "is the folder of a save that is in progress or was interrupted"
+    record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+    begun = record.init_timestamp_nsecs is not None and record.commit_timestamp_nsecs is None
+    if begun and not exists(f"{path}/{COMMITTED_MARK}"):
+        return "was never committed: its save is in progress or was interrupted"
+    return None
+
+
+# Steps ----------------------------------------------------------------------------------------------------
+
+
+def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of a step, and its metadata."""
+    record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+    if isinstance(record.item_handlers, str):  # the folder is the only item
+        return _required_item(path, record.item_handlers)
+    # Orbax v1 records in this file which item is being deleted.
+    deleted = (read_optional(f"{path}/_CHECKPOINT_DELETION", dict[str, Any]) or {}).get("checkpointable_name")
+    names = [name for name in _items(path) if name != deleted]
+    if missing := (record.item_handlers or {}).keys() - {*names, deleted}:
+        raise DataError(f"{path} lacks {', '.join(map(repr, sorted(missing)))}, which {STEP_FILE} names as its items")
+    if record.item_handlers is None and _has_lost_step_file(path, names):
+        raise DataError(
+            f"{path}/{STEP_FILE} is missing: it names the items of the step, so it is not known whether all of them"
+            " are still in the folder; each can be opened by its own path"
+        )
+    metadata: dict[str, Any] = {}
+    items: dict[str, Tree] = {}
+    left_out: list[str] = []
+    for name in names:
+        folder = f"{path}/{name}"
+        try:
+            items[name], of_item = _required_item(folder, name) if record.is_known(name) else _read_item(folder)
+        except _UnknownItemError as error:
+            left_out.append(f"{folder} is left out: {error}")
+            continue
+        if record.handler(name) == "ArrayCheckpointHandler" and isinstance(items[name], dict):
+            items[name] = items[name].get("checkpoint", items[name])
+        if of_item:
+            metadata.setdefault("custom_metadata", {})[name] = of_item["custom_metadata"]
+    if "metrics" in items and not _has_arrays(items["metrics"]):
+        metadata["metrics"] = items.pop("metrics")
+    if record.custom_metadata:
+        metadata["custom_metadata"] = record.custom_metadata
+    if not items:
+        raise DataError(f"{path} has no item that can be read\n{show_lines(left_out)}".rstrip())
+    for message in left_out:
+        warnings.warn(message, stacklevel=2)
+    whole = {"state"} if record.handler("state") in ("PyTreeHandler", "V1Handler") else {"default"}
+    return items[min(items)] if set(items) == whole else items, metadata
+
+
+def _has_arrays(tree: Tree) -> bool:
+    return any(isinstance(leaf.value, ForeignArray) for leaf in flatten(tree)[0])
+
+
+def _has_lost_step_file(path: str, items: Iterable[str]) -> bool:
+    """Whether a step has no STEP_FILE although its version of Orbax writes one.
+
+    Orbax writes one into each saved folder: the step or, if items were saved separately, each item.
+    """
+    if exists(f"{path}/{STEP_FILE}"):
+        return False
+    if exists(f"{path}/{V1_MARK}"):
+        return True
+    alone = [f"{path}/{item}" for item in items if not exists(f"{path}/{item}/{STEP_FILE}")]
+    if any(map(_is_jaxckpt_item, alone)):
+        return True
+    trees = (read_optional(f"{item}/{TREE_FILE}", TreeRecord) for item in alone)
+    return any(tree is not None and tree.custom_metadata is not msgspec.UNSET for tree in trees)
+
+
+def _items(path: str) -> list[str]:
+    """Names of a step's items."""
+    return sorted(name for name in names_in(path) if TEMPORARY not in name and is_folder(f"{path}/{name}"))
+
+
+class _UnknownItemError(Exception):
+    """An item of an unknown kind."""
+
+
+def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item, and its metadata. Raises _UnknownItemError."""
+    names = [name for name in names_in(path) if name not in SAVE_FILES and TEMPORARY not in name]
+    if _is_jaxckpt_item(path):
+        return _open_jaxckpt_item(path)
+    if TREE_FILE in names:
+        return read_tree(path)
+    if not TREE_DATA_FILES.isdisjoint(names):
+        raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
+    if any(map(is_data_folder, names)):
+        raise DataError(f"{path}/{MANIFEST} is missing: it describes the arrays in this folder")
+    if len(names) == 1 and is_file(f"{path}/{names[0]}"):
+        try:
+            return read_optional(f"{path}/{names[0]}", cast("type[Any]", Any)), {}
+        except DataError:
+            raise _UnknownItemError(f"its only file, {names[0]}, is not JSON") from None
+    if set(names) in ({"jax_random_key", "jax_random_key_metadata"}, {"np_random_key", "np_random_key_metadata"}):
+        return _random_key(path), {}
+    raise _UnknownItemError("it is neither a tree nor JSON")
+
+
+def _required_item(path: str, name: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item that Orbax's own handler wrote, and its metadata."""
+    try:
+        return _read_item(path)
+    except _UnknownItemError as error:
+        raise DataError(f"{path}, {name}, is damaged or has lost files: {error}") from None
+
+
+def _random_key(path: str) -> Tree:
+    """An item that Orbax's handlers of random keys wrote."""
+    (kind,) = (name for name in names_in(path) if name in ("jax_random_key", "np_random_key"))
+    tree, _ = read_tree(f"{path}/{kind}")
+    match tree, read_optional(f"{path}/{kind}_metadata/metadata", dict[str, bool]) or {}:
+        case {"checkpoint": ForeignArray() as raw}, {"typed": typed}:
+            # Their implementation is not recorded. Orbax uses JAX's default, which the width of a key determines.
+            impl = "rbg" if raw.shape[-1:] == (4,) else "threefry2x32"
+            return replace(raw, kind="key", impl=impl) if typed else raw
+        case list() as state, {"legacy": True}:
+            return tuple(state)
+        case dict() as state, {"legacy": False}:
+            return state
+        case _:
+            raise DataError(f"{path} is not a random key")
+
+
+# Items that jaxckpt wrote ---------------------------------------------------------------------------------
+
+
+def _is_jaxckpt_item(path: str) -> bool:
+    return is_file(f"{path}/{MANIFEST}")
+
+
+def _has_lost_manifest(path: str, names: Collection[str]) -> bool:
+    """Whether this is an item of jaxckpt without its manifest, in a step that Orbax has committed."""
+    if MANIFEST in names or not any(map(is_data_folder, names)):
+        return False
+    step = os.path.dirname(path)
+    return STEP_FILE in names_or_empty(step) and not _unfinished_reason(path) and not _unfinished_reason(step)
+
+
+def _native(path: str) -> NativeCheckpoint:
+    store = store_at(path, Options())
+    return NativeCheckpoint(store, load_manifest(store)[0])
+
+
+def _open_jaxckpt_item(path: str) -> tuple[Tree, dict[str, Any]]:
+    """The tree of an item that jaxckpt has written, as part of a step, and its metadata."""
+    source = _native(path)
+    manifest = source.manifest
+    readers = [source.array_reader(number) for number in range(len(manifest.stacks))]
+    tree = unflatten(manifest.tree, [_leaf_from_record(manifest, readers, record) for record in manifest.leaves])
+    return tree, {} if manifest.metadata is None else {"custom_metadata": manifest.metadata}
+
+
+def _leaf_from_record(manifest: Manifest, readers: Sequence[ArrayReader], record: LeafRecord) -> Any:
+    if record.stack is None or record.row is None:
+        return decode_value(record.kind, record.value or "")
+    return as_foreign(SavedLeaf(manifest, record), StackRow(readers[record.stack], record.row))

@@ -1,0 +1,265 @@
+"""Reads and writes safetensors: one file, or a folder of shards with an index as in Hugging Face's repositories.
+
+8 bytes: length of the header ─▶ the header, JSON: name ─▶ dtype, shape, data_offsets ─▶ the tensors, without gaps
+(github.com/huggingface/safetensors)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt._formats.export import Data, arrays_of, n_bytes, slabs, write_json
+from jaxckpt._formats.local_files import (
+    Index,
+    convert_checked,
+    from_json,
+    list_names,
+    opened,
+    read_at,
+    read_indexed,
+    read_json,
+)
+from jaxckpt._formats.pickles import unreadable
+from jaxckpt._formats.shards import FileData
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.tree import Tree, nested_dicts
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import Report
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.formats import Format
+from jaxckpt._sources.source import Source
+from jaxckpt.errors import DataError, InputError, NotACheckpointError, TreeError, show_path
+
+MAX_HEADER_BYTES = 100_000_000
+"""The largest header that the format allows."""
+
+MAX_BYTES = (1 << 63) - 1
+"""The largest tensor, with sides of 0 counted as 1: NumPy's limit for an array's shape."""
+
+DTYPE_OF = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+# Bits per element. F4 and F6 are packed, so jaxckpt does not read them. They keep the format's name.
+_BITS = {name: 8 * DTYPES[ours].itemsize for name, ours in DTYPE_OF.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+def read_header(path: str) -> dict[str, ForeignArray]:
+    """The tensors of a .safetensors file, in order of their offsets. Only the header is read.
+
+    Raises DataError if the file is truncated, or its tensors overlap, leave a gap, or do not fit their shapes.
+    """
+    with opened(path) as handle:
+        size = os.fstat(handle).st_size
+        _, header = _parse_header(path, handle, size)
+        start = 8 + int.from_bytes(read_at(handle, 8, 0), "little")
+    tensors: dict[str, ForeignArray] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
+        if entry.dtype not in _BITS:
+            raise DataError(
+                f"{path}: {show_path(name)} has dtype {entry.dtype[:40]!r}, which the format does not define"
+            )
+        first, last = entry.data_offsets
+        if first != end:
+            kind = "overlap another tensor" if first < end else "leave a gap before them"
+            raise DataError(
+                f"{path}: bytes {first} to {last}, those of {show_path(name)}, {kind}: expected to start at {end}"
+            )
+        bits = _BITS[entry.dtype] * math.prod(entry.shape)
+        if bits != 8 * (last - first):
+            raise DataError(
+                f"{path}: {show_path(name)} has {last - first} bytes, expected {-(-bits // 8)} of"
+                f" {entry.dtype}{list(entry.shape)}"
+            )
+        if _BITS[entry.dtype] * math.prod(side or 1 for side in entry.shape) > 8 * MAX_BYTES:
+            raise DataError(f"{path}: {show_path(name)} has shape {list(entry.shape)}, which is too large to address")
+        dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
+        tensors[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
+        end = last
+    if start + end != size:
+        raise DataError(f"{path} is {size} bytes long, expected {start + end} from its header")
+    return tensors
+
+
+def read_metadata(path: str) -> dict[str, str]:
+    """The metadata in the header of a .safetensors file. Raises DataError."""
+    with opened(path) as handle:
+        return _parse_header(path, handle, os.fstat(handle).st_size)[0]
+
+
+def _parse_header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """The metadata and the entries in the header of a .safetensors file of `size` bytes. Raises DataError."""
+    length = int.from_bytes(read_at(handle, 8, 0), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise DataError(
+            f"{path} is not a .safetensors file, or was truncated: its header would be {length} bytes, the file is"
+            f" {size}"
+        )
+    text, what = read_at(handle, length, 8), f"the header of {path}"
+    if not text.startswith(b"{"):
+        raise DataError(f"{what} is damaged: it does not start with '{{'")
+    record = from_json(what, text, dict[str, Any])
+    metadata = record.pop("__metadata__", None)
+    notes = convert_checked(what, {} if metadata is None else metadata, dict[str, str])
+    return notes, convert_checked(what, record, dict[str, _Entry])
+
+
+# Files and folders as checkpoints --------------------------------------------------------------------------
+
+INDEX = ".safetensors.index.json"
+
+
+def recognizes(path: str, names: Collection[str]) -> bool:
+    """Whether this is a .safetensors file, or a folder with such files or with an index of them."""
+    if not names:
+        return path.endswith(".safetensors")
+    return any(name.endswith(INDEX) for name in names) or bool(_tensor_files(names))
+
+
+def owned_names(path: str, names: Collection[str]) -> set[str]:
+    """The names in the folder `path` that belong to this format."""
+    indices = [name for name in names if name.endswith(INDEX)]
+    files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
+    if indices:
+        return {*indices, *files}
+    alone = _tensor_files(names)
+    return set(alone) if len(alone) == 1 else set()
+
+
+def open_safetensors(path: str) -> ForeignCheckpoint:
+    """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
+    Face's files. Raises DataError, InputError, NotACheckpointError."""
+    tensors = {name: _as_readable(array) for name, array in _tensors(path).items()}
+    return compose(path, _as_tree(tensors), "safetensors")
+
+
+def _as_readable(array: ForeignArray) -> ForeignArray:
+    return array if array.dtype in DTYPES else unreadable(f"has dtype {array.dtype}, which jaxckpt cannot read")
+
+
+def _tensors(path: str) -> dict[str, ForeignArray]:
+    if not os.path.isdir(path):
+        return read_header(path)
+    names = list_names(path)
+    indices = sorted(name for name in names if name.endswith(INDEX))
+    if not indices:
+        first, *others = sorted(_tensor_files(names))
+        if others:
+            raise NotACheckpointError(
+                f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them"
+                f" belong together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
+            )
+        return read_header(os.path.join(path, first))
+    if len(indices) > 1:
+        raise InputError(f"{path} has several index files ({', '.join(indices[:5])}): use one folder for each")
+    return read_indexed(path, os.path.join(path, indices[0]), read_header)
+
+
+def _tensor_files(names: Collection[str]) -> list[str]:
+    # Names that start with "." are remains of a killed conversion.
+    return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+
+
+def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
+    if any("/" in name for name in tensors) or [*tensors] == [""]:  # "" is a tree of one leaf
+        try:
+            return nested_dicts(tensors)
+        except TreeError:  # a name is both a leaf and a container of other leaves
+            pass
+    return tensors
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+SHARD_BYTES = 5_000_000_000
+"""The most bytes of tensors in one file of a folder, unless a single tensor is larger: Hugging Face's default."""
+
+
+def write_safetensors(source: Source, path: str, options: Options, report: Report) -> None:
+    """Write one file if `path` ends in .safetensors, otherwise a folder of shards with an index, which Hugging Face's
+    libraries read. Raises TreeError for leaves that the format cannot hold."""
+    arrays = arrays_of(source, options, report, _problem)
+    if path.endswith(".safetensors"):
+        _write_tensors(path, arrays)
+        return
+    shards: list[dict[str, Data]] = [{}]
+    bytes_left = SHARD_BYTES
+    for name, data in arrays.items():
+        if shards[-1] and n_bytes(data) > bytes_left:
+            shards.append({})
+            bytes_left = SHARD_BYTES
+        shards[-1][name] = data
+        bytes_left -= n_bytes(data)
+    os.mkdir(path)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_tensors(os.path.join(path, file), shard)
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(map(n_bytes, arrays.values()))}, "weight_map": weight_map}
+    write_json(os.path.join(path, f"model{INDEX}"), index, indent=2)
+
+
+def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
+    if dtype.name not in _NAME_OF:
+        return f"is {dtype.name}, which jaxckpt does not write to safetensors"
+    return "has a name that safetensors reserves" if path == "__metadata__" else None
+
+
+_NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
+
+
+def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
+    """Write one .safetensors file."""
+    # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    # transformers before 5 loads no file with "np" here.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, data in ordered:
+        start, end = end, end + n_bytes(data)
+        header[name] = _Entry(_NAME_OF[data.dtype.name], tuple(data.shape), (start, end))
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, data in ordered:
+            for slab in slabs(data):
+                file.write(slab.data)
+
+
+FORMAT = Format("safetensors", recognizes, open_safetensors, owned_names, write_safetensors, (".safetensors",))

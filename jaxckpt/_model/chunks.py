@@ -1,0 +1,152 @@
+"""The chunks of an object's data in memory, in place or gathered, and the digest of their content."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._model import zarr
+from jaxckpt._model.grid import Box, contains, extent, intersection, slices_within
+from jaxckpt._model.pieces import Array, Bytes, Pieces, as_bits
+from jaxckpt._model.stacks import Stack
+from jaxckpt._model.zarr import Chunks
+
+SAMPLE_BYTES = 1 << 10
+"""Approximate bytes at each place of a sample."""
+
+SAMPLE_EVERY_BYTES = 4 << 20
+"""Bytes of an object for each place of its sample, up to 16 places. A place costs about 3 µs."""
+
+
+def chunks_of(
+    stack: Stack, index: tuple[int, ...], pieces: Pieces, flush: Callable[[], object]
+) -> Iterator[tuple[Sequence[int], Bytes]]:
+    """All chunks of an object, in groups: (chunk numbers, their data in that order).
+
+    Calls `flush` before it overwrites data that it has yielded. `flush` must finish using that data.
+    """
+    size = stack.chunk_stored_bytes - 4
+    scratch, used = np.empty(0, np.uint8), 0
+    parts = pieces.separate_arrays(stack.chunk)
+    for box, array in [(pieces.box, pieces.single_array)] if parts is None else parts:
+        in_order = array is not None and array.flags.c_contiguous
+        run = zarr.contiguous_chunk_numbers(stack, index, box) if in_order else None
+        if array is not None and run is not None:
+            yield run, array.reshape(-1).view(np.uint8)
+            continue
+        source = pieces if array is None else Pieces(box, pieces.dtype, box[0][1] - box[0][0], [[(box, array)]])
+        for block in zarr.chunk_runs(stack, index, box):
+            data = None if array is None else contiguous_bytes(block.box, box, array)
+            if data is None:
+                needed = len(block.numbers) * size
+                if used + needed > len(scratch):
+                    flush()
+                    used = 0
+                    if needed > len(scratch):
+                        scratch = np.empty(max(needed, zarr.CHUNK_BATCH_BYTES), np.uint8)
+                data = source.gather(block.box, scratch[used:])
+                used += needed
+            yield block.numbers, data
+
+
+def contiguous_bytes(block: Box, box: Box, target: Array) -> Bytes | None:
+    """The bytes of `target`, which holds `box`, that correspond to a block of chunks; None unless `box` contains the
+    block and these bytes are contiguous."""
+    if not contains(box, block):
+        return None
+    place = target[slices_within(block, box)]
+    return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
+
+
+def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Box, Array]]) -> None:
+    """Copy the overlap of some chunks and each wanted box of the stack into the array of that box.
+
+    `data` has the chunks in sequence, each followed by its checksum. One call copies all chunks that are inside a box.
+    """
+    sides = stack.chunk
+    grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
+    next_chunks = _strides(grid, chunks.slowest, stack.chunk_stored_bytes)
+    next_elements = _strides(sides, range(len(sides)), stack.itemsize)
+    for part, target in wanted:
+        common = intersection(part, chunks.box)
+        if common is None:
+            continue
+        bits = as_bits(target)
+        spans = [_spans(a - o, b - o, side) for (a, b), (o, _), side in zip(common, chunks.box, sides, strict=True)]
+        shift = [origin - first for (origin, _), (first, _) in zip(chunks.box, part, strict=True)]
+        for chosen in itertools.product(*spans):
+            place = bits[tuple([slice(a + s, b + s) for (a, b), s in zip(chosen, shift, strict=True)])]
+            offset, shape, strides = 0, list[int](), list[int]()
+            for (start, stop), side, next_chunk, next_element in zip(
+                chosen, sides, next_chunks, next_elements, strict=True
+            ):
+                offset += start // side * next_chunk + start % side * next_element
+                count = max(1, (stop - start) // side)
+                for length, step in ((count, next_chunk), ((stop - start) // count, next_element)):
+                    if length > 1:
+                        shape.append(length)
+                        strides.append(step)
+            np.copyto(place.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
+
+
+def _strides(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:
+    """The stride of each dimension, in units of `step`, if the dimensions are ordered as in `slowest`."""
+    steps = [0] * len(sides)
+    for dim in reversed(slowest):
+        steps[dim] = step
+        step *= sides[dim]
+    return steps
+
+
+def _spans(start: int, stop: int, side: int) -> Iterator[tuple[int, int]]:
+    """A range, cut into a run of whole chunks of this side and the partial chunks before and after it."""
+    while start < stop:
+        whole = start % side == 0 and stop - start >= side
+        end = stop // side * side if whole else min(stop, (start // side + 1) * side)
+        yield start, end
+        start = end
+
+
+def content_digest(stack: Stack, index: tuple[int, ...], pieces: Pieces) -> str:
+    """128-bit XXH3 of the uncompressed content of an object's chunks, as docs/format.md defines it."""
+    size = stack.chunk_stored_bytes - 4
+    entries: list[tuple[int, bytes]] = []
+    for numbers, data in chunks_of(stack, index, pieces, lambda: None):
+        entries += zip(numbers, map(chunk_digest, data.reshape(-1, size)), strict=True)
+    return combined_digest(entries)
+
+
+def chunk_digest(data: Any) -> bytes:
+    """128-bit XXH3 of the uncompressed content of a chunk."""
+    import xxhash  # imported only by saves that compare content
+
+    return xxhash.xxh3_128_digest(data)
+
+
+def combined_digest(entries: Iterable[tuple[int, bytes]]) -> str:
+    """The digest of an object's content from the number and the digest of each chunk."""
+    import xxhash  # imported only by saves that compare content
+
+    return xxhash.xxh3_128_hexdigest(
+        b"".join(number.to_bytes(8, "little") + found for number, found in sorted(entries))
+    )
+
+
+def sample_digest(pieces: Pieces) -> bytes:
+    """A digest of a few short runs of elements, spread evenly over an object. If it differs from that of an object with
+    the same pieces, so does the content, or elements outside of the object; the reverse does not hold."""
+    import xxhash  # imported only by saves that compare content
+
+    last = min(16, 3 + math.prod(extent(pieces.box)) * pieces.dtype.itemsize // SAMPLE_EVERY_BYTES) - 1
+    found = xxhash.xxh3_64()
+    for place in range(last + 1):
+        group = pieces.groups[(len(pieces.groups) - 1) * place // last]
+        _, array = group[(len(group) - 1) * place // last]
+        count = min(array.size, SAMPLE_BYTES // array.itemsize)
+        start = (array.size - count) * place // last
+        found.update(array.flat[start : start + count].tobytes())
+    return found.digest()

@@ -1,0 +1,215 @@
+"""The records of manifest.json: everything that is known about a checkpoint without reading its arrays."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Annotated, Any
+
+import msgspec
+
+from jaxckpt._model import zarr
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Spec
+from jaxckpt._model.stacks import Stack
+from jaxckpt._model.tree import Structure
+
+MAX_INTEGER = 1 << 62
+"""The largest integer, for example of a step or an array's bytes. Larger ones would overflow offsets."""
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class MeshRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mesh of saved leaves."""
+
+    axes: dict[str, Size]
+    """Size of each axis, in order."""
+
+    devices: list[Size]
+    """Ids of its devices, in row-major order of the axes."""
+
+    types: list[str]
+    """For each axis: "Auto", "Explicit" or "Manual"."""
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of_axes(axes: tuple[tuple[str, int], ...]) -> MeshRecord:
+        """A mesh with these axes on devices 0, 1, …: one record for all leaves on such a mesh."""
+        return MeshRecord(dict(axes), list(range(math.prod(size for _, size in axes))), ["Auto"] * len(axes))
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The layout of saved leaves: a spec on a mesh, or the one device to which they were committed.
+
+    With neither, they were uncommitted: JAX had put them on its default device and could move them.
+    """
+
+    mesh: Size | None = None
+    """Index of the mesh."""
+
+    spec: list[list[str]] = []
+    """For each leading dimension, the mesh axes that split it."""
+
+    device: Size | None = None
+    """Id of the single device."""
+
+    memory: str | None = None
+    """Memory kind, if it was not the device's default."""
+
+    opaque: bool = False
+    """Whether it was a sharding over several devices other than a NamedSharding, which cannot be recorded."""
+
+
+class LeafRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A leaf: an array in a row of a stack, or a small value in the manifest."""
+
+    path: str
+
+    kind: str
+    """"jax", "numpy", "numpy_scalar", "key" (a typed PRNG key), "str", "bytes", "int", "float", "bool", "complex"."""
+
+    stack: Size | None = None
+    row: Size | None = None
+
+    layout: Size | None = None
+    """Index of the layout, for kinds "jax" and "key"."""
+
+    value: str | None = None
+    """The value as text, for a leaf that is not in a stack."""
+
+    impl: str | None = None
+    """PRNG implementation, for kind "key"; the array holds its raw data with trailing dimensions of its own."""
+
+    weak: bool = False
+    """Whether an array of kind "jax" had a weak type, as jnp.asarray(0.5) has."""
+
+
+class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A Zarr array and its objects."""
+
+    name: str
+    dtype: str
+    shape: list[Size]
+    """Shape of one row."""
+
+    rows: Size
+    chunk: list[Size]
+    object: list[Size]
+    sha256: str
+    """SHA-256 of its zarr.json, in hexadecimal digits."""
+
+    objects: dict[str, tuple[Size, str]]
+    """For each object, by its grid index ("0/1/0"): its length in bytes and its digest."""
+
+    compression: str | None = None
+
+    contents: dict[str, str] = {}
+    """For each object, by grid index: the digest of its content, if recorded."""
+
+    @classmethod
+    def of(
+        cls, stack: Stack, objects: dict[str, tuple[int, str]], contents: dict[str, str] | None = None
+    ) -> StackRecord:
+        sides = list(stack.chunk), list(stack.object)
+        sha256 = hashlib.sha256(zarr.metadata(stack)).hexdigest()
+        head = stack.name, stack.dtype, list(stack.shape), stack.rows
+        return cls(*head, *sides, sha256, objects, stack.compression, contents or {})
+
+    def length_and_digest(self, index: tuple[int, ...]) -> tuple[int, str]:
+        """Length and digest of the object at a grid index."""
+        return self.objects["/".join(map(str, index))]
+
+    def stack(self) -> Stack:
+        sides = tuple(self.chunk), tuple(self.object)
+        return Stack(self.name, self.dtype, tuple(self.shape), self.rows, *sides, self.compression)
+
+
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a Checkpointer records about a training step."""
+
+    number: Size
+    metrics: dict[str, float | None] = {}
+    """The metrics by name; None for values that were not finite."""
+
+    dropped: list[str] = []
+    """Paths of the subtrees that were dropped after the save."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """Everything that is known about a checkpoint without reading its arrays."""
+
+    format: str
+    version: int
+    save_id: str
+    created: str
+    """The time of the save: UTC, ISO 8601. Informational only."""
+
+    libraries: dict[str, str]
+    metadata: Any
+    """The user's metadata, any JSON value."""
+
+    tree: Structure
+    leaves: list[LeafRecord]
+    meshes: list[MeshRecord]
+    layouts: list[LayoutRecord]
+    stacks: list[StackRecord]
+
+    process_states: list[tuple[Size, str]] = []
+    """For each process that saved, length and SHA-256 of its state's file; empty without `process_state`."""
+
+    step: StepRecord | None = None
+    """The record of a Checkpointer, if one saved this."""
+
+    phase_seconds: dict[str, list[Seconds]] = {}
+    """For each phase of the save, the seconds that each process had spent in it when it had written its share.
+    Informational only."""
+
+    @property
+    def data_folder(self) -> str:
+        """Name of the folder that holds the arrays."""
+        return f"data-{self.save_id}"
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Index of each leaf by its path."""
+        return dict(zip([leaf.path for leaf in self.leaves], range(len(self.leaves)), strict=True))
+
+    @functools.cached_property
+    def decoded_stacks(self) -> list[Stack]:
+        """The stacks, as arguments for plans."""
+        return [record.stack() for record in self.stacks]
+
+    @functools.cached_property
+    def ties(self) -> dict[int, int]:
+        """For each leaf that shares its row with an earlier leaf: the index of the first leaf in that row."""
+        places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]
+        if len({place for _, place in places}) == len(places):
+            return {}
+        first = dict[tuple[int, int | None], int]()
+        return {number: one for number, place in places if (one := first.setdefault(place, number)) != number}
+
+    def stack_and_row(self, leaf: LeafRecord) -> tuple[int, int]:
+        """(stack, row) of a leaf in a stack."""
+        assert leaf.stack is not None, leaf
+        assert leaf.row is not None, leaf
+        return leaf.stack, leaf.row
+
+    def leaf_shape(self, leaf: LeafRecord) -> tuple[int, ...]:
+        """Shape of a leaf in a stack; for a PRNG key, of its raw data."""
+        return tuple(self.stacks[self.stack_and_row(leaf)[0]].shape)
+
+    def leaf_bytes(self, leaf: LeafRecord) -> int:
+        """Bytes of a leaf's data; 0 for a leaf that is not in a stack."""
+        if leaf.stack is None:
+            return 0
+        return math.prod(self.leaf_shape(leaf)) * DTYPES[self.stacks[leaf.stack].dtype].itemsize
+
+    def leaf_layout(self, leaf: LeafRecord) -> tuple[MeshRecord | None, Spec, LayoutRecord]:
+        """(mesh, spec, record) of a leaf's saved layout."""
+        record = self.layouts[leaf.layout] if leaf.layout is not None else LayoutRecord()
+        mesh = None if record.mesh is None else self.meshes[record.mesh]
+        return mesh, tuple(tuple(axes) for axes in record.spec), record

@@ -1,0 +1,211 @@
+"""`select` chooses leaves by path, and `rename` changes their paths."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from jaxckpt._model.paths import closest_hint, join_paths, path_prefixes, relative_path
+from jaxckpt.errors import InputError, TreeError, show_count, show_lines, show_path
+
+Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
+
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """The meaning of a `select` argument: a test of leaf paths."""
+
+    tests: tuple[tuple[str, Callable[[str], bool]], ...]
+    """Each entry of `select` as the user wrote it, and its test."""
+
+    def __call__(self, path: str) -> bool:
+        return any(test(path) for _, test in self.tests)
+
+    def choose(self, paths: Collection[str], where: str = "the checkpoint") -> list[bool]:
+        """Whether each path is selected. Raises TreeError if an entry selects none of them."""
+        unused = list(self.tests)
+        chosen: list[bool] = []
+        for path in paths:
+            hits = [entry for entry in unused if entry[1](path)] if unused else []
+            for entry in hits:
+                unused.remove(entry)
+            chosen.append(bool(hits) or self(path))
+        if unused and paths:
+            raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
+        if not self.tests:
+            raise TreeError("select has no entries, so it selects nothing; omit it to select everything")
+        return chosen
+
+
+def parse_select(select: Select | None) -> Selector:
+    """A test of leaf paths.
+
+    A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
+    the leaves whose path, or the path of a container above them, it matches. Several patterns select the union.
+
+    Raises InputError for anything else. Call this once per argument, because a generator can be read only once.
+    """
+    if select is None:
+        return Selector((("**", lambda path: True),))
+    if callable(select):
+        return Selector(((_abbreviate(select), functools.partial(_call_select, select)),))
+    if isinstance(select, (str, re.Pattern)):
+        return Selector((_parse_pattern(select),))
+    if isinstance(select, Iterable) and not isinstance(select, (bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Selector(tuple(map(_parse_pattern, select)))
+    raise _invalid_select_error(select)
+
+
+def _invalid_select_error(found: object) -> InputError:
+    return InputError(
+        "select must be a glob, a compiled regular expression of str, a list of them, or a function of the path that"
+        f" returns a bool, found {_abbreviate(found)}"
+    )
+
+
+def _abbreviate(value: object) -> str:
+    return f"re.compile({value.pattern!r})" if isinstance(value, re.Pattern) else reprlib.repr(value)
+
+
+def _call_select(select: Callable[[str], bool], path: str) -> bool:
+    """The result of a `select` function for a path. Raises InputError unless it is a bool."""
+    answer = select(path)
+    if not isinstance(answer, (bool, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"select returned {reprlib.repr(answer)} for leaf {show_path(path)}; expected True or False")
+    return bool(answer)
+
+
+def _parse_pattern(pattern: object) -> tuple[str, Callable[[str], bool]]:
+    """A pattern as the user wrote it, and its test of a path."""
+    if isinstance(pattern, str):
+        expression = _glob(pattern)
+        return repr(pattern), lambda path: expression.fullmatch(path) is not None
+    if not isinstance(pattern, re.Pattern) or not isinstance(pattern.pattern, str):
+        raise _invalid_select_error(pattern)
+    expression = cast("re.Pattern[str]", pattern)
+
+    def matches(path: str) -> bool:
+        parts = path.split("/")
+        return any(expression.fullmatch("/".join(parts[:end])) for end in range(1, len(parts) + 1))
+
+    return _abbreviate(pattern), matches
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """A regular expression for the paths that a glob matches, and for all paths below them."""
+    out: list[str] = []
+    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
+        match token:
+            case "**/":  # any number of components
+                out.append("(?:.*/)?")
+            case "**":
+                out.append(".*")
+            case "*":
+                out.append("[^/]*")
+            case "?":
+                out.append("[^/]")
+            case _ if token.startswith("[") and token.endswith("]"):
+                out.append(f"(?!/){fnmatch.translate(token)[4:-3]}")
+            case _:
+                out.append(re.escape(token))
+    body = "".join(out)
+    if "[" in pattern:  # a pattern with brackets also matches the path that is spelled like it
+        body += f"|{re.escape(pattern)}"
+    return re.compile(f"(?s:(?:{body})(?:/.*)?)")
+
+
+def rename_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
+    """Saved paths → new paths. A mapping names leaves or containers; the longest matching name applies.
+
+    Raises InputError for anything else, and TreeError if a name matches no path or two leaves get the same path.
+    """
+    if rename is None:
+        return list(paths)
+    if callable(rename):
+        new = [_new_path(rename, path) for path in paths]
+    else:
+        mapping = _require_mapping(rename)
+        new = [_rename_path(mapping, path) for path in paths]
+        unused = mapping.keys() - {head for path in paths for head in path_prefixes(path)}
+        if unused and paths:
+            raise TreeError(_unmatched("rename", map(repr, sorted(unused)), paths, "the checkpoint"))
+    if len(set(new)) != len(new):
+        olds: dict[str, str] = {}
+        for old, path in zip(paths, new, strict=True):
+            if path in olds:
+                raise TreeError(f"rename= gives {show_path(olds[path])} and {show_path(old)} the same path {path!r}")
+            olds[path] = old
+    return new
+
+
+def origins(rename: Rename | None, path: str) -> list[str] | None:
+    """The saved paths that `rename` would turn into `path`; None if unknown, because it is a function."""
+    if rename is None:
+        return [path]
+    if callable(rename):
+        return None
+    tails = [(old, relative_path(new, path)) for old, new in rename.items()]
+    candidates = [path, *(join_paths(old, tail) for old, tail in tails if tail is not None)]
+    return [old for old in dict.fromkeys(candidates) if _rename_path(rename, old) == path]
+
+
+def _new_path(rename: Callable[[str], str], path: str) -> str:
+    """The result of a `rename` function for a path. Raises InputError, TreeError unless it is a valid path."""
+    new = rename(path)
+    if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show_path(path)}; expected a path, a str")
+    _require_components(path, new)
+    return str.__str__(new)
+
+
+def _require_components(old: str, new: str) -> None:
+    """Raise TreeError if a new path has an empty component, which no key can produce."""
+    if new and "" in new.split("/"):
+        raise TreeError(
+            f"rename gives {show_path(old)} the path {new!r}, which has an empty component; the empty key is written"
+            " '~2'"
+        )
+
+
+def _require_mapping(rename: object) -> Mapping[str, str]:
+    if not isinstance(rename, Mapping):
+        raise InputError(
+            "rename must be a mapping of saved paths to wanted paths, or a function of the saved path, found"
+            f" {_abbreviate(rename)}"
+        )
+    mapping = cast("Mapping[object, object]", rename)
+    for old, new in mapping.items():
+        if not isinstance(old, str) or not isinstance(new, str):
+            raise InputError(f"rename maps {_abbreviate(old)} to {_abbreviate(new)}; both must be paths, str")
+        _require_components(old, new)
+    return cast("Mapping[str, str]", mapping)
+
+
+def _rename_path(mapping: Mapping[str, str], path: str) -> str:
+    """A path with its longest head that is in the mapping replaced."""
+    for head in path_prefixes(path):
+        if head in mapping:
+            return join_paths(mapping[head], relative_path(head, path) or "")
+    return path
+
+
+def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
+    """The error for entries of an argument that match nothing, with hints."""
+    texts = list(entries)
+    known = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
+    # Each hint needs a scan of all paths.
+    hints = [closest_hint(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
+    lines = [
+        f"{text} matches none of the {show_count(len(paths), 'leaf')} of {where}{hint}"
+        for text, hint in zip(texts, hints, strict=True)
+    ]
+    return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{show_lines(lines)}"

@@ -1,0 +1,292 @@
+"""The structure of a tree, as JSON: checking it, walking through it, and rebuilding the tree from it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import keyword
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from jaxckpt._model.keys import Key, decode_keys, keys_problem
+from jaxckpt._model.paths import are_strings, escape_key, escape_keys, join_paths, unescape_key
+from jaxckpt.errors import TreeError, show_path
+
+MAX_DEPTH = 200
+"""The greatest nesting depth of containers. Deeper trees are refused on save and on read."""
+
+
+Tree = Any
+"""A pytree: any value that JAX can flatten."""
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A container of a tree as it is recorded."""
+
+    type: Literal["list", "tuple", "dict", "ordered_dict", "namedtuple", "custom", "object"]
+    """An "object" is a user's leaf, stored as its state: its only child, which has the path of the object."""
+
+    name: str | None = None
+    """Name of the class of a "namedtuple", "custom" or "object"."""
+
+    keys: tuple[str | int | dict[str, Any], ...] | None = None
+    """One per child, except for a "list", "tuple" or "object". str and int are plain, others tagged with their
+    type."""
+
+    children: tuple[int | Container | None, ...]
+
+
+Structure = int | Container | None
+"""A tree's structure: the number of a leaf, None for an empty position, or a container."""
+
+
+@functools.lru_cache(maxsize=1024)
+def is_namedtuple_restored(name: str, fields: tuple[Any, ...]) -> bool:
+    """Whether `unflatten` makes a namedtuple of this name and with these fields."""
+    try:
+        keys_of(Container(type="namedtuple", name=name, keys=fields, children=(None,) * len(fields)))
+    except ValueError:
+        return False
+    return cast("Any", _namedtuple(name, fields))._fields == fields
+
+
+def paths_of(structure: Structure, max_leaves: int, max_characters: int) -> tuple[list[str], list[int]]:
+    """Path and number of every leaf in order.
+
+    Raises ValueError if the structure is malformed, has more leaves than allowed, or has more characters in paths
+    before their last "/" than allowed: a long key above many leaves creates paths that exhaust memory.
+    """
+    structure = unwrap_object(structure)
+    if structure is None:
+        return [], []
+    if isinstance(structure, int):
+        return [""], [structure]
+    paths: list[str] = []
+    numbers: list[int] = []
+    known: dict[tuple[Any, ...], Iterable[str]] = {}  # a cache: many containers of a model have equal keys
+
+    def visit(node: Container, heads: tuple[str, ...], n_characters: int) -> None:
+        nonlocal max_leaves, max_characters
+        if len(heads) >= MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} containers")
+        children: Sequence[Structure] = node.children
+        leaves = [child for child in children if type(child) is int]
+        if len(leaves) < len(children):
+            children = [*map(unwrap_object, children)]
+            leaves = [child for child in children if type(child) is int]
+        max_leaves -= len(leaves)
+        max_characters -= n_characters * len(leaves)
+        if max_leaves < 0 or max_characters < 0:
+            raise ValueError("it has more leaves, or longer paths, than the list of leaves")
+        # Only str keys: an attacker can choose numbers with equal hashes, which make a dict slow.
+        form = (node.keys, node.type, node.name, len(children)) if node.keys and are_strings(node.keys) else None
+        names = known.get(form) if form else None
+        if names is None:
+            names = escape_keys(keys_of(node))
+            if form:
+                known[form] = names
+        # Built only above a leaf, so that long keys without leaves cost nothing.
+        head = "/".join((*heads, "")) if leaves else ""
+        if len(leaves) == len(children):
+            paths.extend(map(head.__add__, names))
+            numbers.extend(leaves)
+            return
+        for name, child in zip(names, children, strict=True):
+            if isinstance(child, Container):
+                visit(child, (*heads, name), n_characters + len(name) + 1)
+            elif child is not None:
+                paths.append(head + name)
+                numbers.append(child)
+
+    visit(structure, (), 0)
+    return paths, numbers
+
+
+def keys_of(node: Container) -> Sequence[Key]:
+    """Keys of a container's children. Raises ValueError if its record is malformed."""
+    count = len(node.children)
+    match node:
+        case Container(type="list" | "tuple", name=None, keys=None):
+            return range(count)
+        case Container(type="namedtuple", name=str(name), keys=tuple(fields)) if len(fields) == count:
+            names = cast("tuple[str, ...]", fields)
+            are_names = are_strings(fields) and all(text.isidentifier() for text in (name, *names))
+            if are_names and not keyword.iskeyword(name) and _are_fields(names):
+                return names
+        case (
+            Container(type="dict" | "ordered_dict", name=None, keys=tuple(keys))
+            | Container(type="custom", name=str(), keys=tuple(keys))
+        ) if len(keys) == count:
+            decoded = decode_keys(keys)
+            if not keys_problem(decoded):
+                return decoded
+        case _:
+            pass
+    known = [repr(key)[:40] for key in (node.keys or ())[:8]]
+    raise ValueError(
+        f"a {node.type} of {count} children, name {str(node.name)[:80]!r} and keys {', '.join(known)}"
+        f"{', …' if len(node.keys or ()) > 8 else ''} is not a record of a container"
+    )
+
+
+def _are_fields(names: Sequence[str]) -> bool:
+    """Whether these fields of a namedtuple differ for Python, which compares identifiers by their NFKC form."""
+    plain = [name if name.isascii() else unicodedata.normalize("NFKC", name) for name in names]
+    hidden = any(keyword.iskeyword(seen) and seen != name for name, seen in zip(names, plain, strict=True))
+    return len(set(plain)) == len(plain) and not hidden
+
+
+def unwrap_object(node: Structure) -> Structure:
+    """The stored structure at a position: for an object, its state. Raises ValueError if that record is malformed."""
+    while isinstance(node, Container) and node.type == "object":
+        if node.name is None or node.keys is not None or len(node.children) != 1:
+            raise ValueError(
+                f"an object with {len(node.children)} children is not a valid record: it must have a name and one child"
+            )
+        node = node.children[0]
+    return node
+
+
+def structure_of(tree: Tree) -> Structure:
+    """The structure of nested dicts, as `nested_dicts` builds them, with leaf numbers or objects as leaves."""
+    if isinstance(tree, dict):
+        made = cast("dict[str, Tree]", tree)
+        return Container(type="dict", keys=tuple(made), children=tuple(map(structure_of, made.values())))
+    return tree
+
+
+def all_paths(structure: Structure) -> Iterator[str]:
+    """The path of everything in a structure except its root: containers, leaves and empty positions."""
+    structure = unwrap_object(structure)
+    if isinstance(structure, Container):
+        for name, child in zip(escape_keys(keys_of(structure)), structure.children, strict=True):
+            yield name
+            yield from (f"{name}/{below}" for below in all_paths(child))
+
+
+def subtree(structure: Structure, path: str) -> Structure:
+    """The part of a structure at a path. Raises KeyError if the path does not exist."""
+    if not path:
+        return structure
+    for name in path.split("/"):
+        structure = unwrap_object(structure)
+        if not isinstance(structure, Container):
+            raise KeyError(path)
+        structure = dict(zip(map(escape_key, keys_of(structure)), structure.children, strict=True))[name]
+    return structure
+
+
+def user_objects_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Container]]:
+    """Path and record of each object that is not inside another object."""
+    if not isinstance(structure, Container):
+        return
+    if structure.type == "object":
+        yield path, structure
+        return
+    for name, child in zip(escape_keys(keys_of(structure)), structure.children, strict=True):
+        if isinstance(child, Container):
+            yield from user_objects_of(child, join_paths(path, name))
+
+
+def numbers_of(structure: Structure) -> Iterator[int]:
+    """Numbers of the leaves of a structure."""
+    if isinstance(structure, int):
+        yield structure
+    elif structure is not None:
+        for child in structure.children:
+            yield from numbers_of(child)
+
+
+def unflatten(
+    structure: Structure,
+    values: Mapping[int, Any] | Sequence[Any],
+    revive: Callable[[Container, Any], Any] | None = None,
+) -> Tree:
+    """The tree with `values` (by leaf number) as its leaves, and the containers as they were saved.
+
+    Namedtuples are rebuilt from their recorded name and fields, and custom nodes become dicts of their keys. `revive`
+    turns the state of an object into the object; without it, the state itself is used. If some leaves have no value,
+    call `prune` first.
+    """
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return values[structure]
+    children = [
+        values[child] if type(child) is int else None if child is None else unflatten(child, values, revive)
+        for child in structure.children
+    ]
+    match structure.type:
+        case "dict" | "custom":
+            return dict(zip(decode_keys(structure.keys or ()), children, strict=True))
+        case "list":
+            return children
+        case "tuple":
+            return tuple(children)
+        case "ordered_dict":
+            return collections.OrderedDict(zip(decode_keys(structure.keys or ()), children, strict=True))
+        case "namedtuple":
+            return _namedtuple(structure.name, structure.keys)(*children)
+        case "object":
+            return children[0] if revive is None else revive(structure, children[0])
+
+
+_ABSENT: Any = object()
+
+
+def prune(structure: Structure, numbers: Mapping[int, int]) -> Structure:
+    """The structure with only the leaves in `numbers`, renumbered by it.
+
+    A dict loses the keys of other leaves, and a list or tuple gets None in their place. Containers that become empty
+    are removed. An object becomes the rest of its state.
+    """
+    pruned = _prune(structure, numbers)
+    return None if pruned is _ABSENT else pruned
+
+
+def _prune(node: Structure, numbers: Mapping[int, int]) -> Any:
+    if node is None:
+        return None
+    if isinstance(node, int):
+        return numbers.get(node, _ABSENT)
+    children = [_prune(child, numbers) for child in node.children]
+    if children and all(child is _ABSENT for child in children):
+        return _ABSENT
+    if node.type in ("dict", "ordered_dict", "custom"):
+        pairs = zip(node.keys or (), children, strict=True)
+        kept = [(key, child) for key, child in pairs if child is not _ABSENT]
+        keys, below = tuple(key for key, _ in kept), tuple(child for _, child in kept)
+        return msgspec.structs.replace(node, keys=keys, children=below)
+    if node.type == "object" and len([*numbers_of(children[0])]) < len([*numbers_of(node)]):
+        return children[0]
+    return msgspec.structs.replace(node, children=tuple(None if child is _ABSENT else child for child in children))
+
+
+@functools.lru_cache(maxsize=1024)
+def _namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+    """One class per name and fields, so that two restored trees have equal structure.
+
+    rename=True allows the fields "_0", "_1" of a namedtuple that was created with rename=True.
+    """
+    return cast("Callable[..., Any]", collections.namedtuple(name, fields, rename=True))  # pyright: ignore[reportUntypedNamedTuple]
+
+
+def nested_dicts(values: Mapping[str, Any]) -> Tree:
+    """Nested dicts from paths, the result for a renamed tree. Raises TreeError if a leaf is also a container."""
+    if set(values) == {""}:
+        return values[""]
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = (unescape_key(name) for name in path.split("/"))
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise TreeError(f"after rename, the leaf {show_path(path)} is below another leaf")
+        if last in node:
+            raise TreeError(f"after rename, the leaf {show_path(path)} is also a container of others")
+        node[last] = value
+    return tree

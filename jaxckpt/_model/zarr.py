@@ -1,0 +1,346 @@
+"""The bytes of a stack in Zarr v3: its metadata, and the positions of chunks in its objects."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+import numpy as np
+
+from jaxckpt._model.dtypes import DTYPES, stored_dtype
+from jaxckpt._model.grid import Box, IntArray, touched_cells
+from jaxckpt._model.pieces import Bytes
+from jaxckpt._model.stacks import Stack
+
+ReadRange = Callable[[int, int], Bytes]
+"""(start, stop) → that range of an object, valid until the next call."""
+
+CHUNK_BATCH_BYTES = 1 << 20
+"""Bytes of chunks that are gathered, checksummed and written together, so that they stay in a core's cache."""
+
+WINDOW_BYTES = 4 << 20
+"""Bytes of an object that are checked together."""
+
+_BLOSC_HEADER_BYTES = 16  # version, flags, typesize; then the decoded length, the block length and the encoded length
+
+ABSENT = 0xFFFFFFFFFFFFFFFF  # the offset and length of a chunk that is not stored
+
+
+def metadata(stack: Stack) -> bytes:
+    """The stack's zarr.json. It depends only on the stack, so readers need not trust the stored copy."""
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    data_type = stored_dtype(stack.dtype)
+    plain = {"name": "bytes"} if DTYPES[stack.dtype].itemsize == 1 else little
+    codecs: list[dict[str, Any]] = [plain]
+    if stack.compression == "zstd":
+        codecs.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
+    elif stack.compression == "blosc":
+        size = DTYPES[stack.dtype].itemsize
+        # Measured (docs/performance.md): grouping bits by position helps for elements of 2 bytes and more.
+        shuffle = "noshuffle" if size == 1 else "bitshuffle"
+        settings = {"cname": "zstd", "clevel": 1, "shuffle": shuffle, "typesize": size, "blocksize": 0}
+        codecs.append({"name": "blosc", "configuration": settings})
+    codecs.append({"name": "crc32c"})
+    complex_dtype = data_type.startswith("complex")
+    fill: Any = [0.0, 0.0] if complex_dtype else 0.0 if data_type.startswith("float") else 0
+    sharding = {
+        "chunk_shape": stack.chunk,
+        "codecs": codecs,
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": stack.array_shape,
+            "data_type": data_type,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": stack.object}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if data_type == "bool" else fill,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": {"jaxckpt": {"dtype": stack.dtype}},
+        }
+    ).encode()
+
+
+def object_key(stack: Stack, index: tuple[int, ...]) -> str:
+    """The key of an object below the data folder."""
+    return f"{stack.name}/c/{'/'.join(map(str, index))}"
+
+
+def read_digest(read: ReadRange, stack: Stack, length: int) -> str:
+    """Digest of an object of `length` bytes; "" if its index points outside of it.
+
+    It is the crc32c of the checksums at the ends of the object's chunks, in index order. It distinguishes the contents
+    of objects at the cost of reading 4 bytes per chunk. It is also "" if a chunk would decode to a wrong length.
+    """
+    data_bytes = length - stack.index_bytes
+    if data_bytes < 0:
+        return ""
+    entries = read(data_bytes, length)[:-4].view("<u8").reshape(-1, 2).astype("<u8")
+    present = entries[entries[:, 0] != ABSENT]
+    if not _inside(present, data_bytes) or _wrong_decoded_lengths(read, stack, present.astype(np.int64).tolist()):
+        return ""
+    ends = present.sum(axis=1).astype(np.int64).tolist()
+    return digest_of(np.frombuffer(b"".join(read(end - 4, end).tobytes() for end in ends), "<u4"))
+
+
+@functools.lru_cache(maxsize=1024)
+def intact_chunks_crc32c(stored_bytes: int, count: int) -> int:
+    """Crc32c of this many intact chunks, each of `stored_bytes` with its checksum at its end.
+
+    It does not depend on their content: after a message and its checksum, the state of a cyclic redundancy check
+    depends only on their length and on the state before (R. N. Williams, "A painless guide to CRC error detection
+    algorithms", 1993). So one call checks many chunks; like a checksum of each, it misses 1 of 2^32 random errors.
+    """
+    zeros = bytes(stored_bytes - 4)
+    chunk = zeros + crc32c.crc32c(zeros).to_bytes(4, "little")
+    return functools.reduce(lambda found, _: crc32c.crc32c(chunk, found), range(count), 0)
+
+
+def digest_of(sums: np.ndarray[Any, Any]) -> str:
+    """Digest of an object whose chunks have these checksums."""
+    return f"{crc32c.crc32c(sums.tobytes()):08x}"
+
+
+Entries = np.ndarray[Any, np.dtype[np.uint64]]
+"""[chunk, 2]: offset and length of each chunk of an object, by its number."""
+
+
+def parse_index(tail: Bytes, data_bytes: int) -> Entries | str:
+    """The entries of the index at the end of an object with this many bytes of chunks, or the index's problem."""
+    if crc32c.crc32c(tail[:-4].data) != int(tail[-4:].view("<u4")[0]):
+        return "has a damaged index: its crc32c does not match"
+    entries = tail[:-4].view("<u8").reshape(-1, 2)
+    present = entries[entries[:, 0] != ABSENT]
+    if not _inside(present, data_bytes):
+        return "has an index that points outside of it, or twice to the same bytes"
+    return entries
+
+
+def _inside(present: Entries, data_bytes: int) -> bool:
+    """Whether all entries of an index point to chunks within this many bytes, which together are not longer."""
+    starts, lengths = present[:, 0], present[:, 1]
+    return not len(present) or bool(
+        lengths.min() >= 4
+        and lengths.max() <= data_bytes
+        and starts.max() <= data_bytes - lengths.min()
+        and (starts + lengths).max() <= data_bytes
+        and lengths.sum(dtype=np.float64) <= data_bytes  # exact below 2^53, and never overflows
+    )
+
+
+def _wrong_decoded_lengths(read: ReadRange, stack: Stack, chunks: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The decoded length, by offset, of each chunk (offset, length) that would decode to a wrong length.
+
+    Only blosc needs this check, because its decoder allocates the size in a chunk's header, up to 2 GiB.
+    """
+    if stack.compression != "blosc":
+        return {}
+    stated = {
+        start: int(read(start + 4, start + 8).view("<u4")[0]) if size >= _BLOSC_HEADER_BYTES + 4 else 0
+        for start, size in chunks
+    }
+    return {start: length for start, length in stated.items() if length != stack.chunk_stored_bytes - 4}
+
+
+def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
+    """The box of the stack in a chunk, by the chunk's number in an object; None if it is outside of the array."""
+    grid = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    place = np.unravel_index(number, grid)
+    sides = zip(index, place, stack.object, stack.chunk, stack.array_shape, strict=True)
+    box = tuple((i * o + int(p) * c, min(i * o + (int(p) + 1) * c, n)) for i, p, o, c, n in sides)
+    return box if all(start < stop for start, stop in box) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of an object that together form one box."""
+
+    numbers: Sequence[int]
+    """Their numbers in the object, in the order of their positions in the box, `slowest` dimension first."""
+
+    box: Box
+    """Their box of the stack, which may extend beyond the stack."""
+
+    slowest: Sequence[int]
+    """The dimensions of the box, from the slowest to the fastest in the order of `numbers`."""
+
+
+def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chunks]:
+    """The chunks of an object that `part`, a box of the stack, touches, grouped into boxes. The chunks of each box, in
+    sequence, are the box in C order. No box is larger than `CHUNK_BATCH_BYTES` unless a chunk is."""
+    counts, first_chunks, ranges = _chunks(stack, index, part)
+    # Cut along one dimension, so that all chunks of a block have length 1 in the dimensions before it.
+    row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
+    along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
+    most = max(1, CHUNK_BATCH_BYTES // stack.chunk_stored_bytes)
+    steps = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
+    # For each dimension and position along it: what the position adds to a chunk's number, and its range in the stack.
+    places = [
+        [(place * step, ((first + place) * side, (first + place + 1) * side)) for place in range(*bounds)]
+        for step, first, side, bounds in zip(steps, first_chunks, stack.chunk, ranges, strict=True)
+    ]
+    stride, slowest = steps[along], range(len(counts))
+    for at in range(0, len(places[along]), most):
+        some = places[along][at : at + most]
+        together = [(some[0][0], (some[0][1][0], some[-1][1][1]))]
+        for chosen in itertools.product(*places[:along], together, *places[along + 1 :]):
+            first = sum([number for number, _ in chosen])
+            box = tuple([side for _, side in chosen])
+            yield Chunks(range(first, first + len(some) * stride, stride), box, slowest)
+
+
+def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: IntArray, max_bytes: int) -> Iterator[Chunks]:
+    """The chunks of an object that `part`, a box of the stack, touches, in as few boxes as possible. No box is larger
+    than `max_bytes` unless a chunk is. Its chunks are neighbors in the file; `starts` has the offset of each chunk by
+    its number."""
+    counts, first_chunks, ranges = _chunks(stack, index, part)
+    numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
+    steps, cuts = list[int](), list[list[int]]()
+    for dim, length in enumerate(numbers.shape):
+        if length == 1:
+            steps.append(1 << 62)
+            cuts.append([0, 1])
+            continue
+        found = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
+        steps.append(int(found[found > 0].min(initial=1 << 62)))
+        # Cut where the spacing changes: the object was written in several parts.
+        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])
+    slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
+    room = max(1, max_bytes // stack.chunk_stored_bytes)
+    spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
+    for dim in reversed(slowest):
+        pieces = list(itertools.pairwise(cuts[dim]))
+        longest = max(b - a for a, b in pieces)
+        side = -(-longest // -(-longest // room))
+        spans[dim] = [(at, min(at + side, b)) for a, b in pieces for at in range(a, b, side)]
+        room = room // longest if side == longest else 1
+    origins = [first + start for first, (start, _) in zip(first_chunks, ranges, strict=True)]
+    for place in itertools.product(*spans):
+        some = numbers[tuple(slice(*span) for span in place)].transpose(slowest).ravel()
+        box = tuple(((o + a) * c, (o + b) * c) for o, (a, b), c in zip(origins, place, stack.chunk, strict=True))
+        yield Chunks(some.tolist(), box, slowest)
+
+
+def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
+    """The numbers of the chunks of `part`, a box of the stack in one object, if the part in C order consists of these
+    chunks in sequence; otherwise None."""
+    row, side = index[0] * stack.object[0], stack.chunk[0]
+    (start, stop), *rest = part
+    origins = (i * o for i, o in zip(index[1:], stack.object[1:], strict=True))
+    region = tuple([(a - o, b - o) for (a, b), o in zip(rest, origins, strict=True)])
+    found = _contiguous_in_rows(stack.chunk[1:], stack.object[1:], region, side > 1)
+    if found is None or start % side or stop % side:
+        return None
+    count, numbers = found
+    rows = range((start - row) // side, (stop - row) // side)
+    return [place * count + number for place in rows for number in numbers]
+
+
+@functools.lru_cache(maxsize=256)
+def _contiguous_in_rows(
+    chunk: tuple[int, ...], sides: tuple[int, ...], region: Box, begun: bool
+) -> tuple[int, tuple[int, ...]] | None:
+    """For `contiguous_chunk_numbers`, without the rows, because objects and rows repeat their regions: the number of
+    chunks in the sides of an object, and the chunks' numbers. `begun`: a chunk has several rows."""
+    count, numbers = 1, [0]
+    for (start, stop), side, whole in zip(region, chunk, sides, strict=True):
+        if start % side or stop % side or (begun and stop - start > side):
+            return None
+        begun = begun or side > 1
+        count *= whole // side
+        places = range(start // side, stop // side)
+        numbers = [number * (whole // side) + place for number in numbers for place in places]
+    return count, tuple(numbers)
+
+
+def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """For each dimension of an object: its number of chunks, the stack's index of its first chunk, and the range of its
+    chunks that `part` touches."""
+    counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
+    first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched_cells(part, stack.chunk), first_chunks, strict=True)]
+    return counts, first_chunks, ranges
+
+
+def object_problems(
+    read: ReadRange, stack: Stack, index: tuple[int, ...], length: int, expected_digest: str
+) -> Iterator[tuple[Box | None, str]]:
+    """The problems of an object, which should have `length` bytes and the digest `expected_digest`. `read(start, stop)`
+    reads a range.
+
+    Reads every chunk once and computes its checksum. Yields (box of the stack, or None for the whole object, reason).
+    """
+    data_bytes = length - stack.index_bytes
+    if data_bytes < 0:
+        yield None, f"is {length} bytes long, shorter than its index"
+        return
+    entries = parse_index(read(data_bytes, length), data_bytes)
+    if isinstance(entries, str):
+        yield None, entries
+        return
+    present = np.flatnonzero(entries[:, 0] != ABSENT)
+    is_intact = True
+    for number in set(range(len(entries))).difference(present.tolist()):
+        box = chunk_box(stack, index, number)
+        if box is not None:
+            is_intact = False
+            yield box, "lacks a chunk"
+    sums = dict[int, bytes]()
+    places = [(int(entries[number, 0]), int(entries[number, 1]), int(number)) for number in present]
+    wrong_lengths = _wrong_decoded_lengths(read, stack, [(start, size) for start, size, _ in places])
+    for window in _windows(sorted(places)):
+        for (start, size, number), computed, stored in _checksums(read, window):
+            sums[number] = stored
+            reason = None
+            if stack.compression is None and size != stack.chunk_stored_bytes:
+                reason = f"has a chunk of {size} bytes, expected {stack.chunk_stored_bytes}"
+            elif computed != int.from_bytes(stored, "little"):
+                reason = "has a damaged chunk: its crc32c does not match"
+            elif start in wrong_lengths:
+                expected = stack.chunk_stored_bytes - 4
+                reason = f"has a chunk that decodes to {wrong_lengths[start]} bytes, expected {expected}"
+            if reason:
+                is_intact = False
+                yield chunk_box(stack, index, number), reason
+    # If chunks are damaged, the digest would only report the same damage again.
+    if is_intact and f"{crc32c.crc32c(b''.join(sums[number] for number in sorted(sums))):08x}" != expected_digest:
+        yield None, "does not hold the data that was saved there"
+
+
+_Entry = tuple[int, int, int]  # of an index: offset and length of a chunk, and its number
+
+
+def _checksums(read: ReadRange, window: list[_Entry]) -> Iterator[tuple[_Entry, int, bytes]]:
+    """(chunk, its crc32c, its stored crc32c) of each of some neighboring chunks, or of one larger chunk."""
+    begun, stop = window[0][0], max(start + size for start, size, _ in window)
+    if stop - begun > WINDOW_BYTES and len(window) == 1:
+        computed = 0
+        for start in range(begun, stop - 4, WINDOW_BYTES):
+            computed = crc32c.crc32c(read(start, min(start + WINDOW_BYTES, stop - 4)).tobytes(), computed)
+        yield window[0], computed, read(stop - 4, stop).tobytes()
+        return
+    content = read(begun, stop)
+    for start, size, number in window:
+        chunk = content[start - begun : start - begun + size]
+        yield (start, size, number), crc32c.crc32c(chunk[:-4].data), chunk[-4:].tobytes()
+
+
+def _windows(entries: list[_Entry]) -> Iterator[list[_Entry]]:
+    """Groups of neighboring chunks of at most `WINDOW_BYTES` in total, or of one larger chunk."""
+    group: list[_Entry] = []
+    for entry in entries:
+        if group and entry[0] + entry[1] - group[0][0] > WINDOW_BYTES:
+            yield group
+            group = []
+        group.append(entry)
+    if group:
+        yield group

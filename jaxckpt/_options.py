@@ -1,0 +1,208 @@
+"""The settings of saves and restores."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import re
+import reprlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from jaxckpt.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxckpt._pipeline.progress import Progress
+
+
+COMPRESSIONS = (None, "zstd", "blosc")
+"""The values of `Options.compression`; None stores chunks uncompressed."""
+
+CAST_POLICIES = ("safe", "unsafe")
+"""The values of `Options.cast` for a leaf."""
+
+CastPolicies = (
+    Literal["safe", "unsafe"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Callable[[str, Any], str | None]
+)
+"""One of `CAST_POLICIES`, a pytree prefix of them, or a function of (path, leaf)."""
+
+_MAX_BLOSC_CHUNK_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of saves and restores. Every default suits a training job.
+
+    Attributes:
+        object_bytes: Approximate largest size of a stored object (a file); 64 MiB by default. Larger pieces are split.
+            Small leaves are packed together up to the smaller of this size and 16 MiB.
+        chunk_bytes: Approximate largest size of a chunk, the unit that is read and checksummed; 512 KiB by default.
+        compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
+            bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
+            this gives fewer bytes than "zstd" in no more time (docs/performance.md).
+        io: The engine that reads and writes arrays. "auto": jaxckpt's own engine for uncompressed chunks on a file
+            system, which needs half the CPU time, and tensorstore for everything else. "tensorstore": tensorstore for
+            everything. Each engine reads the other's files, and both check them equally strictly.
+        read: How a restore reads data that several processes need. "each": each process reads it. "shared": one
+            process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
+            read once in the whole job; all processes then need the same `host_bytes`. This is faster if storage limits
+            the speed of the restore (docs/many-processes.md).
+        host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; 256 MiB
+            by default. Larger leaves are moved in boxes. `save_async` may also use `staging_bytes`.
+        staging_bytes: Host memory in bytes that `save_async` may use for copies of arrays on accelerators and of NumPy
+            arrays. If this is not enough, `save_async` returns only when the rest fits. None: as much as this process
+            writes.
+        max_bytes_per_second: Limit of the rate at which each process writes in `save_async` and reads in `verify`,
+            averaged over a few objects, for example to leave bandwidth for data loading. None: no limit. `save` is not
+            limited.
+        when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
+        sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
+        reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again.
+            "auto": objects of a Checkpointer with the same bytes as in its last save, or for its first save as in the
+            newest step. If all leaves of an object are the same jax.Array objects as before, nothing is read from the
+            devices. Other objects are compared by a 128-bit digest, which is also recorded in the manifest. It is
+            computed in the first save, and later only if a sample of the object has not changed since the last save.
+            "content": the same, but the digests of all objects are computed in every save, also of `save`, which
+            compares with the checkpoint that is overwritten. "identity": only objects whose leaves are all the same
+            jax.Array objects. None: every object is written, as always on object stores.
+        cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
+            lose precision and range, except to float4_e2m1fn, which has no NaN. Whole numbers of up to 64 KiB a leaf,
+            and single numbers, are also cast by a restore to a dtype that holds only some of their values, if it holds
+            those that are there. "unsafe": all NumPy casts. By leaf, as for `dtype=`: a pytree prefix of these, such as
+            `{"opt": {"count": "unsafe"}}`, or a function of (path, leaf); "safe" for all other leaves.
+        indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
+            dimension is not split over devices.
+        timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
+            other process. A process that is still working sends heartbeats and does not time out; one that stops
+            during a save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one
+            has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the
+            error even if the process stopped before its call. This is also how long a call waits while
+            storage moves no data, for example because a network file system has lost its server. Then it raises
+            `StorageError`, and the other processes raise `PeerFailedError`.
+        storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
+            environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
+            "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
+        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, also
+            if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
+        manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
+            `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata. It guarantees
+            arrays only through their crc32c digests, which detect damage but not deliberate forgery
+            (docs/security.md).
+        progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
+            stderr if that is off). A function is called with a `Progress` as bytes move, in the thread that moves them.
+            None shows nothing.
+
+    Examples:
+        >>> import jaxckpt
+        >>> jaxckpt.Options(compression="zstd").object_bytes
+        67108864
+    """
+
+    object_bytes: int = 64 << 20
+    chunk_bytes: int = 512 << 10
+    compression: Literal["zstd", "blosc"] | None = None
+    io: Literal["auto", "tensorstore"] = "auto"
+    read: Literal["each", "shared"] = "each"
+    host_bytes: int = 256 << 20
+    staging_bytes: int | None = None
+    max_bytes_per_second: float | None = None
+    when_busy: Literal["wait", "skip"] = "wait"
+    sync: bool = True
+    reuse: Literal["auto", "identity", "content"] | None = "auto"
+    cast: CastPolicies = "safe"
+    indivisible: Literal["error", "replicate"] = "error"
+    timeout_seconds: float = 300.0
+    storage: Mapping[str, Any] | None = field(default=None, repr=False)
+    retry_seconds: float = 60.0
+    manifest_sha256: str | None = None
+    progress: bool | Callable[[Progress], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
+            if name != "staging_bytes" or self.staging_bytes is not None:
+                object.__setattr__(self, name, require_whole_number(getattr(self, name), f"Options.{name}", minimum=1))
+        require_rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
+        for name in ("timeout_seconds", "retry_seconds"):
+            object.__setattr__(self, name, require_seconds(getattr(self, name), f"Options.{name}"))
+        for name, allowed in (
+            ("when_busy", ("wait", "skip")),
+            ("compression", COMPRESSIONS),
+            ("io", ("auto", "tensorstore")),
+            ("reuse", (None, "auto", "identity", "content")),
+            ("read", ("each", "shared")),
+            ("sync", (True, False)),
+            ("indivisible", ("error", "replicate")),
+        ):
+            value = getattr(self, name)
+            if type(value) not in map(type, allowed) or value not in allowed:
+                raise InputError(f"Options.{name} must be one of {allowed}, found {value!r}")
+        is_by_leaf = callable(self.cast) or isinstance(self.cast, (Mapping, tuple, list))
+        if not (is_by_leaf or (isinstance(self.cast, str) and self.cast in CAST_POLICIES)):
+            raise InputError(
+                f"Options.cast must be one of {CAST_POLICIES}, a pytree prefix of these, or a function of (path, leaf),"
+                f" found {self.cast!r}"
+            )
+        digest = cast("object", self.manifest_sha256)
+        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
+            raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
+        if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
+        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
+            raise InputError(f"Options.progress must be True, False, None or a function, found {self.progress!r}")
+        if self.compression == "blosc" and self.chunk_bytes > _MAX_BLOSC_CHUNK_BYTES:
+            raise InputError(
+                f"Options.chunk_bytes ({self.chunk_bytes}) must not be above {_MAX_BLOSC_CHUNK_BYTES} with"
+                ' compression="blosc", which cannot encode larger chunks'
+            )
+        if self.chunk_bytes > self.object_bytes:
+            raise InputError(
+                f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"
+            )
+
+
+def options_or_default(options: Options | None) -> Options:
+    """The options of a call: the caller's, or the defaults for None. Raises InputError for anything else."""
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}")
+    return options
+
+
+def require_whole_number(value: object, what: str, *, minimum: int, maximum: int | None = None) -> int:
+    """An integer of any type, including NumPy's, as an int. Raises InputError for a bool and for any other value."""
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(cast("Any", value))
+    except TypeError:
+        number = None
+    if number is None or number < minimum or (maximum is not None and number > maximum):
+        expected = "above zero" if minimum == 1 else f"not below {minimum}"
+        at_most = "" if maximum is None else f" and not above {maximum}"
+        raise InputError(f"{what} must be a whole number {expected}{at_most}, found {reprlib.repr(value)}")
+    return number
+
+
+def require_bool(value: object, what: str) -> bool:
+    """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
+    return bool(value)
+
+
+def require_rate(value: float | None, what: str) -> float | None:
+    """Return a valid number of bytes per second, or None for no limit. Raises InputError for anything else."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"{what} must be above zero or None, found {reprlib.repr(value)}")
+    return value
+
+
+def require_seconds(value: object, what: str) -> float:
+    """A positive number of seconds as a float, at most the longest time that a thread can wait. Raises InputError."""
+    number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0
+    if isinstance(value, bool) or not number > 0:
+        raise InputError(f"{what} must be above zero, found {reprlib.repr(value)}")
+    return float(number)

@@ -1,0 +1,95 @@
+"""Detects storage that hangs. An operation fails if no bytes move for `Options.timeout_seconds`.
+
+A system call on a network file system that has lost its server may never return, and nothing can end it. The thread in
+that call is therefore abandoned, and the threads that wait for its result raise an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Generator
+
+from jaxckpt.errors import StorageError
+
+
+class _Current(threading.local):
+    watch: Watch | None = None
+
+
+_current = _Current()
+
+
+def current_watch() -> Watch | None:
+    """The watch of the storage operation that this thread carries out, if any."""
+    return _current.watch
+
+
+def require_not_stalled() -> None:
+    """Raise an error if nothing waits for the storage operation of this thread any more: it hung or was interrupted."""
+    if (watch := current_watch()) is not None:
+        watch.require_not_stalled()
+
+
+@contextlib.contextmanager
+def under(watch: Watch | None) -> Generator[None]:
+    """Let the block carry out a part of the storage operation of another thread, which has this watch."""
+    outside, _current.watch = _current.watch, watch
+    try:
+        yield
+    finally:
+        _current.watch = outside
+
+
+class Watch:
+    """The storage operation of a call, as seen by the threads that wait for it."""
+
+    def __init__(self, seconds: float) -> None:
+        """An operation counts as stalled if no byte moves for `seconds`."""
+        self._seconds = seconds
+        self._operation: str | None = None
+        self._since = 0.0
+        self._error: StorageError | None = None
+
+    @contextlib.contextmanager
+    def operation(self, what: str) -> Generator[None]:
+        """Watch the storage operation in the block, for example "writing to /ckpt". Nothing can stall outside a block.
+
+        Raises StorageError at the end of a block that stalled, even if the operation resumed, because the stall may
+        already have been reported to other processes.
+        """
+        outside = self._operation
+        self._operation, self._since = what, time.monotonic()
+        try:
+            with under(self):
+                yield
+            self.require_not_stalled()
+        finally:
+            self._operation, self._since = outside, time.monotonic()
+
+    def abandon(self) -> None:
+        """Note that nothing waits for the operation any more, because of an interrupt."""
+        if self._error is None:
+            self._error = StorageError(errno.EINTR, "interrupted")
+
+    def require_not_stalled(self) -> None:
+        """Raise the error of the operation if it was reported. A thread that resumes after that stops here."""
+        if self._error is not None:
+            raise self._error
+
+    def note_progress(self) -> None:
+        """Note that some bytes have moved."""
+        self._since = time.monotonic()
+
+    def stall_error(self) -> StorageError | None:
+        """The error of the operation that has stalled, if any."""
+        doing, since = self._operation, self._since
+        if self._error is None and doing is not None and time.monotonic() - since >= self._seconds:
+            self._error = StorageError(
+                errno.ETIMEDOUT,
+                f"no bytes have moved for {self._seconds:g} s while {doing}: the storage hangs, or is too slow for"
+                " Options.timeout_seconds",
+            )
+        return self._error

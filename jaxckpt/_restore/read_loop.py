@@ -1,0 +1,435 @@
+"""Reads what a plan lists, within a memory limit: fills buffers with chunks, and delivers the buffers.
+
+read ─▶ each step: buffers ─▶ each read of it: the store's reader fills them ─▶ the last read is complete ─▶ delivery
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, cut_down, extent, intersection, slices_within, volume, whole_box
+from jaxckpt._model.pieces import Array, assign
+from jaxckpt._model.stacks import Stack
+from jaxckpt._model.values import KINDS
+from jaxckpt._options import Options
+from jaxckpt._pipeline.pipeline import Budget, pipeline
+from jaxckpt._pipeline.progress import Report, report_nothing
+from jaxckpt._pipeline.workers import StorageThread, note_progress
+from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
+from jaxckpt._sources.source import Source, leaves_at
+from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt.errors import DataError, NotACheckpointError, Problem
+
+
+@contextlib.contextmanager
+def detect_replacement(source: Source, options: Options) -> Generator[None]:
+    """If data is missing or different because the checkpoint was deleted or replaced, report that, not corruption."""
+    try:
+        yield
+    except DataError as error:
+        with StorageThread(options.timeout_seconds) as aside:
+            became = aside.run(f"opening {source.url}", source.change_since_open)
+        if became is None:
+            raise
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being read") from error
+
+
+def require_metadata(source: Source, stacks: Sequence[int], options: Options) -> None:
+    """Raise DataError unless the small files that describe these stacks are as they were saved."""
+    with StorageThread(options.timeout_seconds) as aside:
+        aside.run(f"reading the metadata of {source.url}", lambda: source.require_metadata(stacks))
+
+
+# What is read ---------------------------------------------------------------------------------------------
+
+
+Buffers = list[list[Array]]
+"""For each run of a step, the buffer of each box: [rows of the run, *sides of the box]. Empty for a streamed run."""
+
+
+class Delivery(Protocol):
+    """Receives the data that is read."""
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        """Take the filled buffers of a step. Returns the device arrays created from them."""
+        ...
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        """Take a part of a box without a buffer, (run, box). Returns the device arrays that receive it."""
+        ...
+
+
+PlannedRead = tuple[ReadStep, Read]
+"""A read, and the step to which it belongs."""
+
+
+def reads_of(steps: Iterable[ReadStep]) -> Iterator[PlannedRead]:
+    """The reads of these steps, in order."""
+    return ((step, read) for step in steps for read in step.reads)
+
+
+def read(
+    source: Source,
+    stacks: Sequence[Stack],
+    steps: Sequence[ReadStep],
+    options: Options,
+    delivery: Delivery,
+    report: Report,
+    reads: Iterable[PlannedRead] | None = None,
+) -> None:
+    """Run the steps, with at most `options.host_bytes` in flight. Each step is delivered when it is complete.
+
+    `reads` are the reads of the steps, which may have to wait until their data has arrived in this process.
+
+    Raises StorageError, also if the storage hangs.
+    """
+    with StorageThread(options.timeout_seconds) as aside:
+        budget = Budget(options.host_bytes)
+        reader = _Reader(source, stacks, steps, delivery, budget, aside)
+        planned = reads_of(steps) if reads is None else reads
+        for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
+            arrived.place()
+            report(finished.n_bytes)
+
+
+class _Reader:
+    """Begins the reads of steps."""
+
+    def __init__(
+        self,
+        source: Source,
+        stacks: Sequence[Stack],
+        steps: Sequence[ReadStep],
+        delivery: Delivery,
+        budget: Budget,
+        aside: StorageThread,
+    ) -> None:
+        self._source = source
+        self._stacks = stacks
+        self._delivery = delivery
+        self._budget = budget
+        self._aside = aside
+        self._memory = MemoryPool()
+        self._boxes: dict[int, list[list[Box]]] = {}
+        for step in steps:
+            self._boxes.setdefault(step.stack, []).extend(read.boxes for read in step.reads)
+        self._arrays: dict[int, ArrayReader] = {}
+        self._filling: StepBuffers | None = None
+
+    def _array(self, stack: int) -> ArrayReader:
+        if stack not in self._arrays:
+            self._arrays[stack] = self._source.array_reader(stack, self._boxes[stack])
+        return self._arrays[stack]
+
+    def n_bytes(self, planned: PlannedRead) -> int:
+        """Host memory that must be free before a read begins: for the first read of a step, also for its buffers."""
+        step, read = planned
+        return self._moving_bytes(step, read) + step.held_bytes * (read is step.reads[0])
+
+    def _moving_bytes(self, step: ReadStep, read: Read) -> int:
+        return read.held_bytes + self._array(step.stack).buffered_bytes(read.boxes)
+
+    def begin(self, planned: PlannedRead) -> _ArrivingRead:
+        step, read = planned
+        if self._filling is None or self._filling.step is not step:
+            dtype = DTYPES[self._stacks[step.stack].dtype]
+            self._budget.take(step.held_bytes)
+            self._filling = StepBuffers(step, dtype, self._budget, self._memory, self._delivery)
+        pending = PendingRead(self._source, step.stack, self._aside)
+        arriving = _ArrivingRead(read, self._moving_bytes(step, read), self._filling, pending)
+        arriving.begin(self._array(step.stack))
+        return arriving
+
+
+class PendingRead:
+    """Boxes of a stack that are being read, from the call of `begin` until `wait` returns."""
+
+    def __init__(self, source: Source, stack: int, aside: StorageThread) -> None:
+        self._source = source
+        self._stack = stack
+        self._aside = aside
+        self._doing = f"reading from {source.url}"
+        self._pending: list[tuple[Box, Pending]] = []
+
+    def begin(self, array: ArrayReader, wanted: Sequence[tuple[Box, Array]]) -> None:
+        """Start to read each box into an array. Raises DataError, StorageError."""
+        boxes = [box for box, _ in wanted]
+        with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
+            pending = self._aside.run(self._doing, lambda: array.read(wanted))
+        self._pending = list(zip(boxes, pending, strict=True))
+
+    def done(self) -> bool:
+        return all(pending.done() for _, pending in self._pending)
+
+    def wait(self) -> None:
+        """Wait until all are read. Raises DataError, StorageError."""
+        failed = self._aside.run(self._doing, self._first_failure)
+        if failed is not None:
+            with self._naming(failed[0][0]):
+                raise failed[1]
+
+    def _first_failure(self) -> tuple[Box, Exception] | None:
+        for box, pending in self._pending:
+            try:
+                pending.result()
+            except Exception as error:
+                return box, error
+            note_progress()
+        return None
+
+    def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+        """A context in which errors name the leaves in these rows."""
+        return translate_tensorstore_errors(
+            lambda: f"cannot read {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
+        )
+
+
+class MemoryPool:
+    """Blocks of memory that are used again, because touching new memory takes longer than reading into it."""
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+
+    def allocate(self, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
+        """A block of memory, reused if one of about the size is free, and arrays cut from it."""
+        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
+        total = sum(sizes)
+        block = next((found for found in self._free if total <= found.nbytes <= 2 * total), None)
+        if block is None:
+            if total:
+                self._free.clear()  # so that idle blocks do not add to memory in use
+            block = aligned_empty((total,), np.dtype(np.uint8))
+        else:
+            self._free = [found for found in self._free if found is not block]
+        cut = [
+            block[stop - size : stop][: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            for (shape, dtype), size, stop in zip(wanted, sizes, itertools.accumulate(sizes), strict=True)
+        ]
+        return block, cut
+
+    def take_back(self, block: Array) -> None:
+        if block.nbytes:
+            self._free.append(block)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToDevices:
+    """A transfer from a block of memory to devices."""
+
+    n_bytes: int
+    block: Array
+    arrays: list[Any]
+    memory: MemoryPool
+
+    def wait(self) -> None:
+        for array in self.arrays:
+            array.block_until_ready()
+        # A CPU device takes over the memory, or part of it.
+        if not any(device.platform == "cpu" for array in self.arrays[:1] for device in array.devices()):
+            self.memory.take_back(self.block)
+
+
+class StepBuffers:
+    """The buffers of a step that is being read."""
+
+    def __init__(
+        self, step: ReadStep, dtype: np.dtype[Any], budget: Budget, memory: MemoryPool, delivery: Delivery
+    ) -> None:
+        self.step = step
+        self.dtype = dtype
+        self.memory = memory
+        self._budget = budget
+        self._delivery = delivery
+        self._n_reads_left = len(step.reads)
+        self._block, cut = memory.allocate(
+            [wanted for run in step.runs if run.is_transient for wanted in self._shapes(run)]
+        )
+        rest = iter(cut)
+        self._buffers: Buffers = [
+            []
+            if run.streamed
+            else [next(rest) if run.is_transient else _allocate_array(*found) for found in self._shapes(run)]
+            for run in step.runs
+        ]
+
+    def _shapes(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        dtype = self.dtype if run.dtype is None else run.dtype
+        return [(extent(run.buffer_box(box)), dtype) for box in range(len(run.boxes))]
+
+    def views(self, region: Region) -> Iterator[tuple[Box, Array]]:
+        """The part of each buffer that a region serves."""
+        for run, box in region.serves:
+            held = self.step.runs[run].buffer_box(box)
+            if (common := intersection(region.box, held)) is not None:
+                yield common, self._buffers[run][box][slices_within(common, held)]
+
+    def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
+        """Copy a staged region to its buffers. Returns the device arrays that will hold it."""
+        sent: dict[Any, Any] = {}
+        for at in region.serves:
+            run, box = at
+            held = self.step.runs[run].buffer_box(box)
+            common = intersection(region.box, held)
+            if common is None:
+                continue
+            data = staged[slices_within(common, region.box)]
+            if self.step.runs[run].streamed:
+                sent.update(self._delivery.stream(self.step, at, common, data))
+            else:
+                target = self._buffers[run][box]
+                assign(target[slices_within(common, held)], data)
+        return sent
+
+    def finish_read(self) -> bool:
+        """Note that a read of the step is complete. After the last read, deliver the step. Returns whether it did."""
+        self._n_reads_left -= 1
+        if not self._n_reads_left:
+            arrays = self._delivery.deliver(self.step, self._buffers)
+            if self.step.held_bytes:
+                self._budget.free(self.step.held_bytes)
+                self._budget.lend(_ToDevices(self.step.held_bytes, self._block, arrays, self.memory))
+            self._buffers = []
+        return not self._n_reads_left
+
+
+class _ArrivingRead:
+    """A read that is in flight: memory for staged regions, and the buffers that it fills."""
+
+    def __init__(self, read: Read, n_bytes: int, filling: StepBuffers, pending: PendingRead) -> None:
+        self.n_bytes = n_bytes
+        self._read = read
+        self._filling = filling
+        self._pending = pending
+
+    def begin(self, array: ArrayReader) -> None:
+        staged, direct = list[Region](), list[Region]()
+        for region in self._read.regions:
+            is_aside = region.converted or (region.staged and not array.shares_chunks)
+            (staged if is_aside else direct).append(region)
+        memory, dtype = self._filling.memory, self._filling.dtype
+        self._block, arrays = memory.allocate([(extent(region.box), dtype) for region in staged])
+        self._staged = list(zip(staged, arrays, strict=True))
+        wanted = [(region.box, target) for region, target in self._staged]
+        wanted += itertools.chain.from_iterable(map(self._filling.views, direct))
+        self._pending.begin(array, wanted)
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> _ArrivingRead:
+        self._pending.wait()
+        return self
+
+    def place(self) -> None:
+        """Copy staged data to its destination, and deliver the step if this was its last read."""
+        sent: dict[Any, Any] = {}
+        for region, target in self._staged:
+            sent.update(self._filling.scatter(region, target))
+        # Complete now, because the next read may donate the arrays that collect the parts of a streamed box.
+        arrays = [array for parts in sent.values() for array in parts]
+        _ToDevices(0, self._block, arrays, self._filling.memory).wait()
+        self._filling.finish_read()
+
+
+def _allocate_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Memory that is handed to the caller. Object arrays use memory that NumPy allocates."""
+    return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Uninitialized memory with 64-byte alignment, which JAX on CPU uses without a copy."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(n_bytes + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + n_bytes].view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of a checkpoint. Indexing with slices reads only what the index touches."""
+
+    source: Source
+    number: int
+    options: Options
+    report: Report = report_nothing
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.manifest.leaf_shape(self.source.manifest.leaves[self.number])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        manifest = self.source.manifest
+        return DTYPES[manifest.stacks[manifest.stack_and_row(manifest.leaves[self.number])[0]].dtype]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Array:
+        box = tuple(part.indices(side)[:2] for part, side in zip(index, self.shape, strict=True))
+        array = read_box(self.source, self.number, box, self.options)
+        self.report(array.nbytes)
+        return array
+
+    def slabs(self) -> Iterator[Array]:
+        """The whole array in C order, in pieces that fit `options.host_bytes`."""
+        manifest = self.source.manifest
+        stack = manifest.decoded_stacks[manifest.stack_and_row(manifest.leaves[self.number])[0]]
+        fits = max(1, max_read_bytes(self.options.host_bytes) // stack.itemsize)
+        # Whole rows of chunks if they fit, so that no chunk is read twice. Otherwise cut along the next dimension.
+        sides = [max(1, side) for side in stack.shape]
+        grids = [
+            [1] * dim + [chunk * max(1, fits // (chunk * math.prod(sides[dim + 1 :])))] + sides[dim + 1 :]
+            for dim, chunk in enumerate(stack.chunk[1:])
+        ]
+        for box in cut_down(whole_box(stack.shape), grids, lambda box: volume(box) <= fits):
+            yield self[tuple(slice(*side) for side in box)]
+
+
+# One box --------------------------------------------------------------------------------------------------
+
+
+class _OneBox:
+    """A delivery that keeps the buffers for its caller."""
+
+    array: Array
+
+    def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
+        self.array = buffers[0][0][0]
+        return []
+
+    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+        raise NotImplementedError  # host reads always have buffers
+
+
+def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
+    """Read one box of one leaf as a NumPy array of the stored dtype."""
+    manifest = source.manifest
+    stack, row = manifest.stack_and_row(manifest.leaves[number])
+    stacks = manifest.decoded_stacks
+    if not volume(box):
+        return np.empty(extent(box), DTYPES[stacks[stack].dtype])
+    # Always a single step, because the buffer is the result.
+    steps = plan_read(stacks, [WantedRows(stack, (row, row + 1), (box,))], options.host_bytes)
+    delivery = _OneBox()
+    with detect_replacement(source, options):
+        require_metadata(source, [stack], options)
+        read(source, stacks, steps, options, delivery, report_nothing)
+    return delivery.array
+
+
+def host_value(array: Array, kind: str, path: str) -> Any:
+    """The value of a host leaf from the read array. Raises DataError."""
+    try:
+        return KINDS[kind].from_array(array)
+    except UnicodeDecodeError as error:
+        raise DataError.of(
+            "a leaf is not what was saved",
+            [Problem(path, f"is a str, but what is stored is not UTF-8: {error.reason}")],
+        ) from error

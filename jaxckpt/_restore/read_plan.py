@@ -1,0 +1,361 @@
+"""The plan of a restore: which boxes of which stacks are read together, and into which buffers. Pure data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._model.grid import (
+    Box,
+    cut_at_chunks,
+    cut_down,
+    hull,
+    intersection,
+    touched_cells,
+    volume,
+)
+from jaxckpt._model.stacks import Stack, objects_of
+
+STEP_BYTES = 64 << 20
+"""Bytes of the buffers that are filled together. They stay in memory until the last array cut from them is freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRows:
+    """The boxes that this process needs of each of some consecutive rows, each box once for all devices."""
+
+    stack: int
+    rows: tuple[int, int]
+    boxes: tuple[Box, ...]
+
+    dtype: np.dtype[Any] | None = None
+    """The dtype of the leaves, if it differs from the stored dtype."""
+
+    kept: bool = True
+    """Whether the filled buffers become the arrays. Otherwise they are copied to devices and freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive rows of a stack with the same want. Each box has one buffer for all the rows."""
+
+    rows: tuple[int, int]
+    boxes: tuple[Box, ...]
+    dtype: np.dtype[Any] | None
+    kept: bool
+
+    streamed: bool = False
+    """Whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
+
+    @property
+    def merge_key(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
+        """The properties that a want must share with this run to extend it."""
+        return self.boxes, self.dtype, self.kept
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether its buffers are freed after their data is on the devices."""
+        return not (self.kept or self.streamed)
+
+    def buffer_box(self, box: int) -> Box:
+        """The part of the stack in the buffer of a box."""
+        return (self.rows, *self.boxes[box])
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box that is read in one request, and the buffers (run, box) that it serves."""
+
+    box: Box
+    serves: tuple[tuple[int, int], ...]
+
+    converted: bool
+    """Whether it is cast or has no buffer, so that it is first read into separate memory."""
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is first read into separate memory, unless the reader has `shares_chunks`."""
+        return self.converted or len(self.serves) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Regions that are read together: the unit of memory in flight."""
+
+    regions: tuple[Region, ...]
+
+    n_bytes: int
+    """Bytes of the needed parts."""
+
+    held_bytes: int
+    """Bytes of host memory in addition to the buffers: the stored chunks, and staged data."""
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [region.box for region in self.regions]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """Buffers that are filled, delivered and released together."""
+
+    stack: int
+    runs: tuple[Run, ...]
+    reads: tuple[Read, ...]
+
+    n_bytes: int
+    """Bytes of needed array data, in the stored dtype."""
+
+    held_bytes: int
+    """Bytes of the buffers that do not become arrays."""
+
+    @property
+    def regions(self) -> Iterator[Region]:
+        return itertools.chain.from_iterable(read.regions for read in self.reads)
+
+
+def max_read_bytes(host_bytes: int) -> int:
+    """The largest read if this many bytes may be in flight: while one is read, one is decoded and two transferred."""
+    return max(1, host_bytes // 4)
+
+
+def plan_read(
+    stacks: Sequence[Stack], wants: Iterable[WantedRows], host_bytes: int, max_bytes: int | None = None
+) -> list[ReadStep]:
+    """Steps that read every needed box once, and no chunk twice, in reads that fit `host_bytes` of memory.
+
+    With `max_bytes`, no read is larger than that, unless it is a single chunk.
+    """
+    by_stack: dict[int, list[WantedRows]] = {}
+    for want in wants:
+        if want.boxes and any(volume(box) for box in want.boxes):
+            by_stack.setdefault(want.stack, []).append(want)
+    most = max_read_bytes(host_bytes)
+    steps: list[ReadStep] = []
+    for number, found in sorted(by_stack.items()):
+        stack = stacks[number]
+        found.sort(key=lambda want: want.rows)
+        groups = _grouped(stack, found, min(STEP_BYTES, most))
+        steps.extend(_step(number, stack, group, most, max_bytes or most) for group in groups)
+    return steps
+
+
+def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iterator[list[WantedRows]]:
+    """Groups of wants. A group has at most `step_bytes`, or is one row of chunks, which is never split."""
+    group: list[WantedRows] = []
+    held = 0
+    chunk_rows = stack.chunk[0]
+    for unit in _units(chunk_rows, wants):
+        size = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
+        (row, end), chunks_bytes = unit[0].rows, size
+        if end - row > chunk_rows:  # one want with many rows of chunks
+            chunks_bytes = size * chunk_rows // (end - row)
+        while size:
+            if group and held + chunks_bytes > step_bytes:
+                yield group
+                group, held = [], 0
+            taken = min(size, max(1, (step_bytes - held) // chunks_bytes) * chunks_bytes)
+            if taken < size:
+                stop = row + taken // chunks_bytes * chunk_rows
+                group.append(replace(unit[0], rows=(row, stop)))
+                row = stop
+            else:
+                group.extend([replace(unit[0], rows=(row, end)), *unit[1:]])
+            held, size = held + taken, size - taken
+    if group:
+        yield group
+
+
+def _units(chunk_rows: int, wants: Sequence[WantedRows]) -> Iterator[list[WantedRows]]:
+    """Each row of chunks that some want touches partly, with all wants in it; otherwise parts of one want that consist
+    of whole rows of chunks."""
+    shared: list[WantedRows] = []
+    for want in wants:
+        row, end = want.rows
+        while row < end:
+            border = (row // chunk_rows + 1) * chunk_rows
+            if shared and shared[0].rows[0] // chunk_rows != row // chunk_rows:
+                yield shared
+                shared = []
+            if row % chunk_rows or end < border:
+                stop = min(border, end)
+                shared.append(replace(want, rows=(row, stop)))
+            else:
+                stop = end // chunk_rows * chunk_rows
+                yield [replace(want, rows=(row, stop))]
+            row = stop
+    if shared:
+        yield shared
+
+
+def _step(number: int, stack: Stack, wants: Sequence[WantedRows], buffer_bytes: int, max_bytes: int) -> ReadStep:
+    """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
+    runs: list[Run] = []
+    for want in wants:
+        begun, end = want.rows
+        if runs and runs[-1].rows[1] == begun and runs[-1].merge_key == (want.boxes, want.dtype, want.kept):
+            begun = runs.pop().rows[0]
+        streamed = not want.kept and _bytes(stack, want) > buffer_bytes
+        runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
+    regions: list[Region] = []
+    for together in _sharing_chunks(runs, stack.chunk[0]):
+        targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
+        boxes = [runs[run].buffer_box(box) for run, box in targets]
+        for box, served in cut_at_chunks(boxes, stack.chunk):
+            regions.append(_region(runs, box, [targets[i] for i in served]))
+    n_bytes = sum(volume(run.buffer_box(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
+    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
+    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held)
+
+
+def _itemsize(stack: Stack, wanted: WantedRows | Run) -> int:
+    return stack.itemsize if wanted.dtype is None else wanted.dtype.itemsize
+
+
+def _bytes(stack: Stack, wanted: WantedRows | Run) -> int:
+    """Bytes of the boxes of one row, in the requested dtype."""
+    return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
+
+
+def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
+    converted = any(runs[run].dtype is not None or runs[run].streamed for run, _ in serves)
+    return Region(box, tuple(serves), converted)
+
+
+def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: int) -> Iterator[Read]:
+    """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
+
+    def stored(box: Box) -> int:
+        chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk))
+        return chunks * math.prod(stack.chunk) * stack.itemsize
+
+    def read(group: Sequence[Region]) -> Read:
+        wanted = sum(volume(_common(runs, region, at)) for region in group for at in region.serves)
+        held = sum(stored(region.box) + _staged_bytes(stack, runs, region) for region in group)
+        return Read(tuple(group), wanted * stack.itemsize, held)
+
+    if sum(stored(region.box) for region in regions) <= max_bytes:
+        yield read(regions)
+        return
+    # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
+    by_object: dict[tuple[int, ...], list[Region]] = {}
+    for region in regions:
+        for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= max_bytes):
+            part = _clipped(runs, region, box)
+            if part is not None:
+                index = tuple(start // side for (start, _), side in zip(part.box, stack.object, strict=True))
+                by_object.setdefault(index, []).append(part)
+    group: list[Region] = []
+    size = 0
+    for _, parts in sorted(by_object.items()):
+        sizes = [stored(part.box) for part in parts]
+        if group and size + sum(sizes) > max_bytes:
+            yield read(group)
+            group, size = [], 0
+        for part, part_size in zip(parts, sizes, strict=True):
+            if group and size + part_size > max_bytes:
+                yield read(group)
+                group, size = [], 0
+            group.append(part)
+            size += part_size
+    yield read(group)
+
+
+def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
+    """The part of a buffer that a region serves."""
+    common = intersection(region.box, runs[at[0]].buffer_box(at[1]))
+    assert common is not None
+    return common
+
+
+def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
+    """The part of a region in `box`; None if nothing of it is needed."""
+    boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].buffer_box(at[1])))}
+    return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
+
+
+def _staged_bytes(stack: Stack, runs: Sequence[Run], region: Region) -> int:
+    """Bytes of a region that is read into separate memory, and of data that is cast on its way to a device."""
+    if not region.staged:
+        return 0
+    cast = [
+        volume(_common(runs, region, at)) * _itemsize(stack, runs[at[0]])
+        for at in region.serves
+        if runs[at[0]].streamed and runs[at[0]].dtype is not None
+    ]
+    return volume(region.box) * stack.itemsize + sum(cast)
+
+
+def _sharing_chunks(runs: Sequence[Run], chunk_rows: int) -> Iterator[list[int]]:
+    """Runs, by number, in groups such that no two groups touch the same row of chunks."""
+    group: list[int] = []
+    for number, run in enumerate(runs):
+        if group and run.rows[0] // chunk_rows > (runs[group[-1]].rows[1] - 1) // chunk_rows:
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """The cost of a read, computed from the plan."""
+
+    needed_bytes: int = 0
+    """Bytes of needed array data, each box once."""
+
+    read_bytes: int = 0
+    """Bytes of the stored chunks and indexes that hold them (uncompressed)."""
+
+    received_bytes: int = 0
+    """Bytes of array data that other processes read and send (`Options.read`)."""
+
+    requests: int = 0
+    """Storage requests: one for an object that is read whole, otherwise one for its index and one per chunk."""
+
+    peak_host_bytes: int = 0
+    """Peak host memory in addition to the finished arrays: stored chunks in flight, staged data, and on accelerators
+    the buffers."""
+
+    def __add__(self, other: ReadCost) -> ReadCost:
+        return ReadCost(
+            self.needed_bytes + other.needed_bytes,
+            self.read_bytes + other.read_bytes,
+            self.received_bytes + other.received_bytes,
+            self.requests + other.requests,
+            max(self.peak_host_bytes, other.peak_host_bytes),
+        )
+
+
+def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: int) -> ReadCost:
+    """The cost of `steps` if `host_bytes` may be in flight."""
+    total = ReadCost()
+    least = together = 0
+    for step in steps:
+        stack = stacks[step.stack]
+        read = requests = 0
+        for obj, parts in itertools.chain.from_iterable(_parts_by_object(stack, read) for read in step.reads):
+            is_whole = sum(map(volume, parts)) == volume(obj)
+            chunks = sum(math.prod(b - a for a, b in touched_cells(part, stack.chunk)) for part in parts)
+            read += chunks * stack.chunk_stored_bytes + stack.index_bytes
+            requests += 1 if is_whole else 1 + chunks
+        total += ReadCost(step.n_bytes, read, requests=requests)
+        sizes = [found.held_bytes for found in step.reads]
+        least = max(least, step.held_bytes + max(sizes))  # at least one read is in flight
+        together += step.held_bytes + sum(sizes)
+    return replace(total, peak_host_bytes=max(least, min(host_bytes, together)))
+
+
+def _parts_by_object(stack: Stack, read: Read) -> Iterable[tuple[Box, list[Box]]]:
+    """(an object's box, the parts of it that a read needs) for each object. A read gets the index of an object once."""
+    found: dict[Box, list[Box]] = {}
+    for box in read.boxes:
+        for part, obj in objects_of(stack, box):
+            found.setdefault(obj, []).append(part)
+    return found.items()

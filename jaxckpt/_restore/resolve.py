@@ -1,0 +1,526 @@
+"""Decides the result of each requested leaf: path, kind, shape, dtype and layout. Raises one error for all problems."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jaxckpt._arguments.casts import ALLOW_LOSS, Verdict, judge_cast, resolve_policies
+from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._devices.current_mesh import mesh_in_context
+from jaxckpt._devices.device_layout import order_problem
+from jaxckpt._devices.prng_keys import TypedLeaf, key_dtype
+from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, saved_sharding
+from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
+from jaxckpt._model.grid import Spec, spec_of
+from jaxckpt._model.records import Manifest
+from jaxckpt._model.select import Select, parse_select
+from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
+from jaxckpt._options import Options
+from jaxckpt._restore.match import (
+    Build,
+    LeafRequests,
+    Match,
+    RestoreRequest,
+    Uncommitted,
+    build_selected,
+    given_casts,
+    is_array_like,
+    match_paths,
+    selected_numbers,
+    unrestorable_reason,
+)
+from jaxckpt._restore.stateful_objects import TargetObject
+from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count
+
+_Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The form in which a saved leaf is restored. `resolve` shares one goal among all leaves with equal results."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    cast: _Dtype | None = None
+    """The dtype that the stored one is cast to, if any."""
+
+    sharding: Sharding | PlannedSharding | None = None
+    """The sharding, for kinds "jax" and "key". None: the array is uncommitted, on JAX's default device."""
+
+    weak: bool = False
+    """Whether the array gets a weak type, as jnp.asarray(0.5) has."""
+
+    @property
+    def on_devices(self) -> bool:
+        return KINDS[self.kind].on_devices
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The goal of each leaf of a checkpoint, and how the tree is built from the leaves."""
+
+    goals: Mapping[int, Goal]
+    """Goals by leaf number in the checkpoint."""
+
+    build: Build
+
+    to_initialize: Sequence[int] = ()
+    """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
+
+    objects: Sequence[TargetObject] = ()
+    """Objects of the target that receive their state after everything has been read."""
+
+    unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
+    """The problem of each leaf, by number, that exists if its cast changes any of its values."""
+
+
+@functools.cache
+def host_goal(kind: str) -> Goal:
+    """The goal of a leaf that is restored without devices: kind "numpy" for kinds that are restored onto devices."""
+    return Goal("numpy" if KINDS[kind].on_devices else kind)
+
+
+def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
+    """The goals for the saved tree, or its selected leaves, without devices."""
+    numbers = selected_numbers(manifest, None if select is None else parse_select(select))
+    goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
+    return Resolved(goals, build_selected(manifest.tree, manifest, numbers))
+
+
+def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
+    """Match the target with the checkpoint: the goal of each leaf, and how the tree is built from the leaves.
+
+    Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails a check is not
+    laid out, because its shape differs from the requested shape.
+    """
+    match, differences = match_paths(manifest, request)
+    specs = _given_specs(manifest, match.requests, request)
+    leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
+    policies = resolve_policies(options.cast, match.requests.paths, leaves)
+    casts, losses = given_casts(manifest, match, request, policies)
+    groups = _group(manifest, match.requests, specs, casts, policies)
+    checked, mismatches = _check(groups)
+    placed, misfits, unavailable = _assign_shardings(request, groups, checked, options)
+    _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
+    numbers = match.requests.numbers
+    goals = {numbers[i]: goal for group, goal in zip(groups, placed, strict=True) if goal for i in group.indices}
+    unproven = {
+        numbers[index]: problem
+        for group, goal in zip(groups, placed, strict=True)
+        if goal and (reason := _doubt(group, goal))
+        for index, problem in zip(group.indices, group.problems(reason), strict=True)
+    }
+    return Resolved(goals, match.build, match.to_initialize, match.objects, unproven)
+
+
+def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:
+    """The error for casts that were seen to change values."""
+    return MismatchError.of(f"casts would change values of {show_count(len(problems), 'leaf')}", problems)
+
+
+def _raise_problems(
+    manifest: Manifest,
+    request: RestoreRequest,
+    match: Match,
+    mismatches: Sequence[Problem],
+    misfits: Sequence[Problem],
+    unavailable: Sequence[Problem],
+) -> None:
+    """Raise one error if there are problems. Mismatches come before layout problems."""
+    if unavailable:
+        raise LayoutError.of(
+            f"cannot restore {show_count(len(unavailable), 'leaf')} in the saved layout",
+            unavailable,
+            "Pass mesh= to carry their specs over to another mesh by axis name, or target= with the shardings wanted,"
+            " or use jaxckpt.load_numpy for host arrays",
+        )
+    require_fit(misfits)
+    if not mismatches:
+        return
+    n_leaves, n_saved = show_count(len(mismatches), "leaf"), len(manifest.leaves)
+    if not match.has_any_match:
+        head = f"none of the target's {n_leaves} would come from the checkpoint, which has {n_saved}"
+    elif request.target is None:
+        head = f"{n_leaves} cannot be restored as saved"
+    else:
+        head = f"target and checkpoint differ in {n_leaves}; the checkpoint has {n_saved}"
+    raise MismatchError.of(head, mismatches, *match.remedies)
+
+
+# Grouping -------------------------------------------------------------------------------------------------
+
+
+class _Reason(NamedTuple):
+    """A `Problem` without the path of its leaf."""
+
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Saved leaves with equal requests. 20,000 leaves are checked and laid out as a few groups."""
+
+    requests: LeafRequests
+    indices: list[int]
+    """Indices of the leaves in `requests`."""
+
+    leaf: TypedLeaf
+    """The first leaf of the group."""
+
+    spec: Spec | None
+    """The spec that `specs=` gives them, if any."""
+
+    dtype: _Dtype | None
+    """The dtype that `dtype=` gives them, if any."""
+
+    policy: str
+    """What `Options.cast` allows for them."""
+
+    @property
+    def wanted(self) -> Any:
+        """The leaf of the target; None if the leaves are restored as they were saved."""
+        return self.requests.values[self.indices[0]]
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.requests.paths[place] for place in self.indices]
+
+    def problems(self, reason: _Reason) -> Iterator[Problem]:
+        """The same problem for each leaf."""
+        return (Problem(path, *reason) for path in self.paths)
+
+
+def _given_specs(manifest: Manifest, requests: LeafRequests, request: RestoreRequest) -> dict[str, Spec]:
+    """The spec of each requested path for which `specs=` has one. Raises SpecError."""
+    if request.specs is None:
+        return {}
+    pairs = zip(requests.paths, requests.numbers, strict=True)
+    leaves = [(path, TypedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
+    return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
+
+
+def _group(
+    manifest: Manifest,
+    requests: LeafRequests,
+    specs: Mapping[str, Spec],
+    casts: Mapping[str, _Dtype],
+    policies: Mapping[str, str],
+) -> list[_Group]:
+    """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
+    leaves = manifest.leaves
+    groups: dict[Hashable, list[int]] = {}
+    for place, (path, number, wanted) in enumerate(zip(requests.paths, requests.numbers, requests.values, strict=True)):
+        record = leaves[number]
+        spec = specs.get(path) if specs else None
+        dtype = casts.get(path) if casts else None
+        form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype, policies[path])
+        if wanted is not None:
+            tell = _attributes(type(wanted))
+            form = path if tell is None or record.value is not None else (form, type(wanted), tell(wanted))
+        group = groups.get(form)
+        if group is None:
+            groups[form] = [place]
+        else:
+            group.append(place)
+    firsts = ((places, requests.paths[places[0]], leaves[requests.numbers[places[0]]]) for places in groups.values())
+    return [
+        _Group(requests, places, TypedLeaf(manifest, leaf), specs.get(path), casts.get(path), policies[path])
+        for places, path, leaf in firsts
+    ]
+
+
+@functools.cache
+def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
+    """The attributes of a target's leaf that determine the goal of a saved array, by type; None for a value."""
+    if not is_array_like(kind):
+        return None
+    if issubclass(kind, (Sharding, Format)):
+        return lambda wanted: wanted
+    names = ["shape", "dtype"]
+    if issubclass(kind, jax.ShapeDtypeStruct):
+        names += ["sharding", "weak_type", *(["_dll"] if hasattr(kind, "_dll") else [])]
+    elif issubclass(kind, jax.Array):
+        names += ["sharding", "committed", *(["weak_type"] if hasattr(kind, "weak_type") else [])]  # PRNG keys lack it
+    return operator.attrgetter(*names)
+
+
+# Checking kind, shape and dtype ---------------------------------------------------------------------------
+
+
+def _check(groups: Sequence[_Group]) -> tuple[list[Goal | None], list[Problem]]:
+    """The goal of each group, without a sharding yet; None and a problem if the request cannot be satisfied."""
+    goals = [_goal(group.leaf, group.wanted, group.policy, group.dtype) for group in groups]
+    problems = [
+        problem
+        for group, goal in zip(groups, goals, strict=True)
+        if isinstance(goal, _Reason)
+        for problem in group.problems(goal)
+    ]
+    return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
+
+
+def _goal(leaf: TypedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
+    """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
+    if isinstance(wanted, Tracer):
+        return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
+    if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
+        return _Reason(
+            f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
+            " program; leave it out with select=, or read its raw data with load_numpy"
+        )
+    if wanted is None or isinstance(wanted, (Sharding, Format)):
+        if isinstance(wanted, Format) and wanted.sharding is None:
+            return _Reason("is a Format without a sharding in the target")
+        is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
+        if is_value or (wanted is None and not leaf.on_devices):
+            return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
+        return _ordered(leaf, wanted, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, policy))
+    if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        cast = _cast_dtype(leaf, wanted, policy, dtype)
+        if isinstance(cast, _Reason):
+            return cast
+        if isinstance(wanted, (np.ndarray, np.generic)):
+            return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
+        # PRNG keys have no weak type.
+        weak = dtype is None and getattr(wanted, "weak_type", False)
+        return _ordered(leaf, wanted, _device_goal(leaf, cast, weak, policy))
+    if type(wanted) in PYTHON_KINDS:
+        return _python_goal(leaf, PYTHON_KINDS[type(wanted)])
+    return _Reason(unrestorable_reason(wanted, is_container=False))
+
+
+def _is_known(impl: str) -> bool:
+    try:
+        return key_dtype(impl) is not None
+    except ValueError:
+        return False
+
+
+def _device_goal(leaf: TypedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> Goal | _Reason:
+    """The goal of an array on devices, with a dtype that JAX supports in its current configuration."""
+    if leaf.kind == "key":
+        return Goal("key")
+    wanted = leaf.dtype if cast is None else cast
+    made = np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # pyright: ignore[reportUnknownMemberType]
+    if made == wanted:
+        return Goal("jax", cast, weak=weak)
+    if policy == "safe":
+        return _Reason(
+            f"would be {wanted}, which JAX converts to {made} while jax_enable_x64 is off: a lossy cast",
+            'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
+            ' Options(cast="unsafe") restores 32 bits',
+        )
+    return Goal("jax", made, weak=weak)
+
+
+_OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
+
+
+def _cast_dtype(leaf: TypedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> _Dtype | _Reason | None:
+    """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
+        return _Reason(f"is an array of dtype {wanted.dtype} in the target, which no checkpoint can contain")
+    if leaf.kind in ("str", "bytes") or (is_key and not leaf.is_array):
+        return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
+    differs = f"has dtype {leaf.dtype} in the checkpoint, {wanted.dtype} in the target"
+    if is_key != (leaf.kind == "key"):
+        way = (
+            "a key, and use jax.random.key_data" if leaf.kind == "key" else "an array, and use jax.random.wrap_key_data"
+        )
+        return _Reason(f"{differs}; PRNG keys do not cast: restore it as {way}")
+    if leaf.shape != tuple(wanted.shape):
+        return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target", _OTHER_SHAPE)
+    if not leaf.is_array:
+        return _cast_number(leaf, np.dtype(wanted.dtype), policy)
+    if dtype is not None:  # checked when it was given
+        return None if leaf.dtype == dtype else dtype
+    if leaf.dtype == wanted.dtype:
+        return None
+    if is_key:
+        return _Reason(f"{differs}; PRNG keys do not cast")
+    if judge_cast(leaf.dtype, np.dtype(wanted.dtype), policy, leaf.shape) is Verdict.REFUSED:
+        return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
+    return np.dtype(wanted.dtype)
+
+
+def _doubt(group: _Group, goal: Goal) -> _Reason | None:
+    """What is wrong with the goal of a group if its cast changes values; None if the cast is made in any case."""
+    leaf, wanted = group.leaf, goal.cast
+    if wanted is None or not leaf.is_array or leaf.kind == "key":
+        return None
+    may_round = group.dtype is not None
+    if judge_cast(leaf.dtype, wanted, group.policy, leaf.shape, may_round=may_round) is not Verdict.DEPENDS_ON_VALUES:
+        return None
+    differs = f", but dtype= gives {wanted}" if may_round else f" in the checkpoint, {wanted} in the target"
+    return _Reason(f"has dtype {leaf.dtype}{differs}: a lossy cast", ALLOW_LOSS)
+
+
+def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reason:
+    """The dtype for a Python number: any dtype that holds its value, and for a float any float dtype, as for JAX's weak
+    types. Otherwise the reason against it."""
+    value, made, fits = leaf.value, None, False
+    with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning
+        made = np.asarray(value).astype(dtype).item()
+        weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
+        fits = made == value or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
+    if made is not None and (fits or policy == "unsafe"):
+        return dtype
+    shown = (leaf.record.value or "")[:40]
+    differs = f"is {leaf.kind} {shown} in the checkpoint, {dtype} in the target"
+    if made is None:
+        return _Reason(f"{differs}: the value cannot be cast")
+    return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
+
+
+def _python_goal(leaf: TypedLeaf, wanted: str) -> Goal | _Reason:
+    """A Python value of a kind, from a saved value or from an array of one number."""
+    saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
+    if saved == wanted:
+        return Goal(wanted)
+    if wanted in NUMBER_KINDS:
+        convert = KINDS[wanted].type
+        if saved in NUMBER_KINDS and NUMBER_KINDS.index(saved) < NUMBER_KINDS.index(wanted):
+            value = leaf.value
+            with contextlib.suppress(OverflowError):
+                if convert(value) == value or value != value:
+                    return Goal(wanted)
+        if saved is None and leaf.kind != "key" and leaf.shape == () and is_lossless(leaf.dtype, np.dtype(convert)):
+            return Goal(wanted)
+    found = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
+    return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
+
+
+def _ordered(leaf: TypedLeaf, wanted: Any, goal: Goal | _Reason) -> Goal | _Reason:
+    """The goal, unless the target requests a non-default order in device memory, which restore does not support."""
+    if isinstance(goal, _Reason):
+        return goal
+    problem = order_problem(wanted, goal.cast or leaf.dtype, leaf.shape)
+    return _Reason(problem) if problem else goal
+
+
+# Laying out -----------------------------------------------------------------------------------------------
+
+
+def _assign_shardings(
+    request: RestoreRequest, groups: Sequence[_Group], goals: Sequence[Goal | None], options: Options
+) -> tuple[list[Goal | None], list[Problem], list[Problem]]:
+    """The goals with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
+
+    The problems are leaves that do not fit their specs, and leaves whose saved devices do not exist here.
+    """
+    shardings: dict[int, Sharding | PlannedSharding | None] = {}
+    misfits: list[Problem] = []
+    unavailable: list[Problem] = []
+    by_mesh: dict[int, _Group] = {}
+    saved: dict[int, Sharding | LayoutError | None] = {}
+    for index, (group, goal) in enumerate(zip(groups, goals, strict=True)):
+        if goal is None or not goal.on_devices:
+            continue
+        leaf, sharding = group.leaf, _given_sharding(group.wanted)
+        if sharding is not None:
+            sharding = _fit_sharding(sharding, leaf.shape, request, options)
+        elif request.mesh is not None:
+            by_mesh[index] = group
+        elif not _is_uncommitted(group.wanted) and leaf.record.layout is not None:
+            layout = leaf.record.layout
+            if layout not in saved:
+                saved[layout] = _try_saved_sharding(leaf.manifest, layout)
+            sharding = saved[layout]
+        if isinstance(sharding, LayoutError):
+            unavailable.extend(group.problems(_Reason(f"was saved as {leaf.layout}, which {sharding}")))
+        elif isinstance(sharding, _Reason):
+            misfits.extend(group.problems(sharding))
+        else:
+            shardings[index] = sharding
+    if request.mesh is not None and by_mesh:
+        axes = mesh_axes(request.mesh)
+        alike = [LeafGroup(group.paths, group.leaf.shape, group.leaf.spec, group.spec) for group in by_mesh.values()]
+        specs, problems = assign_specs(axes, alike, options)
+        misfits.extend(problems)
+        for (index, group), spec in zip(by_mesh.items(), [] if problems else specs, strict=not problems):
+            sharding = _on_mesh(request, axes, spec, group.leaf.memory)
+            if isinstance(sharding, _Reason):
+                misfits.extend(group.problems(sharding))
+            else:
+                shardings[index] = sharding
+    placed = [goal and replace(goal, sharding=shardings.get(index)) for index, goal in enumerate(goals)]
+    return placed, misfits, unavailable
+
+
+def _try_saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError | None:
+    try:
+        return saved_sharding(manifest, layout)
+    except LayoutError as error:
+        return error
+
+
+def _is_uncommitted(wanted: Any) -> bool:
+    """Whether a leaf of a target requests no particular device."""
+    return isinstance(wanted, Uncommitted) or (isinstance(wanted, jax.Array) and not wanted.committed)
+
+
+def _given_sharding(wanted: Any) -> Sharding | None:
+    """The sharding that a leaf of a target requests."""
+    if wanted is None or isinstance(wanted, Sharding):
+        return wanted
+    return None if _is_uncommitted(wanted) else wanted.sharding
+
+
+def _on_mesh(
+    request: RestoreRequest, axes: Mapping[str, int], spec: Spec, memory: str | None
+) -> NamedSharding | PlannedSharding | _Reason:
+    if not isinstance(request.mesh, Mesh) or request.devices_per_process is not None:
+        return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
+    try:
+        return named_sharding(request.mesh, spec, memory)
+    except LayoutError as error:
+        return _Reason(f"cannot be laid out: {error}")
+
+
+def _fit_sharding(
+    sharding: Sharding, shape: tuple[int, ...], request: RestoreRequest, options: Options
+) -> Sharding | PlannedSharding | _Reason:
+    """A sharding from the target, if the leaf's shape allows it."""
+    if not isinstance(sharding, NamedSharding):
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            return _Reason(f"cannot be laid out: {error}")
+        return sharding
+    axes = dict(sharding.mesh.shape)
+    if not isinstance(sharding.mesh, Mesh) and request.devices_per_process is None:
+        mesh = next((mesh for mesh in (request.mesh, mesh_in_context()) if isinstance(mesh, Mesh)), None)
+        if mesh is None or dict(mesh.shape) != axes:
+            return _Reason(
+                f"cannot be laid out: its sharding is on the AbstractMesh {axes}, which has no devices (found"
+                f" {'none' if mesh is None else dict(mesh.shape)})",
+                "pass a mesh with these axes as mesh=, or set it with jax.set_mesh",
+            )
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    try:
+        given = spec_of(sharding.spec)
+    except SpecError as error:
+        return _Reason(f"cannot be laid out: {error}")
+    (spec,), problems = assign_specs(axes, [LeafGroup([""], shape, given=given)], options)
+    if problems:
+        return _Reason(problems[0].reason, problems[0].remedy)
+    if not isinstance(sharding.mesh, Mesh):
+        return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
+    return sharding if spec == given else sharding.update(spec=partition_spec(spec, sharding.spec))

@@ -1,0 +1,236 @@
+"""Which process reads what with Options(read="shared"), so that each chunk is read from storage once. Pure data.
+
+wants ─▶ communities of processes that need the same data ─▶ for each, a plan of distributed reads ─▶ rounds ─▶ pieces
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxckpt._model.grid import Box, Layout, cell_shape, grid_cells, volume
+from jaxckpt._model.stacks import Stack
+from jaxckpt._restore.read_plan import Read, ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
+
+READ_ALIGNMENT_BYTES = 64
+"""Read data begins at multiples of this, so that JAX uses it on CPU devices without a copy."""
+
+JOINED_BYTES = 1 << 20
+"""Smaller leaves that share chunks are read together by all processes that need any of these leaves. Sending a whole
+leaf needs memory for it. In larger leaves, a chunk at the border of two boxes is therefore read by each process that
+needs a part of it."""
+
+ROUNDS = 4
+"""The least number of rounds, unless each process would read less than ROUND_BYTES per round."""
+
+ROUND_BYTES = 4 << 20
+
+MAX_TRANSFER_BYTES = 4 << 30
+"""Positions in a transfer are words of 4 bytes that are counted in 32 bits."""
+
+Members = tuple[int, ...]
+"""A community: processes that read for each other, ascending."""
+
+Partition = tuple[Members, ...]
+"""Communities that have no process in common."""
+
+
+def share(
+    stacks: Sequence[Stack], wanted: Sequence[tuple[WantedRows, Layout]], process: int, job_size: int | None = None
+) -> tuple[list[WantedRows], dict[Partition, list[WantedRows]]]:
+    """The wants that a process reads for itself, and, for each partition, the shared wants of its community.
+
+    `wanted` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes that
+    need each cell. Every process gets the same partitions in the same order. If `job_size` is the number of processes
+    of the job, only partitions that cover all of them are used.
+    """
+    joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
+    for want, layout in wanted:
+        if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
+            joined.setdefault(want.stack, set()).update(layout.processes)
+    own: list[WantedRows] = []
+    shared: dict[Partition, list[WantedRows]] = {}
+    for want, layout in wanted:
+        stack = stacks[want.stack]
+        if want.stack in joined and len(layout.processes) > 1:
+            partition = (tuple(sorted(joined[want.stack])),)
+        else:
+            partition = _partition(stack, layout)
+        members = members_of(partition, process)
+        possible = job_size is None or covers(partition, job_size)
+        if possible and 0 not in stack.shape and any(len(some) > 1 for some in partition):
+            wants = shared.setdefault(partition, [])
+            if len(members) > 1:
+                wants.append(replace(want, boxes=_boxes(layout, stack.shape, members)))
+                continue
+        own.append(want)
+    return own, shared
+
+
+def wants_digest(wanted: Sequence[tuple[WantedRows, Layout]]) -> str:
+    """A digest that is equal in all processes if `share` finds the same communities and wants in each."""
+    found = hashlib.sha256()
+    for want, layout in wanted:
+        if len(layout.processes) > 1:
+            found.update(repr((want.stack, want.rows, str(want.dtype), want.kept, _digest(layout))).encode())
+    return found.hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(layout: Layout) -> str:
+    return hashlib.sha256(repr((layout.grid, layout.holders)).encode()).hexdigest()
+
+
+def members_of(partition: Partition, process: int) -> Members:
+    """The community of a process; empty if it has none."""
+    return next((members for members in partition if process in members), ())
+
+
+def _partition(stack: Stack, layout: Layout) -> Partition:
+    """The communities that need a leaf."""
+    if math.prod(stack.shape) * stack.itemsize < JOINED_BYTES:
+        sides = zip(cell_shape(layout, stack.shape), stack.chunk[1:], layout.grid, strict=True)
+        if any(parts > 1 and side % chunk for side, chunk, parts in sides):
+            return (tuple(sorted(layout.processes)),)
+    return _communities(layout)
+
+
+@functools.lru_cache(maxsize=256)
+def covers(partition: Partition, count: int) -> bool:
+    """Whether the communities have equal sizes and include all processes of the job, so that one program serves all."""
+    return len(set(map(len, partition))) == 1 and sum(map(len, partition)) == count
+
+
+@functools.lru_cache(maxsize=256)
+def _communities(layout: Layout) -> Partition:
+    """The processes that need a common cell, directly or through others."""
+    community: dict[int, list[int]] = {}
+    for first, *others in layout.groups:
+        members = community.setdefault(first, [first])
+        for other in others:
+            found = community.get(other, [other])
+            if found is not members:
+                members.extend(found)
+                community.update(dict.fromkeys(found, members))
+    return tuple(sorted({id(members): tuple(sorted(members)) for members in community.values()}.values()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...], members: Members) -> tuple[Box, ...]:
+    """The cells that any member needs."""
+    inside = set(members)
+    cells = grid_cells(shape, cell_shape(layout, shape))
+    return tuple(box for (_, box), holders in zip(cells, layout.holders, strict=True) if holders[0] in inside)
+
+
+# Distributing reads ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A read by one process for its community."""
+
+    step: ReadStep
+    read: Read
+
+    reader: int
+    """The process that reads."""
+
+    start: int
+    """Offset of its bytes among those that the reader reads in the same round."""
+
+    n_bytes: int
+
+    offsets: tuple[int, ...]
+    """Offset of each region among these bytes."""
+
+
+Round = list[Portion]
+"""The reads of a community between two meetings of the job."""
+
+
+def plan_rounds(stacks: Sequence[Stack], wants: Sequence[WantedRows], members: Members, host_bytes: int) -> list[Round]:
+    """Evenly distributed reads of everything that a community needs, with no chunk in two of them.
+
+    In a round, each process reads consecutive data, at most about a quarter of `host_bytes`. Several rounds allow
+    reading the next round while the current one is sent.
+    """
+    most = max_read_bytes(host_bytes)
+    wanted = sum(
+        (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
+    )
+    round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
+    finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
+    rounds: list[Round] = []
+    unassigned: list[tuple[ReadStep, Read, list[int]]] = []
+    size = 0
+    for step in plan_read(stacks, wants, host_bytes, finest):
+        for read in step.reads:
+            sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
+            ends = list(itertools.accumulate(-(-size // READ_ALIGNMENT_BYTES) * READ_ALIGNMENT_BYTES for size in sizes))
+            if unassigned and size + ends[-1] > round_bytes:
+                rounds.append(_assign_readers(unassigned, size, members))
+                unassigned, size = [], 0
+            unassigned.append((step, read, ends))
+            size += ends[-1]
+    return [*rounds, _assign_readers(unassigned, size, members)] if unassigned else rounds
+
+
+def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
+    """Assign reads, with the ends of their regions, in order to the members in order."""
+    portions: Round = []
+    filled = dict.fromkeys(members, 0)
+    before = 0
+    for step, read, ends in reads:
+        middle = 2 * before + ends[-1]
+        reader = members[middle * len(members) // (2 * total)]
+        portions.append(Portion(step, read, reader, filled[reader], ends[-1], (0, *ends[:-1])))
+        filled[reader] += ends[-1]
+        before += ends[-1]
+    return portions
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The data that a community sends with one program."""
+
+    portions: Round
+
+    spans: Mapping[int, tuple[int, int]]
+    """The range (first, end) that each process sends of the bytes that it has read in the round."""
+
+
+def split_into_transfers(portions: Round, members: Members, max_bytes: int) -> Iterator[Transfer]:
+    """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
+    count = len(members)
+    max_bytes = min(max_bytes, MAX_TRANSFER_BYTES)
+    width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
+    at_once = max(1, min(count, max_bytes // (2 * width)))
+    place = {member: number for number, member in enumerate(members)}
+    found: dict[tuple[int, int], Round] = {}
+    for portion in portions:
+        found.setdefault((portion.start // width, place[portion.reader] // at_once), []).append(portion)
+    for _, together in sorted(found.items(), key=lambda one: one[0]):
+        spans: dict[int, tuple[int, int]] = {}
+        for portion in together:
+            first, _ = spans.get(portion.reader, (portion.start, 0))
+            spans[portion.reader] = first, portion.start + portion.n_bytes
+        yield Transfer(together, spans)
+
+
+def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, host_bytes: int) -> ReadCost:
+    """The reads of one process in the rounds, and the bytes that it receives from others, needed or not."""
+    mine = [portion for portions in rounds for portion in portions if portion.reader == process]
+    steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]
+    received = sum(portion.n_bytes for portions in rounds for portion in portions if portion.reader != process)
+    # Host memory: two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
+    in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
+    held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
+    held += min(max_read_bytes(host_bytes), received)
+    held += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
+    cost = read_cost(stacks, steps, host_bytes)
+    return replace(cost, received_bytes=received, peak_host_bytes=max(held, cost.peak_host_bytes))

@@ -1,0 +1,167 @@
+"""Leaves built from source leaves: a box of a target is read as boxes of its sources, in bounded memory."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, intersection, relative, slices_within
+from jaxckpt._model.pieces import Array, as_bits, assign
+from jaxckpt._pipeline.workers import submit_waiting
+from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
+from jaxckpt._sources.foreign import ArrayData, AsyncArrayData
+from jaxckpt._store.objects import Pending
+from jaxckpt.errors import DataError, show_path
+
+_WASTE = 2
+"""The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
+
+_MIN_SPLIT_BYTES = 64 << 10
+"""Smaller reads are not split, even if little of them is needed, because each read has a fixed cost."""
+
+_TEMPORARY_BYTES = 4 << 20
+"""Approximate largest memory of one read."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedSource:
+    """Source leaves of one shape and dtype, stacked and with their axes in the order of the target leaf."""
+
+    layout: AxisLayout
+    sizes: Mapping[str, int]
+    stacked: tuple[str, ...]
+    """The axes whose indices are separate source leaves."""
+
+    data: Mapping[tuple[int, ...], ArrayData]
+    """The source leaves, by their indices along the stacked axes."""
+
+    dtype: str
+    """Dtype of the source leaves."""
+
+    unit_bytes: int
+    """Bytes of the unit of a source leaf that can only be read completely; 0 without such a unit."""
+
+    start: tuple[int, ...]
+    """Start of the used part of each source leaf."""
+
+    fixed: Mapping[str, int]
+    """The index along each axis that only the source has."""
+
+    transform: Callable[[Array], Array]
+    """Computes target values from source values, before they are cast to the target's dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the target."""
+        return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
+
+    def read(self, box: Box, target: Array) -> None:
+        """Fill `target` with a box."""
+        axes = axes_of(self.layout.target)
+        own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
+        for tile, intervals in tiles(self.layout.target, self.sizes, box):
+            region = target[(*slices_within(tile, box), ...)]  # the "..." keeps a 0-d array an array
+            region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
+            for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
+                at = dict(zip(self.stacked, index, strict=True))
+                picks = [at[axis] - intervals[axis][0] if axis in at else slice(None) for axis in axes]
+                left = [axis for axis in axes if axis not in at]
+                self._read_leaf(self.data[index], {**intervals, **own}, left, region[(*picks, ...)])
+
+    def _read_leaf(self, data: ArrayData, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
+        """Fill `target`, whose dimensions are the axes in this order, with the needed intervals of a source leaf."""
+        covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
+        taken = {
+            axis: side
+            for dim, (_, found) in zip(self.layout.source, covers, strict=True)
+            for axis, side in zip(dim, found, strict=True)
+        }
+        itemsize = DTYPES[self.dtype].itemsize
+        n_bytes = math.prod(b - a for a, b in taken.values()) * itemsize
+        split = self._axis_to_split(wanted, taken, n_bytes, target.size * itemsize)
+        if split is not None:
+            a, b = wanted[split]
+            middle, number = (a + b) // 2, order.index(split)
+            for part in ((a, middle), (middle, b)):
+                into = target[(slice(None),) * number + (slice(part[0] - a, part[1] - a),)]
+                self._read_leaf(data, {**wanted, split: part}, order, into)
+            return
+        box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
+        source = np.empty([b - a for a, b in box], DTYPES[self.dtype])
+        data.read(box, source)
+        axes = axes_of(self.layout.source)
+        source = source.reshape([taken[axis][1] - taken[axis][0] for axis in axes])
+        spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
+        picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
+        left = [axis for axis in axes if axis not in self.fixed]
+        source = self.transform(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
+        assign(target, source)
+
+    def _axis_to_split(
+        self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
+    ) -> str | None:
+        """The axis to halve, if one read would be too large or would contain too much data that is not needed."""
+        several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
+        if n_bytes > max(_WASTE * needed, _MIN_SPLIT_BYTES, self.unit_bytes):
+            for dim in self.layout.source:
+                if any(taken[axis] != wanted[axis] for axis in dim):
+                    return next(axis for axis in dim if axis in several)
+        return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedData(ArrayData):
+    """A source leaf that is stored several times. Each box that is read is compared with its copies."""
+
+    path: str
+    data: ArrayData
+    copies: Mapping[str, ArrayData]
+    """The copies, by path."""
+
+    def read(self, box: Box, target: Array) -> None:
+        self.data.read(box, target)
+        for path, copy in self.copies.items():
+            other = np.empty(target.shape, target.dtype)
+            copy.read(box, other)
+            if not np.array_equal(as_bits(target), as_bits(other)):
+                raise DataError(
+                    f"{show_path(path)} differs from {show_path(self.path)}, and the rules take it for a copy"
+                    " (Rule.copies)"
+                )
+
+    def check(self) -> None:
+        for data in (self.data, *self.copies.values()):
+            data.check()
+
+
+@dataclass(frozen=True, slots=True)
+class MappedData(AsyncArrayData):
+    """A target leaf: adjacent pieces along one dimension."""
+
+    pieces: Sequence[tuple[Box, MappedSource]]
+    """The pieces, each with its box in the leaf."""
+
+    is_padded: bool = False
+    """Whether zeros fill the rest."""
+
+    def start(self, box: Box, target: Array) -> Pending:
+        return submit_waiting(functools.partial(self.read, box, target))
+
+    def read(self, box: Box, target: Array) -> None:
+        if self.is_padded:
+            target[...] = 0
+        for held, piece in self.pieces:
+            common = intersection(held, box)
+            if common is not None:
+                piece.read(relative(common, held), target[(*slices_within(common, box), ...)])
+
+    def check(self) -> None:
+        for _, piece in self.pieces:
+            for data in piece.data.values():
+                data.check()

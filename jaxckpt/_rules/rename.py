@@ -1,0 +1,119 @@
+"""The leaves that `select=` chooses, and the tree that they form after `rename=`."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from jaxckpt._model.paths import path_prefixes, relative_path
+from jaxckpt._model.records import Manifest
+from jaxckpt._model.select import Rename, Select, Selector, parse_select, rename_paths
+from jaxckpt._model.tree import Structure, nested_dicts, numbers_of, paths_of, prune, structure_of, user_objects_of
+from jaxckpt._rules.rules import Rules
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt.errors import TreeError, show_path
+
+if TYPE_CHECKING:
+    from jaxckpt._restore.pooled import PooledCheckpoint
+
+
+Renaming = Rename | Rules
+"""The argument rename=: new names, or rules."""
+
+
+def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
+    """(new names, rules) of the argument `rename=`; at most one of the two is set."""
+    return (None, rename) if isinstance(rename, Rules) else (rename, None)
+
+
+_Opened = TypeVar("_Opened", bound="NativeCheckpoint | ForeignCheckpoint | PooledCheckpoint")
+
+
+def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | ForeignCheckpoint:
+    """A checkpoint with renamed leaves, or its view through rules. Raises MismatchError, TreeError."""
+    if isinstance(rename, Rules):
+        return rename.over(source)
+    return source if rename is None else replace(source, manifest=select_and_rename(source.manifest, None, rename))
+
+
+def select_and_rename(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
+    """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
+    chosen = selected_numbers(manifest, None if select is None else parse_select(select))
+    structure, new_paths = renamed_tree(manifest, rename, chosen)
+    require_single_root(manifest, new_paths, chosen)
+    structure = prune(structure, {number: number for number in chosen})
+    paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
+    leaves = [
+        msgspec.structs.replace(manifest.leaves[number], path=path) for path, number in zip(paths, numbers, strict=True)
+    ]
+    tree = prune(structure, {old: new for new, old in enumerate(numbers)})
+    return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
+
+
+def selected_numbers(manifest: Manifest, select: Selector | None) -> Sequence[int]:
+    """Numbers of the leaves that are selected by their saved paths. Raises TreeError if an entry selects none."""
+    numbers = range(len(manifest.leaves))
+    return numbers if select is None else [*itertools.compress(numbers, select.choose(manifest.numbers))]
+
+
+def renamed_tree(manifest: Manifest, rename: Rename | None, chosen: Sequence[int]) -> tuple[Structure, dict[str, int]]:
+    """The requested structure, and the number of each leaf by its requested path. Raises TreeError.
+
+    A renamed structure lacks the leaves that are not chosen, because their new paths may clash with those of chosen
+    leaves. Objects keep all of their leaves.
+    """
+    if rename is None:
+        return manifest.tree, manifest.numbers
+    empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}
+    paths = rename_paths(rename, [*manifest.numbers, *empty])
+    numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
+    units = _structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
+    among = set(chosen)
+    units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
+    return structure_of(nested_dicts(units)), numbers
+
+
+def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: Sequence[int]) -> None:
+    """Raise TreeError if a chosen leaf would be the root of a tree that also has others."""
+    root = numbers.get("")
+    if root is not None and root in chosen and len(chosen) > 1:
+        raise TreeError(
+            f"rename= makes leaf {show_path(manifest.leaves[root].path)} the whole tree, but {len(chosen)} leaves are"
+            " selected: give it a name, or select only this leaf"
+        )
+
+
+def _structures_by_path(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
+    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object.
+
+    An object that would share its new path with other leaves is left as its leaves.
+    """
+    units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
+    objects = [*user_objects_of(manifest.tree)]
+    if not objects:
+        return units
+    counts = collections.Counter(head for path in paths for head in path_prefixes(path))
+    for path, node in objects:
+        numbers = [*numbers_of(node)]
+        found = {
+            _strip_tail(paths[number], relative_path(path, manifest.leaves[number].path) or "") for number in numbers
+        }
+        head = found.pop() if len(found) == 1 else None
+        if head is not None and counts[head] == len(numbers):
+            for number in numbers:
+                del units[paths[number]]
+            units[head] = node
+    return units
+
+
+def _strip_tail(path: str, tail: str) -> str | None:
+    """The part of a path before a tail; None if the path does not end with the tail."""
+    if not tail or path == tail:
+        return "" if tail else path
+    return path.removesuffix(f"/{tail}") if path.endswith(f"/{tail}") else None

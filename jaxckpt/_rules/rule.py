@@ -1,0 +1,260 @@
+"""One rule: the paths of its source and target leaves, and how target values are made from source values."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+import reprlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.pieces import Array
+from jaxckpt._options import require_whole_number
+from jaxckpt._rules.axis_layouts import AxisLayout, axes_of
+from jaxckpt.errors import InputError
+
+Paths = str | tuple[str, ...]
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("source", "target", "scales", "copies"), (str, tuple, list)),
+    **dict.fromkeys(("parts", "block"), (tuple, list, type(None))),
+    **dict.fromkeys(("sizes", "resized"), (Mapping,)),
+    **dict.fromkeys(("scale", "offset"), (numbers.Real,)),
+    "layout": (str,),
+    "tied": (bool, np.bool_),
+}
+"""The accepted types of each field of a rule. Sets are not accepted, because the order of paths matters."""
+
+_CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How leaves of a source become leaves of a target.
+
+    Examples:
+        >>> from jaxckpt import Rule
+        >>> one = Rule(
+        ...     source="model.layers.{i}.self_attn.q_proj.weight", target="layers/q/kernel",
+        ...     layout="(heads dim) model -> i model heads dim", sizes={"dim": 64},
+        ... )
+        >>> one.inverse().layout
+        'i model heads dim -> (heads dim) model'
+    """
+
+    source: Paths
+    """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`."""
+
+    target: Paths
+    """The path of the target leaf. If only the source has a number such as `{i}`, the leaves are stacked along the axis
+    of that name in the target's layout. If only the target has it, the source is unstacked along its axis of that name.
+    Several paths are parts along `axis`."""
+
+    layout: str = ""
+    """The axes of source and target in einops notation, such as "(h d) m -> m h d". Empty: no change."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sizes of axes that the shapes do not determine. It may also give the count of a number in the paths: with
+    {"i": 32}, a missing number from 0 to 31 is an error."""
+
+    axis: int = 0
+    """The dimension of the target along which sources are joined, or of the source along which targets are split."""
+
+    parts: tuple[int, ...] | None = None
+    """Sizes along `axis` of several sources or targets. By default targets have equal sizes. `inverse` needs `parts` if
+    the sizes of the sources differ."""
+
+    dtype: str | None = None
+    """The dtype of the target, cast as by NumPy. None: the dtype of the source."""
+
+    scales: Paths = ()
+    """For quantized sources, the paths of the scales, one for each path of `source`. Each value is first multiplied by
+    the scale of its block, in float32. The target is float32 unless `dtype` is given. `inverse` does not quantize."""
+
+    block: tuple[int, ...] | None = None
+    """The shape of a block of values with one scale, such as (128, 128). None: the scales have the shape of the values,
+    with size 1 in each dimension that they do not depend on."""
+
+    resized: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Target sizes of axes whose source size, in `sizes`, differs, such as {"vocab": 256128}. Larger targets are padded
+    with zeros; smaller targets are truncated."""
+
+    scale: float = 1.0
+    """Target values are source × scale + offset, computed in float32, or in float64 for float64 and int64. If the
+    source has integers, a scale or offset needs `dtype`."""
+
+    offset: float = 0.0
+    """Added to the scaled values; see `scale`."""
+
+    tied: bool = False
+    """Whether another rule has the same source. `inverse` makes the source from the other rule's target."""
+
+    copies: Paths = ()
+    """Paths of source leaves that repeat `source`, such as the stored head of a model that uses its embedding as head.
+    All values that are read are compared bit for bit: a difference is a DataError. `inverse` leaves them out."""
+
+    def inverse(self, dtype: str | None = None) -> Rule:
+        """The rule from target to source.
+
+        Args:
+            dtype: The dtype of the source, used only if this rule casts. None: the dtype of the target.
+
+        Raises:
+            InputError: `dtype` is not the name of a dtype.
+        """
+        _require_dtype(dtype, "inverse(dtype=)")
+        return Rule(
+            source=self.target,
+            target=self.source,
+            layout=str(AxisLayout.parse(self.layout).inverse()) if self.layout else "",
+            sizes={**self.sizes, **self.resized},
+            resized={axis: self.sizes[axis] for axis in self.resized},
+            axis=self.axis,
+            parts=self.parts,
+            dtype=None if self.dtype is None else dtype,
+            scale=1 / self.scale,
+            offset=-self.offset / self.scale,
+        )
+
+    def __post_init__(self) -> None:
+        for what, kinds in _KINDS.items():
+            if not isinstance(value := getattr(self, what), kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise InputError(f"Rule.{what} must be of type {wanted}, found {reprlib.repr(value)}")
+        for what, is_optional in (("source", False), ("target", False), ("scales", True), ("copies", True)):
+            names: Any = getattr(self, what)
+            paths: tuple[Any, ...] = paths_in(names) if names else ()
+            if not all(isinstance(path, str) and path for path in paths) or not (paths or is_optional):
+                raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
+            if odd := next((path for path in paths if "" in path.split("/")), None):
+                raise InputError(f"Rule.{what} {odd!r} has an empty component; the empty key is written '~2'")
+            if len({frozenset(captures(path)) for path in paths}) > 1:
+                raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
+        if self.scales and [set(captures(name)) for name in paths_in(self.scales)] != [
+            set(captures(self.source)) for _ in paths_in(self.source)
+        ]:
+            raise InputError(f"{self}: scales= must name one path for each source, with the same numbers")
+        sources = paths_in(self.source)
+        if self.copies and (len(sources) > 1 or captures((*sources, *paths_in(self.copies)))):
+            raise InputError(f"{self}: copies= needs one source, and paths without numbers such as {{i}}")
+        if self.block is not None and not self.scales:
+            raise InputError(f"{self}: block= needs scales=")
+        several = max(len(paths_in(self.source)), len(paths_in(self.target))) > 1
+        if len(paths_in(self.source)) > 1 and len(paths_in(self.target)) > 1:
+            raise InputError(f"{self} joins several sources into several targets: make it two rules")
+        if self.parts is not None and not several:
+            raise InputError(f"{self} has parts=, but one source and one target")
+        for what, counts in (
+            ("parts", self.parts or ()),
+            ("block", self.block or ()),
+            ("sizes", self.sizes.values()),
+            ("resized", self.resized.values()),
+        ):
+            for number in counts:
+                require_whole_number(number, f"{self}: a number in {what}=", minimum=1)
+        require_whole_number(self.axis, f"{self}: axis=", minimum=0)
+        _require_dtype(self.dtype, "Rule.dtype")
+        if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
+            raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
+        one_sided = set(captures(self.source)) ^ set(captures(self.target))
+        known = {*captures(self.source), *captures(self.target)}
+        layout = AxisLayout.parse(self.layout) if self.layout else None
+        if layout:
+            only = set(axes_of(layout.source)) ^ set(axes_of(layout.target))
+            known |= {*axes_of(layout.source), *axes_of(layout.target)}
+            if only != one_sided:
+                raise InputError(
+                    f"{self}: the layout has axes {sorted(only)} on one side only, and the paths have numbers"
+                    f" {sorted(one_sided)} on one side only; they must be the same"
+                )
+        elif one_sided:
+            raise InputError(f"{self} stacks or unstacks leaves, so it needs a layout that names the axis")
+        alone = {dim for side in (layout.source, layout.target) for dim in side if len(dim) == 1} if layout else set()
+        for axis in self.resized:
+            if several or (axis,) not in alone or axis not in self.sizes:
+                raise InputError(
+                    f"{self}: resized= needs one source, one target, a layout in which {axis!r} is a dimension by"
+                    " itself, and its size in the source in sizes="
+                )
+        if unknown := sorted(map(str, self.sizes.keys() - known)):
+            raise InputError(
+                f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest_hint(unknown[0], known)}"
+            )
+
+    def computed(self, values: Array) -> Array:
+        """Scaled and offset values of the target, before they are cast to its dtype."""
+        if self.scale == 1 and self.offset == 0:
+            return values
+        wide = np.result_type(values.dtype, np.float32)
+        return values.astype(wide) * wide.type(self.scale) + wide.type(self.offset)
+
+    def __repr__(self) -> str:
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        shown = (f"{name}={value!r}" for name, value in values if value and (name, value) != ("scale", 1))
+        return f"Rule({', '.join(shown)})"
+
+    def __str__(self) -> str:
+        return f"rule {_shown(self.source)} → {_shown(self.target)}"
+
+
+def _require_dtype(name: object, what: str) -> None:
+    if name is not None and not (isinstance(name, str) and name in DTYPES):
+        raise InputError(
+            f"{what} {reprlib.repr(name)} is not the name of a dtype, such as"
+            f" 'bfloat16'{closest_hint(str(name), DTYPES)}"
+        )
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+def _shown(names: Paths) -> str:
+    first, *others = paths_in(names)
+    return " + ".join([first, "…", others[-1]] if len(others) > 3 else [first, *others])
+
+
+def paths_in(names: Paths) -> tuple[str, ...]:
+    """The paths in `names`, as a tuple."""
+    return (names,) if isinstance(names, str) else names
+
+
+def captures(names: Paths) -> list[str]:
+    """The names of the captures, such as `i` for `{i}`, in paths."""
+    return list(dict.fromkeys(name for one in paths_in(names) for name in _CAPTURE.findall(one)))
+
+
+CaptureValues = tuple[tuple[str, int], ...]
+"""(name, number) of each capture in a path, sorted by name."""
+
+
+def matching_paths(name: str, paths: Collection[str]) -> dict[CaptureValues, str]:
+    """The paths that match a name with captures, by the numbers of the captures."""
+    parts = _CAPTURE.split(name)
+    if len(parts) == 1:
+        return {(): name} if name in paths else {}
+    seen: set[str] = set()
+    pattern = ""
+    for number, part in enumerate(parts):
+        if number % 2 == 0:
+            pattern += re.escape(part)
+        else:
+            pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,17}})"
+            seen.add(part)
+    compiled = re.compile(pattern)
+    found: dict[CaptureValues, str] = {}
+    for path in paths:
+        match = compiled.fullmatch(path)
+        if match:
+            found[tuple(sorted((key, int(value)) for key, value in match.groupdict().items()))] = path
+    return found
+
+
+def fill_captures(name: str, numbers: Mapping[str, int]) -> str:
+    """The path with these numbers in place of the captures."""
+    return _CAPTURE.sub(lambda match: str(numbers[match[1]]), name)

@@ -1,0 +1,115 @@
+"""Rules that map one tree to another: they rename, transpose, stack, split and cast leaves.
+
+A checkpoint viewed through rules is another checkpoint. A device's box of a target leaf is traced back to boxes of
+source leaves. Each process therefore reads only the data of its own shards, and no leaf is ever complete in host
+memory.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.tree import nested_dicts
+from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule
+from jaxckpt._rules.rule import Rule, matching_paths, paths_in
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.source import Source
+from jaxckpt.errors import InputError, MismatchError, Problem, show_count
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
+
+    A checkpoint that is read through rules has only the leaves that the rules make, in nested dicts by path. A rule or
+    `drop` must name every leaf of the source. Data is read only when a value is needed, and only the data for that
+    value. If the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> from jaxckpt import Rule, Rules
+        >>> tree = {f"h.{i}.w": np.full((2, 3), i) for i in range(4)}
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/rules", tree, overwrite=True)
+        >>> rules = Rules([Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out")])
+        >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/rules", rename=rules)["layers"]["w"].shape
+        (4, 3, 2)
+    """
+
+    rules: Sequence[Rule]
+    """The rules. Each target path is made by exactly one of them."""
+
+    drop: Sequence[str] = ()
+    """Paths of source leaves that the target does not have; `{i}` matches a whole number."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
+        drop: Any = self.drop
+        if isinstance(drop, str) or not isinstance(drop, Collection) or not all(isinstance(one, str) for one in drop):
+            raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
+
+    def __repr__(self) -> str:
+        return f"<Rules: {show_count(len(self.rules), 'rule')}, {show_count(len(self.drop), 'dropped path')}>"
+
+    def inverse(self, dtype: str | None = None) -> Rules:
+        """The rules from target to source, without the dropped leaves.
+
+        Args:
+            dtype: The dtype of the source if a rule casts; None keeps the dtype of the target.
+        """
+        tied = [name for rule in self.rules if rule.tied for name in paths_in(rule.target)]
+        return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
+
+    def over(self, source: Source) -> ForeignCheckpoint:
+        """The view of a checkpoint through the rules. Raises a MismatchError that lists all problems."""
+        leaves = SourceLeaves(source)
+        problems: list[Problem] = []
+        targets: dict[str, ForeignArray] = {}
+        claimed: dict[str, Rule] = {}
+        for rule in self.rules:
+            matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
+            if not any(matches):
+                problems.append(
+                    Problem(None, f"{rule} matches nothing{closest_hint(paths_in(rule.source)[0], leaves.paths)}")
+                )
+                continue
+            scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
+            copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
+            own = [*copies] if rule.tied else [*matches, *scales, *copies]
+            paths = [path for found in own for path in found.values()]
+            problems += [
+                Problem(path, f"matches both {claimed[path]} and {rule}")
+                for path in paths
+                if claimed.setdefault(path, rule) is not rule
+            ]
+            for made in apply_rule(rule, matches, scales, leaves):
+                if isinstance(made, str):
+                    problems.append(Problem(None, f"{rule}: {made}"))
+                elif made[0] in targets:
+                    problems.append(Problem(made[0], f"is made by {rule} and by another rule"))
+                else:
+                    targets[made[0]] = made[1]
+        dropped: set[str] = set()
+        for name in self.drop:
+            found = matching_paths(name, leaves.paths)
+            dropped |= set(found.values())
+            if not found:
+                problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
+        problems += [
+            Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
+        ]
+        named = claimed.keys() | dropped
+        problems += [Problem(path, "matches no rule") for path in leaves.paths if path not in named]
+        if problems:
+            raise MismatchError.of(
+                f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}",
+                problems,
+                "list unwanted leaves in Rules.drop",
+            )
+        made = compose(source.url, nested_dicts(targets), source.manifest.format, metadata=source.manifest.metadata)
+        return replace(made, origin=source)

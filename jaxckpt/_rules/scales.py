@@ -1,0 +1,79 @@
+"""Dequantizes leaves of a source to float32: each value times the scale of its block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, whole_box
+from jaxckpt._model.pieces import Array
+from jaxckpt._sources.foreign import ArrayData, ForeignArray
+from jaxckpt.errors import show_path
+
+
+def dequantize(
+    path: str, array: ForeignArray, scales: ForeignArray | None, block: tuple[int, ...] | None
+) -> ForeignArray | str:
+    """A quantized leaf as float32, or the reason why its scales do not fit. A leaf of floats may have no scales.
+
+    Args:
+        path: Path of the leaf, for messages.
+        array: The quantized values.
+        scales: One for each block of values. Without `block`, each side of the scales is the side of the values or 1;
+            missing dimensions at the end count as 1.
+        block: The sides of a block; at the end of a dimension, blocks may be smaller.
+    """
+    odd = [one.dtype for one in (array, scales) if one is not None and one.dtype.startswith(("bool", "complex"))]
+    if odd:
+        return f"{show_path(path)} and its scales must be real numbers, found {odd[0]}"
+    is_float = array.dtype in ("bfloat16", "float16", "float32", "float64")
+    if scales is None:
+        if not is_float:
+            return f"{show_path(path)} is {array.dtype}, and has no scales"
+        return replace(array, dtype="float32", data=_DequantizedData(array, None, ()))
+    sides = scales.shape + (1,) * (len(array.shape) - len(scales.shape))
+    if block is None and math.prod(sides) == 1:
+        block, sides = array.shape, (1,) * len(array.shape)
+    elif block is None:
+        block = tuple(n if side == 1 else 1 for n, side in zip(array.shape, sides, strict=False))
+    wanted = tuple(-(-n // step) for n, step in zip(array.shape, block, strict=False))
+    if len(block) != len(array.shape) or sides != wanted:
+        blocks = f"blocks of {list(block)}" if len(block) == len(array.shape) else f"block={list(block)}"
+        return f"{show_path(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
+    return replace(array, dtype="float32", data=_DequantizedData(array, scales, block))
+
+
+@dataclass(frozen=True, slots=True)
+class _DequantizedData(ArrayData):
+    """A quantized leaf: each value is multiplied by the scale of its block when it is read."""
+
+    array: ForeignArray
+    scales: ForeignArray | None
+    block: tuple[int, ...]
+
+    def read(self, box: Box, target: Array) -> None:
+        values = np.empty(target.shape, DTYPES[self.array.dtype])
+        self.array.data.read(box, values)
+        np.copyto(target, values, casting="unsafe")
+        if self.scales is not None:
+            np.multiply(target, self._scales(self.scales, box), out=target)
+
+    def _scales(self, scales: ForeignArray, box: Box) -> Array:
+        """The scales of a box, in a shape that NumPy broadcasts to it."""
+        parts = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
+        own = whole_box(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
+        found = np.empty([b - a for a, b in own], DTYPES[scales.dtype])
+        scales.data.read(own, found)
+        found = found.astype(np.float32).reshape([b - a for a, b in parts])
+        for dim, ((a, b), (first, last), step) in enumerate(zip(box, parts, self.block, strict=True)):
+            if last - first > 1:
+                found = found.take(np.arange(a, b) // step - first, dim)
+        return found
+
+    def check(self) -> None:
+        for array in (self.array, self.scales):
+            if array is not None:
+                array.data.check()

@@ -1,0 +1,202 @@
+"""Leases: a reader holds a step of a run, and a process that deletes steps leaves that step alone.
+
+A lease is a small file in the run's `_run` folder. Its holder rewrites it with new content every eighth of its term. A
+process that deletes steps treats a lease as expired if it has not changed for half of the term, by that process's own
+clock. The clocks of two machines are never compared.
+
+The two sides cannot miss each other. The holder first writes its lease, then checks whether the step is marked for
+deletion. The deleting process first marks the step, then checks for leases. If a read sees every write that ended
+before it, at least one of the two sees the other and gives way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Collection, Generator
+
+from jaxckpt._options import require_seconds
+from jaxckpt._pipeline.threads import Latch, run_uninterrupted, start_thread
+from jaxckpt._run_folder.steps import RUN, is_published, is_step, step_name
+from jaxckpt._store.store import Store
+from jaxckpt.errors import NotACheckpointError, StorageError
+
+_log = logging.getLogger("jaxckpt")
+
+TERM_SECONDS = 60.0
+"""How long a step stays held, at most, after its reader has died. A process that deletes steps treats the lease as
+expired after half of this time without a change."""
+
+_RENEWALS = 8  # per term
+_LEASE, _DELETING = "lease-", "deleting-"
+_DELETION_SECONDS = 10.0
+"""How long to wait for a running deletion, which its mark shows. A mark exists until the pass that deletes its step
+ends, or until the next Checkpointer opens if the deleting process was killed."""
+
+
+@contextlib.contextmanager
+def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator[None]:
+    """Keep a step from being deleted by the rules of a Checkpointer while the block runs.
+
+    Raises NotACheckpointError if the step is deleted or being deleted, StorageError if no lease can be written.
+    """
+    term_seconds, holder_pid = require_seconds(term_seconds, "term_seconds"), os.getpid()
+    name, folder = f"{_LEASE}{step_name(step)}-{uuid.uuid4().hex}", run.child(RUN)
+    stop, write_lock, lifetime_token = Latch(), threading.Lock(), Latch()
+    try:
+        try:
+            run.create_child(RUN).put(name, _encode_lease(term_seconds, 0))
+        except StorageError as error:
+            raise StorageError(
+                error.errno,
+                f"cannot hold step {step} of {run.url}: a lease is a file in {run.url}/{RUN}, and writing it failed"
+                f" ({error.strerror}). Get permission to write there, or read without holding the step",
+            ) from error
+        token_ref = weakref.ref(lifetime_token)
+        start_thread(
+            functools.partial(_renew, folder, name, term_seconds, stop, write_lock, token_ref), "jaxckpt-lease"
+        )
+        _require_not_deleted(run, folder, step)
+        yield
+    finally:
+        if os.getpid() == holder_pid:  # a forked process does not hold the lease
+            run_uninterrupted(functools.partial(_release, folder, name, stop, write_lock))
+
+
+def _renew(
+    folder: Store,
+    name: str,
+    term_seconds: float,
+    stop: Latch,
+    write_lock: threading.Lock,
+    token_ref: weakref.ref[Latch],
+) -> None:
+    """Renew a lease until it is released. If an interrupt ended its holder before that, release it here."""
+    beats = 0
+    while not stop.wait(term_seconds / _RENEWALS):
+        if token_ref() is None:
+            _release(folder, name, stop, write_lock)
+            return
+        beats += 1
+        try:
+            with write_lock:
+                if not stop.is_set:
+                    folder.put(name, _encode_lease(term_seconds, beats))
+        except StorageError as error:
+            _log.warning("a lease could not be renewed and will expire unless a later attempt succeeds: %s", error)
+
+
+def _release(folder: Store, name: str, stop: Latch, write_lock: threading.Lock) -> None:
+    stop.set()
+    taken = write_lock.acquire(timeout=_DELETION_SECONDS)  # otherwise a running write would recreate the file
+    with contextlib.suppress(StorageError):  # a lease that cannot be removed expires
+        folder.remove(name)
+    if taken:
+        write_lock.release()
+
+
+def _encode_lease(term_seconds: float, beats: int) -> bytes:
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
+    return json.dumps(holder).encode()
+
+
+def _term(note: bytes) -> float:
+    """The term in a lease; the default if a lease is read while it is being written."""
+    try:
+        return require_seconds(json.loads(note)["term_seconds"], "term_seconds")
+    except (ValueError, KeyError, TypeError):
+        return TERM_SECONDS
+
+
+def _mark(step: int) -> str:
+    """The name of the file that marks a step for deletion."""
+    return f"{_DELETING}{step_name(step)}"
+
+
+def _leased_step_name(name: str) -> str:
+    """The name of the step that a lease holds."""
+    return name.removeprefix(_LEASE).partition("-")[0]
+
+
+def _require_not_deleted(run: Store, folder: Store, step: int) -> None:
+    """Raise unless a step is published, and any process that deletes it has seen the lease."""
+    deadline = time.monotonic() + _DELETION_SECONDS
+    while True:
+        marked = folder.read(_mark(step)) is not None
+        if not is_published(run, step):
+            raise NotACheckpointError(f"{run.url} has no step {step}: it was deleted")
+        if not marked:
+            return
+        if time.monotonic() > deadline:
+            raise NotACheckpointError(
+                f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; if so, the"
+                " next Checkpointer of that directory deletes or keeps it"
+            )
+        time.sleep(0.02)
+
+
+class Leases:
+    """The leases on the steps of a run, as a process that deletes steps sees them."""
+
+    def __init__(self, run: Store) -> None:
+        self._run = run
+        self._folder = run.child(RUN)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self.poll_seconds = TERM_SECONDS / _RENEWALS
+        """How long to wait before checking the leases again."""
+
+    @contextlib.contextmanager
+    def mark_for_deletion(self, steps: Collection[int]) -> Generator[set[int]]:
+        """Prevent readers from acquiring steps while the block deletes them. Yields the steps that are already held."""
+        if not steps:
+            yield set()
+            return
+        folder = self._run.create_child(RUN)
+        with contextlib.ExitStack() as marks:  # removes all, even if it cannot remove one
+            for step in steps:
+                marks.callback(folder.remove, _mark(step))
+                folder.put(_mark(step), b"{}")
+            yield self._held_steps() & {*steps}
+
+    def unmark(self, steps: Collection[int]) -> None:
+        """Let readers acquire steps that are not deleted after all."""
+        for step in steps:
+            self._folder.remove(_mark(step))
+
+    def remove_stale_marks(self, names: Collection[str]) -> None:
+        """Remove marks, among these names, that a process left when it was killed while it deleted steps."""
+        for name in names:
+            if name.startswith(_DELETING):
+                try:
+                    self._folder.remove(name)
+                except StorageError as error:
+                    _log.warning("the mark of a deletion that was killed stays, so its step cannot be held: %s", error)
+
+    def _held_steps(self) -> set[int]:
+        """The steps with a lease that has not expired; expired leases are removed."""
+        names = [name for name in self._folder.names() if name.startswith(_LEASE) and is_step(_leased_step_name(name))]
+        before, self._seen = self._seen, {}
+        self.poll_seconds = TERM_SECONDS / _RENEWALS
+        held = set[int]()
+        for name, note in zip(names, self._folder.read_all(names), strict=True):
+            if note is None:  # just released
+                continue
+            now = time.monotonic()
+            content, since = before.get(name, (None, now))
+            since = since if content == note else now
+            if now - since >= _term(note) / 2:
+                with contextlib.suppress(StorageError):  # it is found expired again by the next pass
+                    self._folder.remove(name)
+                continue
+            self._seen[name] = (note, since)
+            self.poll_seconds = min(self.poll_seconds, _term(note) / _RENEWALS)
+            held.add(int(_leased_step_name(name)))
+        return held

@@ -1,0 +1,559 @@
+"""A run's Checkpointer: saves the steps that are due, and the last step when the job is preempted; restores them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from jax.sharding import Mesh
+
+from jaxckpt._arguments.casts import Dtypes
+from jaxckpt._arguments.specs import Specs
+from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._model.select import Select
+from jaxckpt._model.tree import Tree
+from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
+from jaxckpt._pipeline.threads import run_uninterrupted
+from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._restore.pooled import DamagedError
+from jaxckpt._restore.restore import run_restore
+from jaxckpt._rules.rename import Renaming, split_rename
+from jaxckpt._run_folder.steps import require_step
+from jaxckpt._runs.deletion import Deletion
+from jaxckpt._runs.directory import Directory
+from jaxckpt._runs.initial import target_of
+from jaxckpt._runs.local import LocalBytes, LocalTier
+from jaxckpt._runs.preemption import PreemptionListener
+from jaxckpt._runs.process_states import Resplit, restore_process_state
+from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
+from jaxckpt._runs.saving import Saver
+from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._runs.settings import compare
+from jaxckpt._runs.step_finder import LocatedStep, StepFinder
+from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.describe import describe
+from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.reuse import ReuseCache
+from jaxckpt._save.save_info import SaveInfo
+from jaxckpt.errors import InputError, JaxckptError, Preempted
+
+_log = logging.getLogger("jaxckpt")
+
+
+class Checkpointer:
+    """Saves the steps of a run into a directory, restores them, and deletes old steps by rules.
+
+    Every process creates a Checkpointer with the same arguments and calls the same methods in the same order, with
+    `save` at every step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. A new Checkpointer
+    deletes half-written and half-deleted steps of a killed run. On an object store they could belong to another running
+    job, so they are deleted once a newer step is published.
+
+    A step is saved if `every`, `every_minutes` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
+    or if it is the newest; without rules all steps are kept. Pinned steps (`jaxckpt.pin`) and steps that a reader holds
+    (`Checkpoint.hold`, `follow`) are always kept.
+
+    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save: a background
+    thread deletes older steps that no rule keeps; `save` does not wait for it.
+    If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
+    error. The manifest is deleted first, so a reader finds either the whole step or none.
+
+    Args:
+        directory: A local path or a URL, as for `save`.
+        every: Save the steps that are multiples of this number; `save` returns False for others. None: every step,
+            unless `every_minutes` or `save_if` is given.
+        every_minutes: Save a step when this many minutes have passed since the last save or the start, by the clock of
+            process 0. In a job of several processes the save may be late by up to 1/60 of that time.
+        save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
+            processes, all wait for its decision at each step.
+        keep_last: How many of the newest steps to keep.
+        keep_every: Keep steps that are multiples of this number.
+        keep_best: (name of a metric, "min" or "max"): keep the step with the best value, the newest of equal ones.
+            (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` do not
+            have that name is an error, and so is a save without `metrics` while no step has it: pass float("nan") for a
+            step that was not measured.
+        keep_for: Keep steps that are younger than this.
+        keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
+            each step, in a background thread of process 0.
+        components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
+            older steps that are kept lose "opt_state"; the rest of them can still be restored. A path that matches
+            nothing in the tree is an error when a step is saved.
+        trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
+        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too, as does
+            the first restore.
+        fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
+            By default the next `save` that is due raises it.
+        on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
+            the step, due or not; then "exit" raises `Preempted`, a SystemExit, and "continue" returns with `preempted`
+            true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
+        preemption_seconds: How long the save of the last step may take after this process was notified of a preemption.
+        local: A folder of this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
+            there first, and survives the process. Each process writes its own objects and copies of objects of other
+            processes, so that the folders of any `copies` failure domains may be lost. A process holds at most two
+            steps; `local_bytes` reports their size. Steps that are due by `every` are also copied to the directory, in
+            the background.
+        local_every: Save the steps that are multiples of this number into the local folders. None: 10.
+        copies: How many other failure domains hold a copy of each object. None: 1. Objects that no other domain holds
+            by its sharding are sent to one over the devices' interconnect.
+        local_domains: The failure domain of each process, such as its rack: one label for each process. By default
+            each host is a domain; if all processes are on one host, each process is one.
+        local_bytes_per_second: Limit of each process's copying to the directory. None: `Options.max_bytes_per_second`.
+        options: See `Options`.
+
+    Examples:
+        >>> import shutil, jax.numpy as jnp, jaxckpt
+        >>> shutil.rmtree("/tmp/jaxckpt-doc/steps", ignore_errors=True)
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/steps", every=10, keep_last=2) as steps:
+        ...     last, state = steps.restore_or_init(lambda: {"w": jnp.zeros(4)})
+        ...     for step in range((last or 0) + 1, 35):
+        ...         state = {"w": state["w"] + 1}
+        ...         saved = steps.save(step, state)
+        >>> steps.steps()
+        [20, 30]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        every_minutes: float | None = None,
+        save_if: Predicate | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: BestRule | Sequence[BestRule] | None = None,
+        keep_for: datetime.timedelta | None = None,
+        keep_if: Predicate | None = None,
+        components: Mapping[str, int] | None = None,
+        trash: bool = False,
+        background: bool = True,
+        fail_fast: bool = False,
+        on_preemption: Literal["exit", "continue", "ignore"] = "exit",
+        preemption_seconds: float = 30.0,
+        local: str | os.PathLike[str] | None = None,
+        local_every: int | None = None,
+        copies: int | None = None,
+        local_domains: Sequence[str | int] | None = None,
+        local_bytes_per_second: float | None = None,
+        options: Options | None = None,
+    ) -> None:
+        with Group.for_call(options, Call.of("Checkpointer", directory)) as group:
+            if on_preemption not in ("exit", "continue", "ignore"):
+                raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
+            self._options = options_or_default(options)
+            rules = RetentionPolicy.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
+            self._due = SaveSchedule(every, every_minutes, save_if, group.count)
+            self._directory = Directory(directory, rules, self._options)
+            self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
+            self._preemption = PreemptionListener(
+                group.count, require_seconds(preemption_seconds, "preemption_seconds")
+            )
+            self._local = LocalTier.of(
+                local,
+                local_every=local_every,
+                copies=copies,
+                local_domains=local_domains,
+                local_bytes_per_second=local_bytes_per_second,
+            )
+            self._step_finder = StepFinder(self._directory, self._local, self._options)
+            self._saver = Saver(
+                self._directory,
+                self._deletion,
+                self._due,
+                self._preemption,
+                self._local,
+                self._options,
+                require_bool(background, "background"),
+                require_bool(fail_fast, "fail_fast"),
+                on_preemption,
+                ReuseCache(self._directory.newest),
+            )
+            self._last_save = self._saver.last_save
+            self._restored_step: int | None = None
+            self._is_training = False
+            self._exited_cleanly = True
+            self._is_process_0 = group.index == 0
+            run_uninterrupted(functools.partial(self._open, group))
+
+    def _open(self, group: Group) -> None:
+        with group.meeting("opening the directory of steps") as meeting:
+            local = self._local.settings(group.count) if self._local else {"local": None}
+            calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
+            hosts = compare(meeting, {**local, **self._due.settings, **calls})
+            if self._is_process_0:
+                self._deletion.open(self._directory.open())
+            terms = meeting.broadcast(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
+        if self._local is not None:
+            with group.meeting("opening the local folders") as meeting:
+                self._local.open(terms, self._directory.store, meeting)
+
+    def _require_step(self, step: object, verb: str) -> int:
+        """The number of a step. Raises InputError in a way that keeps the calls of all processes synchronized."""
+        try:
+            return require_step(step)
+        except InputError as error:
+            hint = "; best_step() and steps() return such numbers, and the target is the next argument"
+            with self._begin_call(verb):
+                raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
+
+    def _begin_call(self, verb: str, step: int | None = None) -> Group:
+        """Begin a call that every process makes."""
+        path = self._directory.url if step is None else self.path(step)
+        return Group.for_call(self._options, Call.of(verb, path))
+
+    def _begin_training(self) -> None:
+        """Note that this Checkpointer trains, and does not only read."""
+        if not self._is_training and self._is_process_0:
+            run_uninterrupted(self._directory.remove_end)
+        self._is_training = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        self._exited_cleanly = False
+        try:
+            self._close()
+        except Exception as failure:
+            if failure is not error:  # it must not hide the error that ends the block
+                error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self._directory.url!r}: {self._directory.policy}>"
+
+    # Saving ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        tree: Tree,
+        *,
+        dtype: Dtypes = None,
+        metrics: Mapping[str, Any] | None = None,
+        process_state: Mapping[str, Any] | None = None,
+        metadata: Any = None,
+        on_done: Callable[[SaveInfo], object] | None = None,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> bool:
+        """Save a step if it is due. Every process calls this at every step; it also detects preemption.
+
+        Args:
+            step: The number of the step, from 0 to 2**62.
+            tree: As for `jaxckpt.save`. Its arrays may be donated as soon as this returns.
+            dtype: As for `jaxckpt.save`.
+            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
+            process_state: As for `jaxckpt.save`: state that differs by process.
+            metadata: Any JSON value.
+            on_done: As for `jaxckpt.save_async`: called with the result. Not called if this returns False.
+            force: Save even if the step is not due.
+            overwrite: Replace this step if it exists.
+
+        Returns:
+            Whether the step is being saved: False if it is not due, or is skipped by `Options.when_busy`.
+
+        Raises:
+            Preempted: The job was preempted. The message says whether this step was saved in time.
+            BaseException: The job was preempted, and this is what the program's own handler of SIGTERM has raised.
+            Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
+            CheckpointExistsError: The step exists, and `overwrite` is false.
+            InputError: The step is older than the newest, and the rules would delete it immediately; or its folder is a
+                symbolic link.
+        """
+        self._begin_training()
+        step = self._require_step(step, "Checkpointer.save")
+        try:
+            force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
+        except InputError:
+            with self._begin_call("Checkpointer.save"):
+                raise
+        request = SaveRequest(
+            self.path(step),
+            tree,
+            dtype=dtype,
+            metadata=metadata,
+            overwrite=overwrite,
+            process_state=process_state,
+            on_done=on_done,
+        )
+        begin_call = functools.partial(self._begin_call, "Checkpointer.save")
+        return self._saver.save(step, metrics, request, begin_call, force=force)
+
+    def local_bytes(self, tree: Tree) -> LocalBytes:
+        """Bytes that a local step of a tree takes in this process. Computed without saving and without communication.
+
+        Raises:
+            InputError: The Checkpointer has no `local=`.
+            TreeError: As for `jaxckpt.save`.
+        """
+        if self._local is None:
+            raise InputError("local_bytes(tree) needs Checkpointer(local=…)")
+        draft = describe(tree, None, None, self._options, tuple(self._directory.policy.components))
+        return self._local.plan(draft, self._options)
+
+    def delete(self, step: int) -> None:
+        """Delete a step, in the directory and in local folders, if it exists. Every process calls this.
+
+        Raises:
+            InputError: The directory has no other step.
+        """
+        step = self._require_step(step, "Checkpointer.delete")
+        with self._begin_call("Checkpointer.delete", step) as group:
+            run_uninterrupted(functools.partial(self._delete_collectively, step, group))
+        self._saver.last_save.forget(step)
+        self._saver.last_flush.forget(step)
+
+    def _delete_collectively(self, step: int, group: Group) -> None:
+        with group.meeting("deleting a step") as meeting:
+            self._saver.wait()
+            meeting.gather("")
+            if self._is_process_0:
+                self._deletion.delete(step)
+            meeting.broadcast("")
+            if self._local is not None:
+                self._local.delete(step, meeting)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job was preempted and `save` or `close` has handled it. If that save failed or missed the
+        deadline, the last step is not saved."""
+        return self._saver.preempted
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The last background save, unless it has been waited for."""
+        return self._saver.pending
+
+    def wait(self) -> None:
+        """Wait until the last save is published and old steps are deleted. Raises the error of either."""
+        self._saver.wait()
+        self._deletion.wait()
+        self._deletion.raise_failure()
+
+    def close(self) -> None:
+        """Wait for the last save and for deletions, raise their errors, and record the end of the run.
+
+        `follow` ends at that record, and the next Checkpointer that trains removes it. A preempted Checkpointer does
+        not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
+        `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
+
+        Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
+        of `save`: in a job of one process by SIGTERM. If the program's own handler of SIGTERM has raised, raises that
+        exception instead.
+        """
+        was_preempted = self._saver.preempted
+        self._close()
+        self._preemption.raise_earlier_error("the last save")
+        if self._saver.preempted and not was_preempted:
+            raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
+
+    def _close(self) -> None:
+        try:
+            try:
+                self._saver.wait()
+            finally:
+                self._preemption.close()  # until here, SIGTERM does not end the last save
+                if self._preemption.must_exit or (self._preemption.is_notified and self._saver.on_preemption == "exit"):
+                    self._saver.preempted = True
+        except Exception:
+            self._exited_cleanly = False
+            self._close_in_process_0()
+            raise
+        else:
+            self._close_in_process_0()
+        finally:
+            self._directory.release()
+
+    def _close_in_process_0(self) -> None:
+        if self._is_process_0:
+            run_uninterrupted(self._close_directory)
+
+    def _close_directory(self) -> None:
+        if self._is_training and self._exited_cleanly and not self._saver.preempted:
+            self._directory.note_end()
+            self._is_training = False  # a save after this removes the note again
+        self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
+        self._deletion.raise_failure()
+
+    # Restoring -------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        target: Tree = None,
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Renaming | None = None,
+        strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
+    ) -> Tree:
+        """Restore a step, by default the newest. Every process calls this.
+
+        The other arguments are those of `jaxckpt.restore`, except `path` and `options`, which the Checkpointer sets.
+
+        It waits for a running save first, which may be the save of this step. With `local`, a step is read from the
+        local folders if together they hold all of it; if a file there is damaged, a copy in another folder or the
+        storage is read instead.
+
+        Raises:
+            NotACheckpointError: The step does not exist, or the run has no steps.
+            Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
+                step is restored in its place.
+        """
+        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request)[1]
+
+    def _restore(
+        self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None
+    ) -> tuple[int | None, Tree]:
+        if chosen.step is None and init is not None:
+            self._step_finder.record_restored(chosen)
+            return None, init()
+        number = self._step_finder.require_found(chosen)
+        try:
+            tree = run_restore(chosen.local_source or self.path(number), request, self._options)
+        except DamagedError as error:
+            assert chosen.local_source is not None
+            self._step_finder.mark_damaged(chosen.local_source, error)
+            return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request, init)
+        except JaxckptError as error:
+            with contextlib.suppress(JaxckptError):  # which must not replace this error
+                for note in self._directory.hints(number, error):
+                    error.add_note(note)
+            raise
+        self._restored_step = number
+        self._step_finder.record_restored(chosen)
+        if self._is_process_0:
+            run_uninterrupted(self._deletion.handle_restored)
+            if not self._saver.background:
+                self._deletion.wait()
+        return number, tree
+
+    def restore_or_init(
+        self,
+        init: Callable[[], Tree],
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Renaming | None = None,
+        strict: bool = True,
+    ) -> tuple[int | None, Tree]:
+        """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
+
+        With strict=False, `init` makes the leaves that the checkpoint does not have: a run can continue with a new
+        optimizer, or with an average of the weights that the checkpoint does not contain.
+
+        Args:
+            init: Makes the initial tree. The restored tree has the same structure, dtypes and shardings. A function
+                jitted with out_shardings is not run to find these; it is run only for leaves that do not come from the
+                checkpoint, and XLA removes the rest. Any other function is called, and its result is freed before the
+                checkpoint is read, except for these leaves.
+            mesh: As for `jaxckpt.restore`; needed only for uncommitted arrays that were saved from several devices.
+            specs: As for `jaxckpt.restore`.
+            rename: As for `jaxckpt.restore`.
+            select: As for `jaxckpt.restore`; `init` makes the other leaves.
+            strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint does not have.
+
+        Returns:
+            (step, tree): the number and the tree of the restored step, or None and the result of `init`.
+        """
+        if not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
+            with self._begin_call("Checkpointer.restore"):
+                raise InputError(
+                    "init must be a function that makes the initial tree, found an object of type"
+                    f" {type(init).__name__}"
+                )
+        self._begin_training()
+        new_names, rules = split_rename(rename)
+        chosen = self._find_step(None, allow_peers=rules is None)
+        target, initial = (None, None) if chosen.step is None else target_of(init)
+        request = RestoreRequest(target, mesh, specs, select, new_names, rules, strict, initial=initial)
+        return self._restore(None, chosen, request, init)
+
+    def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
+        """The value that this process saved as `process_state[name]`. Every process calls this.
+
+        Args:
+            name: One of the names given to `save`.
+            step: The step. None: the step that was restored last, otherwise the newest.
+            resplit: A function for a job with a different number of processes than the one that saved. It receives the
+                list of saved values and the number of processes now, and returns one value for each process.
+
+        Returns:
+            The JSON value or bytes that were saved.
+
+        Raises:
+            NotACheckpointError: The step does not exist, or the run has no steps.
+            InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
+            DataError: The stored state is not what was saved.
+        """
+        step = self._restored_step if step is None else step
+        while True:
+            chosen = self._find_step(step)
+            source = chosen.local_source or self._directory.child(self._step_finder.require_found(chosen))
+            with (
+                self._begin_call("Checkpointer.process_state", chosen.step) as group,
+                group.meeting("restoring each process's own state") as meeting,
+            ):
+                try:
+                    state = restore_process_state(source, name, resplit, self._options, meeting)
+                except DamagedError as error:
+                    assert chosen.local_source is not None
+                    self._step_finder.mark_damaged(chosen.local_source, error)
+                    meeting.barrier()
+                    continue
+                meeting.barrier()
+            return state
+
+    def _find_step(self, step: int | None, *, allow_peers: bool = True) -> LocatedStep:
+        """Find a step, by default the newest, after the running save has ended. Every process calls this.
+
+        For `allow_peers`, see `StepFinder.find`.
+        """
+        if step is not None:
+            step = self._require_step(step, "Checkpointer.restore")
+        with self._begin_call("Checkpointer.restore") as group:
+            return self._step_finder.find(group, step, self._last_save.wait, allow_peers=allow_peers)
+
+    # Inspecting ------------------------------------------------------------------------------------------
+
+    def path(self, step: int) -> str:
+        """The path or URL of a step, for `jaxckpt.restore`, `open` and every function that takes a checkpoint."""
+        return self._directory.child(step).url
+
+    def steps(self) -> list[int]:
+        """The published steps, oldest first. One listing of the directory; only steps with a manifest count."""
+        return self._directory.steps()
+
+    def latest_step(self) -> int | None:
+        """The newest step, which `restore` would restore, or None. With `local`, every process calls this."""
+        return max(self.steps(), default=None) if self._local is None else self._find_step(None).step
+
+    def best_step(self, metric: str | None = None) -> int | None:
+        """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric.
+        Raises InputError if `keep_best` has no such rule."""
+        bests = self._directory.policy.keep_best
+        best = next((best for best in bests if metric in (None, best.metric)), None)
+        if best is None:
+            raise InputError(f"best_step({metric or ''}) needs Checkpointer(keep_best=({metric or 'metric'!r}, mode))")
+        return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
+        step = require_step(step)
+        self._directory.require_same_folder()
+        found = self._directory.saved_step(step)
+        if found is not None:
+            return dict(found.record.metrics)
+        return self._step_finder.metrics(step)

@@ -1,0 +1,312 @@
+"""Deletes steps according to the retention policy, in a separate thread, and completes deletions of killed runs."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.records import StepRecord
+from jaxckpt._options import Options
+from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
+from jaxckpt._run_folder.leases import Leases
+from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pins, step_name
+from jaxckpt._runs.directory import Directory
+from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep
+from jaxckpt._store.folder import Folder
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt.errors import CorruptError, InputError, NotACheckpointError
+
+_log = logging.getLogger("jaxckpt")
+
+
+class Deletion:
+    """Deletes the steps of a directory that its rules no longer keep. Process 0 alone.
+
+    After each save the thread makes one pass over the steps; it ends when there is nothing to do. While readers hold
+    steps that no rule keeps, it checks repeatedly whether they have released them.
+    """
+
+    def __init__(self, directory: Directory, options: Options, *, trash: bool) -> None:
+        if trash and not isinstance(directory.store, Folder):
+            raise InputError(
+                f"trash=True needs a file system, where one rename moves a step; {directory.url} is on an object store."
+                " Omit it, and turn on object versioning in the bucket to keep deleted objects"
+            )
+        self._directory = directory
+        self._store = directory.store
+        self._sync = options.sync
+        self._trash = trash
+        self._leases = Leases(self._store)
+        self._has_held_steps = False
+        """Whether readers hold steps that no rule keeps."""
+
+        self._deletion_lock = (
+            threading.Lock()
+        )  # one deletion at a time; taken only in threads that no interrupt reaches
+        self._start_lock = threading.Lock()  # likewise
+        self._passes = queue.SimpleQueue[Task[None]]()
+        self._last_pass: Task[None] | None = None
+        self._is_running = False
+        self._closed = False
+        self._must_stop = False
+        self._failure: Exception | None = None
+        self._newest_saved = -1
+        self._are_rules_applied = self._has_saved = False
+        # A step is either deleted or saved: each side first announces its intention, then checks the other.
+        self._deleting_step: int | None = None
+        self._saving_step: int | None = None
+        _all.add(self)
+
+    def reset_after_fork(self) -> None:
+        """Reset the state in a forked child: the thread and its current deletion belong to the parent."""
+        self._deletion_lock, self._start_lock = threading.Lock(), threading.Lock()
+        self._passes, self._last_pass, self._is_running = queue.SimpleQueue(), None, False
+        self._deleting_step = self._saving_step = None
+        atexit.unregister(self._at_exit)
+
+    # Called by saves -------------------------------------------------------------------------------------
+
+    def protect(self, step: int) -> None:
+        """Protect a step that is about to be saved. If it is being deleted, wait for the end of the deletion."""
+        self._saving_step = step
+        while self._deleting_step == step:
+            time.sleep(0.005)
+
+    def end_protection(self) -> None:
+        """End the protection of a step that is not saved."""
+        self._saving_step = None
+
+    def handle_published(self, saved: StepRecord) -> None:
+        """Start to delete the steps that the rules do not keep, after a step was published."""
+        self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
+        self._saving_step = None
+        self._has_saved = self._are_rules_applied = True
+        self._newest_saved = max(self._newest_saved, saved.number)
+        self._request_pass()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for at most `timeout` seconds until all steps that no rule keeps and no reader holds are deleted."""
+        if self._last_pass is not None:
+            self._last_pass.wait(timeout)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last pass, once. The next save tries again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            failure.add_note(f"jaxckpt: this ended the deletion of steps in {self._store.url} that no rule keeps")
+            raise failure
+
+    # Called by the Checkpointer --------------------------------------------------------------------------
+
+    def open(self, notes: list[str]) -> None:
+        """Complete the deletions of killed runs. The rules apply only after the first restore or save."""
+        with self._deletion_lock:
+            self._sweep()
+            self._leases.remove_stale_marks(notes)
+
+    def handle_restored(self) -> None:
+        """Start to delete the steps that the rules do not keep, after the first restore."""
+        if not self._are_rules_applied and self._directory.policy != RetentionPolicy():
+            self._request_pass()
+        self._are_rules_applied = True
+
+    def close(self, seconds: float | None) -> None:
+        """Stop the thread after its remaining deletions, including steps that readers have released.
+
+        With a number of seconds, it stops after the current step, or is abandoned after that time.
+        """
+        self._closed = True
+        self._must_stop = seconds is not None
+        if self._has_held_steps:
+            self._request_pass()
+        self.wait(seconds)
+
+    def delete(self, step: int) -> None:
+        """Delete a step unless it is the only one, even if a reader holds it. Raises InputError."""
+        with self._deletion_lock:
+            if [found.number for found in self._directory.saved_steps(self._directory.steps())] == [step]:
+                raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
+            self._delete(step)
+
+    # The thread ------------------------------------------------------------------------------------------
+
+    def _request_pass(self) -> None:
+        """Request a pass of the thread, unless one is already queued."""
+        with self._start_lock:
+            if self._passes.empty():
+                self._last_pass = Task(self._run_pass)
+                self._passes.put(self._last_pass)
+            runs, self._is_running = self._is_running, True
+            if not runs and not is_shutting_down():
+                atexit.register(self._at_exit)  # before the thread starts, because the program may end first
+        if runs:
+            return
+        if not is_shutting_down():
+            try:
+                start_thread(self._run, "jaxckpt-delete")
+                return
+            except RuntimeError:  # the system cannot start a thread
+                pass
+        self._run(waits=False)
+
+    def _run(self, *, waits: bool = True) -> None:
+        """Run the requested passes; if `waits`, also further ones while readers hold unwanted steps."""
+        while self._keep_running(waits):
+            try:
+                task = self._passes.get(timeout=self._leases.poll_seconds)
+            except queue.Empty:
+                task = Task(self._run_pass)
+            task.run()
+
+    def _keep_running(self, waits: bool) -> bool:
+        with self._start_lock:
+            self._is_running = not self._passes.empty() or (waits and self._has_held_steps and not self._closed)
+            if not self._is_running:
+                atexit.unregister(self._at_exit)
+            return self._is_running
+
+    def _at_exit(self) -> None:
+        """Stop the thread of an unclosed Checkpointer. If Python stopped the thread, the process could abort."""
+        if self._must_stop:
+            return
+        self.close(None)
+        if self._failure is not None:
+            _log.error("old steps in %s could not be deleted: %s", self._store.url, self._failure)
+
+    def _run_pass(self) -> None:
+        try:
+            with self._deletion_lock:
+                self._delete_unwanted()
+            self._failure = None
+        except Exception as error:
+            if self._has_saved:
+                self._failure = error
+            else:  # this Checkpointer perhaps only reads, and has no permission to delete
+                _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
+
+    # Deleting --------------------------------------------------------------------------------------------
+
+    def _delete_unwanted(self) -> None:
+        """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
+        newest_saved, self._newest_saved = self._newest_saved, -1
+        published, others = self._directory.folders()
+        decisions = self._directory.policy.decide(
+            self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
+        )
+        self._has_held_steps = False
+        if unwanted := {
+            verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
+        }:
+            pinned = {*pins(self._store).values()}
+            unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
+            with self._leases.mark_for_deletion(unwanted) as held:
+                self._has_held_steps = bool(held)
+                # Checked again, because a process that pins a step holds it in the meantime.
+                spared = (held | {*pins(self._store).values()}) & unwanted.keys() if unwanted else held
+                self._leases.unmark(spared)
+                for step, verdict in unwanted.items():
+                    if step not in spared and not self._must_stop:
+                        self._apply_decision(verdict)
+        # An unpublished step older than the newest saved step will never be published, unless it is being saved now.
+        for step in others:
+            if step < newest_saved:
+                self._deleting_step = step
+                try:
+                    if step != self._saving_step:
+                        self._delete_remains(step)
+                finally:
+                    self._deleting_step = None
+
+    def _apply_decision(self, decision: Decision) -> None:
+        """Delete a step or some of its subtrees, unless the step has been saved again."""
+        step = self._deleting_step = decision.step.number
+        try:
+            if step == self._saving_step or not self._directory.is_current(decision.step):
+                return
+            if decision.kept:
+                self._drop(decision.step, decision.dropped_subtrees)
+            else:
+                self._delete(step)
+                _log.info("deleted step %d of %s: %s", step, self._store.url, decision.why)
+        finally:
+            self._deleting_step = None
+
+    def _delete(self, step: int) -> None:
+        """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""
+        self._directory.require_same_folder()
+        child = self._directory.child(step)
+        if is_link(child):
+            child.remove_link()
+            self._directory.forget(step)
+            return
+        if self._trash and isinstance(self._store, Folder):
+            at = datetime.datetime.now(datetime.UTC)
+            self._store.rename(step_name(step), f"{TRASH}/{step_name(step)}-{at:%Y%m%dT%H%M%S.%fZ}")
+            self._directory.forget(step)
+            return
+        child.unpublish(sync=self._sync)
+        self._delete_remains(step)
+
+    def _delete_remains(self, step: int) -> None:
+        """Delete the remains of an unpublished step."""
+        self._directory.require_same_folder()
+        child = self._directory.child(step)
+        if not is_link(child):
+            child.clear()
+            if child.read(MANIFEST) is None:  # otherwise it has been published
+                self._store.unmark(step_name(step))
+        self._directory.forget(step)
+
+    def _drop(self, step: SavedStep, paths: tuple[str, ...]) -> None:
+        """Republish a step's manifest without those subtrees that can be dropped, then delete their data."""
+        self._directory.require_same_folder()
+        child = self._directory.child(step.number)
+        manifest, content = load_manifest(child)
+        dropped = () if is_link(child) else manifests.droppable(manifest, paths)
+        undroppable = (*step.undroppable, *(path for path in paths if path not in dropped))
+        if not dropped:
+            self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
+            return
+        less = manifests.drop_subtrees(manifest, dropped)
+        child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
+        self._directory.remember(SavedStep.of(step.number, less, undroppable))
+        child.trim(less.data_folder, (record.stack() for record in less.stacks))
+
+    def _sweep(self) -> None:
+        """Delete the remains of killed runs: unpublished data, and half-deleted steps and subtrees."""
+        marked = self._store.folders()
+        for name in self._store.names():
+            child = self._store.child(name)
+            if not is_step(name) or is_link(child):
+                continue
+            try:
+                manifest, _ = load_manifest(child)
+            except NotACheckpointError:
+                child.clear(evict=False)
+            except CorruptError as error:
+                _log.warning("ignoring %s: %s", child.url, error)
+            else:
+                self._directory.remember(SavedStep.of(int(name), manifest))
+                if name not in marked:  # a user copied it here
+                    self._store.mark(name)
+                child.sweep(manifest.data_folder)
+                child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
+
+
+_all = weakref.WeakSet[Deletion]()
+
+
+def _reset_deleters() -> None:
+    for deletion in _all:
+        deletion.reset_after_fork()
+
+
+os.register_at_fork(after_in_child=_reset_deleters)

@@ -1,0 +1,261 @@
+"""A directory of steps: lists them, decides what may be added, and writes notes on the run for readers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+from collections.abc import Iterator
+
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.records import Manifest, StepRecord
+from jaxckpt._options import Options
+from jaxckpt._run_folder.steps import (
+    BEST,
+    ENDED,
+    RUN,
+    is_link,
+    pins,
+    require_no_checkpoint,
+    require_step,
+    step_folders,
+    step_name,
+)
+from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
+from jaxckpt._sources.open_source import foreign_steps_of
+from jaxckpt._store.anchor import Anchor
+from jaxckpt._store.folder import Folder
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import run_at
+from jaxckpt.errors import (
+    CheckpointExistsError,
+    CorruptError,
+    InputError,
+    JaxckptError,
+    NotACheckpointError,
+    StorageError,
+    show_count,
+)
+
+_log = logging.getLogger("jaxckpt")
+
+
+class Directory:
+    """The steps in a directory. Every process reads it; only process 0 changes it."""
+
+    def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
+        self.store: Store = run_at(path, options, to_write=True)
+        self._anchor = Anchor(self.store.folder, options.timeout_seconds) if isinstance(self.store, Folder) else None
+        self._options = options
+        self.policy = policy
+        self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
+        self._rules_with_metric = set[KeepBest]()
+        self._owner_pid = 0
+        """The id of the process that opened it, if that is process 0."""
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    # Inspecting ------------------------------------------------------------------------------------------
+
+    def child(self, step: int) -> Store:
+        """The store of a step. Raises InputError."""
+        return self.store.child(step_name(require_step(step)))
+
+    def require_same_folder(self) -> None:
+        """Raise StorageError if the directory was unmounted, moved or replaced since this Checkpointer first used it.
+        Its steps would then seem to be lost, and new ones would be saved elsewhere."""
+        if self._anchor is not None:
+            self._anchor.require_same_folder()
+
+    def release(self) -> None:
+        """Let the file system of the directory be unmounted."""
+        if self._anchor is not None:
+            self._anchor.release()
+
+    def folders(self) -> tuple[list[int], list[int]]:
+        """The published steps, and the steps whose folder holds no checkpoint, oldest first. Raises StorageError."""
+        self.require_same_folder()
+        return step_folders(self.store)
+
+    def steps(self) -> list[int]:
+        """The published steps, oldest first."""
+        return self.folders()[0]
+
+    def newest(self) -> Store | None:
+        """The store of the newest step."""
+        steps = self.steps()
+        return self.child(steps[-1]) if steps else None
+
+    def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
+        """What else can be restored, for a note after a restore has failed. Raises StorageError."""
+        if isinstance(error, CorruptError | NotACheckpointError):
+            if others := [found for found in self.steps() if found != step]:
+                yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
+        elif isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
+            found = self.saved_step(step)
+            if found is not None and found.record.dropped:
+                yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
+
+    def saved_step(self, step: int) -> SavedStep | None:
+        """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
+        because it is notified when the step is saved again."""
+        found = self._cached_steps.get(step)
+        if found is None:
+            manifest = self._manifest(step)
+            if manifest is None:
+                return None
+            found = SavedStep.of(step, manifest)
+            if self._owner_pid:
+                # A save that has been published in the meantime has set the current value.
+                found = self._cached_steps.setdefault(step, found)
+        return found
+
+    def save_id(self, step: int) -> str | None:
+        """The id of the save that wrote a step; None if the step's manifest is missing or damaged."""
+        manifest = self._manifest(step)
+        return None if manifest is None else manifest.save_id
+
+    def _manifest(self, step: int) -> Manifest | None:
+        try:
+            return load_manifest(self.child(step))[0]
+        except NotACheckpointError:
+            return None
+        except CorruptError as error:
+            _log.warning("ignoring step %d: %s", step, error)
+            return None
+
+    def saved_steps(self, steps: list[int]) -> list[SavedStep]:
+        """The properties of all steps from their manifests."""
+        found = [found for step in steps if (found := self.saved_step(step)) is not None]
+        for deleted in self._cached_steps.keys() - {*steps}:
+            self.forget(deleted)
+        return found
+
+    def remember(self, step: SavedStep) -> None:
+        """Note the new properties of a step."""
+        self._cached_steps[step.number] = step
+
+    def forget(self, step: int) -> None:
+        """Note that a step was deleted."""
+        self._cached_steps.pop(step, None)
+
+    def is_current(self, step: SavedStep) -> bool:
+        """Whether a step has not been saved again since it was read."""
+        return self._cached_steps.get(step.number) is step
+
+    # Adding steps (process 0) ----------------------------------------------------------------------------
+
+    def require_savable(self, record: StepRecord, *, overwrite: bool, is_last_step: bool) -> None:
+        """Raise unless a step may be saved: it is new or may be overwritten, it is no link, `keep_best` can compare it
+        with other steps, and the rules would keep it.
+
+        The last step of a preempted job need not have a metric. Raises CheckpointExistsError, InputError.
+        """
+        step, steps = record.number, self.steps()
+        if not is_last_step:
+            for best in self.policy.keep_best:
+                self._require_metric(best, record, steps)
+        if step in steps and not overwrite:
+            raise CheckpointExistsError(f"step {step} already exists in {self.url}; pass overwrite=True to replace it")
+        if is_link(child := self.child(step)):
+            raise InputError(
+                f"{child.url} is a symbolic link, and saving there would change the folder that it leads to: first"
+                f" delete the link, with delete({step})"
+            )
+        if steps and step < steps[-1]:
+            self._require_kept(record, steps)
+        self.store.mark(step_name(step))
+
+    def _require_metric(self, best: KeepBest, record: StepRecord, steps: list[int]) -> None:
+        """Raise InputError if `keep_best` names a metric that this job does not record: it would keep only the newest
+        step."""
+        name, given_names = best.metric, list(record.metrics)
+        if name in given_names:
+            self._rules_with_metric.add(best)
+        elif given_names:
+            raise InputError(
+                f"keep_best compares steps by the metric {name!r}, but metrics has {', '.join(map(repr, given_names))}"
+                f"{closest_hint(name, given_names)}"
+            )
+        elif best not in self._rules_with_metric:
+            if not best.has_metric(self.saved_steps(steps)):
+                raise InputError(
+                    f"keep_best compares steps by the metric {name!r}, but no step in {self.url} has it: pass"
+                    f' save(…, metrics={{{name!r}: …}}), with float("nan") where it was not measured'
+                )
+            self._rules_with_metric.add(best)
+
+    def _require_kept(self, record: StepRecord, steps: list[int]) -> None:
+        """Raise InputError if the rules would delete a step immediately, because newer steps exist."""
+        now = datetime.datetime.now(datetime.UTC)
+        candidate = SavedStep(record.number, now, record)
+        others = (step for step in self.saved_steps(steps) if step.number != record.number)
+        with_it = sorted([*others, candidate], key=lambda step: step.number)
+        (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
+        older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
+        if not verdict.kept and record.number not in pins(self.store).values():
+            raise InputError(
+                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
+                " first delete the newer steps with delete(step), or save into another directory"
+            )
+        if record.number not in steps:
+            _log.warning(
+                "%s: the next start resumes from the newest step, and `follow` does not yield older steps", older
+            )
+
+    # Notes on the run (process 0) ------------------------------------------------------------------------
+
+    def open(self) -> list[str]:
+        """Note the meaning of "best". Returns the names of existing notes.
+
+        Raises InputError if the directory is itself a checkpoint, which a restore of its path would return, or has
+        steps of another library, which would seem to be lost.
+        """
+        require_no_checkpoint(self.store)
+        self._require_no_foreign_steps(self.steps())
+        self._owner_pid = os.getpid()
+        notes = self.store.child(RUN).names()
+        if self.policy.keep_best:
+            best = self.policy.keep_best[0]
+            self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
+        return notes
+
+    def _require_no_foreign_steps(self, steps: list[int]) -> None:
+        foreign = foreign_steps_of(self.url, self._options, ignored=[*map(step_name, steps)])
+        if not foreign or foreign[-1].number <= max(steps, default=-1):
+            return
+        shown = ", ".join(os.path.basename(step.path) for step in foreign[-5:])
+        raise InputError(
+            f"{self.url} has {show_count(len(foreign), 'step')} of Orbax, and the newest are {shown}. A Checkpointer"
+            " cannot continue that run in its own directory: give a new directory, and restore the initial state from"
+            ' this one. docs/coming-from-orbax.md shows how, in its section "Replace Orbax"'
+        )
+
+    def remove_end(self) -> None:
+        """Note that the run has not ended, or has been resumed."""
+        self._write_note(ENDED, None)
+
+    def note_end(self) -> None:
+        """Note that the run has ended, for readers that follow it."""
+        if os.getpid() == self._owner_pid:  # not for a fork
+            self._write_note(ENDED, b"{}")
+
+    def _write_note(self, name: str, content: bytes | None) -> None:
+        """Write a note on the run for its readers, or remove it. Does nothing without permission to write."""
+        try:
+            self.require_same_folder()
+            if content is None:
+                if (run := self.store.child(RUN)).read(name) is not None:
+                    run.remove(name)
+            elif isinstance(run := self.store.create_child(RUN), Folder):
+                # Replaces the old file, so that a reader sees one of the two, and a hard-linked copy keeps the old one.
+                run.put(f"new-{name}", content)
+                run.rename(f"new-{name}", name)
+            else:
+                run.put(name, content)
+        except (StorageError, CorruptError) as error:
+            _log.warning("readers of %s do not see that %s has changed: %s", self.url, name, error)

@@ -1,0 +1,174 @@
+"""Flushing: copies the files of a local step to the storage, at a bounded rate and without the devices.
+
+local save published ─▶ claim the path ─▶ each process copies the files that it owns ─▶ all meet ─▶ process 0 publishes
+
+The manifest of the local step itself is published, so both are the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxckpt._job.rendezvous import Group
+from jaxckpt._model import zarr
+from jaxckpt._model.manifest import state_file_name
+from jaxckpt._model.records import Manifest, StackRecord
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options
+from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._runs.directory import Directory
+from jaxckpt._save.async_saves import PendingSave, finish_at_exit, submit_save
+from jaxckpt._save.claim import Claim, claim, require_shared
+from jaxckpt._save.save import run_and_notify
+from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._save.write_plan import Object
+from jaxckpt._store.folder import Folder
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store import Store
+from jaxckpt.errors import DataError, PeerError
+
+
+@dataclass(slots=True)
+class Flush:
+    """A local step that is being copied to the storage."""
+
+    step: int
+    source: Folder
+    """This process's share of the step."""
+
+    directory: Directory
+    store: Store
+    group: Group
+    options: Options
+    bytes_per_second: float | None
+    """Largest rate in bytes per second."""
+
+    on_done: Callable[[SaveInfo], object] | None
+    overwrite: bool = False
+    on_published: Callable[[], None] | None = None
+    """Process 0 calls this after the step is published."""
+
+    save_id: str = ""
+    owned: Sequence[Object] = ()
+    """The objects that this process owns. These and the save id are set when the local save is published."""
+
+    pending: PendingSave | None = None
+    cancelled: BaseException | None = None
+    is_warned: bool = False
+    """Whether skipped local steps have been logged."""
+
+    def begin(self, local: PendingSave) -> PendingSave:
+        """Start to wait for the local save and to copy its files."""
+        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watch)
+        self.pending.pace = Pace(self.bytes_per_second)
+        finish_at_exit()
+        work = functools.partial(self._run, local)
+        if self.on_done is not None:
+            work = functools.partial(run_and_notify, work, self.on_done)
+        submit_save(self.pending, work, awaited=False, detached=True)
+        self.pending.mark_returned()
+        return self.pending
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its files are still needed."""
+        return self.pending is not None and not self.pending.done
+
+    def check(self) -> None:
+        """Raise the reason if it was cancelled."""
+        if self.cancelled is not None:
+            raise self.cancelled
+
+    def _run(self, local: PendingSave, pending: PendingSave) -> SaveInfo:
+        """Wait for the local save, and copy it."""
+        group, claimed = self.group, Claim()
+        group.require_not_cancelled = self.check
+        with group:
+            try:
+                with group.meeting("preparing to flush a local step") as meeting:
+                    info = local.await_end()
+                    self.check()
+                    if info is None:
+                        raise local.error or AssertionError("no outcome")
+                    manifest, content = load_manifest(self.source)
+                    assert manifest.save_id == self.save_id, self.source.url
+                    meeting.gather("")
+                    if group.index == 0:
+                        with group.watch.operation(f"preparing {self.store.url}"):
+                            self.directory.require_same_folder()
+                            claimed = claim(
+                                self.store, manifest.decoded_stacks, manifest.save_id, overwrite=self.overwrite
+                            )
+                    meeting.broadcast("")
+                with group.meeting("flushing a local step") as meeting:
+                    try:
+                        require_shared(self.store, manifest.data_folder, group.index)
+                        self._copy(manifest, pending)
+                    except BaseException:
+                        if group.index == 0:  # so that the data is not deleted while the others still write
+                            with contextlib.suppress(PeerError):
+                                meeting.gather("")
+                        raise
+                    meeting.gather("")
+                    if group.index == 0:
+                        with group.watch.operation(f"publishing {self.store.url}"):
+                            if self.options.sync:
+                                self.store.sync_data(manifest.data_folder, manifest.decoded_stacks)
+                            self.check()
+                            self.store.publish(manifest.data_folder, content, claimed.previous, sync=self.options.sync)
+                    meeting.broadcast("")
+            except BaseException:
+                claimed.release(keep=False)
+                raise
+            claimed.release(keep=True)
+            if group.index == 0 and self.on_published is not None:
+                self.on_published()
+        return replace(info, path=self.store.url)
+
+    def _copy(self, manifest: Manifest, pending: PendingSave) -> None:
+        """Copy the files that this process owns, each checked."""
+        created_folders = set[str]()
+        indices: dict[int, list[tuple[int, ...]]] = {}
+        if manifest.process_states:
+            key = f"{manifest.data_folder}/{state_file_name(self.group.index)}"
+            self.store.put(key, self._read(key), sync=self.options.sync)
+        for obj in self.owned:
+            self.check()
+            pending.pace.wait(obj.n_bytes, self.check)
+            stack = manifest.decoded_stacks[obj.stack]
+            key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
+            content = self._read(key)
+            _require_unchanged(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
+            folder, _, name = key.rpartition("/")
+            with self.group.watch.operation(f"writing to {self.store.url}"):
+                below = self.store.child(folder) if folder in created_folders else self.store.create_child(folder)
+                below.put(name, content, sync=self.options.sync)
+            created_folders.add(folder)
+            indices.setdefault(obj.stack, []).append(obj.index)
+            pending.add_done_bytes(obj.n_bytes)
+        if self.options.sync:
+            with self.group.watch.operation(f"syncing {self.store.url}"):
+                for number, found in indices.items():
+                    self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], found)
+
+    def _read(self, key: str) -> bytes:
+        content = self.source.read(key)
+        if content is None:
+            raise DataError(f"{self.source.url}/{key} is missing, so it cannot be flushed to {self.store.url}")
+        return content
+
+
+def _require_unchanged(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
+    """Raise DataError unless an object is unchanged since the save."""
+    data = np.frombuffer(content, np.uint8)
+    length, digest = record.length_and_digest(index)
+    if len(data) != length:
+        raise DataError(f"{where} is {len(data)} bytes long, expected {length}")
+    for _, problem in zarr.object_problems(lambda start, stop: data[start:stop], stack, index, length, digest):
+        raise DataError(f"{where} {problem}")

@@ -1,0 +1,127 @@
+"""Forking a run: a step of it becomes the first step of another run, without a copy of its data."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import NoReturn
+
+from jaxckpt._model import zarr
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.manifest import state_file_name
+from jaxckpt._options import Options, options_or_default
+from jaxckpt._pipeline.threads import run_uninterrupted
+from jaxckpt._run_folder.steps import require_step, step_folders, step_name
+from jaxckpt._sources.open_source import source_at, step_of
+from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import store_at
+from jaxckpt.errors import (
+    CheckpointExistsError,
+    DataError,
+    InputError,
+    NotACheckpointError,
+    StorageError,
+    show_count,
+)
+
+
+def fork(
+    run: str | os.PathLike[str],
+    new_run: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    options: Options | None = None,
+) -> int:
+    """Start a new run from a step of another run without copying data: the files are hard-linked.
+
+    Each run may delete its step at any time; the other run keeps the data. One process calls it; it takes milliseconds.
+    The metrics, metadata and process states of the step are included; the names of pinned steps are not.
+
+    Args:
+        run: The directory of the run, or one of its steps, as in "run@best".
+        new_run: The directory of the new run, on the same file system, without any steps.
+        step: The number of the step; by default the newest step, or the step that `run` names.
+        options: `sync`; see `Options`.
+
+    Returns:
+        The number of the step.
+
+    Raises:
+        CheckpointExistsError: `new_run` has steps, or is itself a checkpoint or a file.
+        InputError: One of the paths is on an object store or on another file system, the file system refused a link, or
+            `run` is not a run. `convert(run, f"{new_run}/{step:08d}")` makes a copy instead.
+        NotACheckpointError: The step does not exist, or was deleted in the meantime.
+        DataError: A file of the step is missing or has the wrong length.
+
+    Examples:
+        >>> import shutil, jax.numpy as jnp, jaxckpt
+        >>> for name in ("forked", "fork"):
+        ...     shutil.rmtree(f"/tmp/jaxckpt-doc/{name}", ignore_errors=True)
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/forked") as steps:
+        ...     saved = steps.save(40, {"w": jnp.ones(4)})
+        >>> jaxckpt.fork("/tmp/jaxckpt-doc/forked", "/tmp/jaxckpt-doc/fork", step=40)
+        40
+        >>> jaxckpt.restore("/tmp/jaxckpt-doc/fork")["w"].shape
+        (4,)
+    """
+    options = options_or_default(options)
+    path = store_at(run, options).url
+    path = path if step is None else f"{path}@{require_step(step)}"
+    source, _, number = step_of(source_at(path, options)[0], "give a run, or one of its steps")
+    new = store_at(new_run, options).absolute()
+    steps = [] if new.is_file() else step_folders(new)[0]
+    if steps or new.is_file() or MANIFEST in new.names():
+        what = f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
+        raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
+    run_uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
+    return number
+
+
+def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
+    """Link the objects of a checkpoint, write its small files again, and publish it."""
+    manifest, content = load_manifest(source.store)
+    data = manifest.data_folder
+    target.sweep(None)  # the remains of a killed fork
+    writer = target.begin_save(manifest.save_id, None)
+    try:
+        for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
+            target.create_array(data, stack)
+            for index, _ in stack.objects():
+                key = f"{data}/{zarr.object_key(stack, index)}"
+                length, _ = record.length_and_digest(index)
+                try:
+                    target.link(source.store, key, key, length, sync=False)  # as durable as in the source
+                except StorageError:
+                    _raise_link_error(source, target, key, length)
+            if sync:
+                target.sync_folders(data, stack, (index for index, _ in stack.objects()))
+        for process, (length, _) in enumerate(manifest.process_states):
+            key = f"{data}/{state_file_name(process)}"
+            state = source.store.read(key)
+            if state is None or len(state) != length:
+                _raise_link_error(source, target, key, length)
+            target.put(key, state, sync=sync)
+        if sync:
+            target.sync_data(data, manifest.decoded_stacks)
+        target.publish(data, content, None, sync=sync)
+    except BaseException:
+        writer.release(keep=False)
+        raise
+    with contextlib.suppress(StorageError):  # the fork is published, and the next Checkpointer deletes the note
+        writer.release(keep=True)
+
+
+def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length: int) -> NoReturn:
+    """Raise the error that prevented a link to an object."""
+    became = source.change_since_open()
+    if became is not None:
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being forked")
+    if odd := source.store.check_lengths({key: length}):
+        raise DataError(f"{source.url}/{key} {odd[key]}")
+    raise InputError(
+        f"{source.url}/{key} cannot be linked to {target.url}: both must be on one file system that has hard links, and"
+        f" the file must be yours. convert({source.url!r}, {target.url!r}) makes a copy instead"
+    )

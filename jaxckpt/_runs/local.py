@@ -1,0 +1,346 @@
+"""The local tier: steps in a folder of each process's host, with copies in other failure domains.
+
+    <local>/process-<index>/run.json                        the run that the folder belongs to
+    <local>/process-<index>/00000040/manifest.json          the manifest of the whole step, equal in every process
+    <local>/process-<index>/00000040/data-<save id>/…       the objects that the process holds
+
+All folders together hold an ordinary checkpoint. Each process publishes the manifest after all have written their
+objects, so any manifest proves that its save is complete. A process holds at most two steps: before it writes a step,
+it deletes all except one older step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+
+from jaxckpt._job.rendezvous import Group, Meeting
+from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
+from jaxckpt._options import Options, require_rate, require_whole_number
+from jaxckpt._run_folder.steps import RUN, is_step, step_name
+from jaxckpt._runs.flush import Flush
+from jaxckpt._save.copies import Domains
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.prepare import Spread, plan_spread
+from jaxckpt._save.write_plan import Object
+from jaxckpt._store.claims import parse_note
+from jaxckpt._store.folder import Folder
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import local_path
+from jaxckpt.errors import DataError, InputError, StorageError
+
+_log = logging.getLogger("jaxckpt")
+
+_NOTE = "run.json"
+_NEW_NOTE = f"{_NOTE}.new"
+_RUN_ID_PREFIX = "local-"
+"""Prefix of the name of a note in the storage's directory of steps. The rest of the name is the run's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBytes:
+    """The size of one local step, in bytes of array data."""
+
+    own_bytes: int
+    """Bytes of the objects that this process owns."""
+
+    copied_bytes: int
+    """Bytes of the copies that this process holds for others."""
+
+    sent_bytes: int
+    """Bytes that this process sends to peers over the devices' interconnect, counted once per copy. The other copies
+    are written from replicas."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Largest size of this process's local folder: two steps."""
+        return 2 * (self.own_bytes + self.copied_bytes)
+
+
+class _LocalAgreement(msgspec.Struct, frozen=True):
+    """The answer of process 0."""
+
+    run_id: str
+    domains: list[str]
+
+
+class _KeptStep(msgspec.Struct, frozen=True):
+    """The older step that stays in the local folders when a step is saved."""
+
+    can_delete_others: bool
+    """Whether all others can be deleted. False if no restore has examined the steps of an earlier Checkpointer."""
+
+    has_saved: bool
+    """Whether this Checkpointer has saved a local step. Then folders of processes outside this job can also be
+    deleted."""
+
+    step: int
+    """The number of the step; -1 if no step stays."""
+
+    save_id: str
+
+
+class LocalTier:
+    """The local folders of a run, from the view of one process."""
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str] | None, **arguments: Any) -> Self | None:
+        """The local tier for these arguments of a Checkpointer; None without a folder. Raises InputError."""
+        if folder is not None:
+            return cls(
+                folder,
+                arguments["local_every"],
+                arguments["copies"],
+                arguments["local_domains"],
+                arguments["local_bytes_per_second"],
+            )
+        if useless := [f"{name}=" for name, value in arguments.items() if value is not None]:
+            raise InputError(f"{', '.join(useless)} without local=: there is no local folder to save to")
+        return None
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: object,
+        copies: object,
+        labels: Sequence[object] | None,
+        bytes_per_second: float | None,
+    ) -> None:
+        """Takes the `local` arguments of a Checkpointer. Raises InputError."""
+        path = local_path(folder, "local")
+        if path is None:
+            raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
+        self.folder = Folder(path, path)
+        self.every = require_whole_number(10 if every is None else every, "local_every", minimum=1)
+        self.rate = require_rate(bytes_per_second, "local_bytes_per_second")
+        """Largest rate of flushing in this process, in bytes per second."""
+
+        self._copies = require_whole_number(1 if copies is None else copies, "copies", minimum=0)
+        if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"local_domains must be a sequence of labels, one per process, found {labels!r}")
+        self._labels = None if labels is None else [str(label) for label in labels]
+        self._restored: tuple[int, str] | None = None
+        self._is_examined = False
+        self._must_save_next = False
+        self._last_saved: tuple[int, str] | None = None
+        self._is_swept = False
+        self._folder_id = ""
+        """The id in the note of this process's folder; the same if the folder is created again."""
+
+        self._live_ids = set[str]()
+        """The ids of all processes' folders."""
+
+        self._begun_step = -1
+        self.flush: Flush | None = None
+        """The step that is being flushed, or was when the processes last agreed on it. Equal in all processes."""
+
+    # Opening ---------------------------------------------------------------------------------------------
+
+    def settings(self, processes: int) -> dict[str, Any]:
+        """The arguments that all processes must give alike. Raises InputError."""
+        labels = self._labels
+        if labels is not None and len(labels) != processes:
+            raise InputError(f"local_domains has {len(labels)} labels, expected one for each of {processes} processes")
+        settings = {"copies": self._copies, "local_every": self.every, "local_domains": labels}
+        return {"local": "a folder", **settings}
+
+    def terms(self, names: Sequence[str], directory: Store) -> str:
+        """The terms of the local tier, encoded, from the names of the processes' hosts. Process 0.
+
+        Raises InputError, StorageError.
+        """
+        hosts = [names.index(name) for name in names]
+        # A job on a single host is a test, in which each process represents a host.
+        default = [str(number) for number in (hosts if len(set(hosts)) > 1 else range(len(hosts)))]
+        labels = self._labels or default
+        Domains(tuple(labels), self._copies).require_enough()
+        return msgspec.json.encode(_LocalAgreement(_run_id(directory), labels)).decode()
+
+    def open(self, answer: str, directory: Store, meeting: Meeting) -> None:
+        """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
+        terms = msgspec.json.decode(answer, type=_LocalAgreement)
+        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, meeting.group.index
+        self.domains = Domains(tuple(terms.domains), self._copies)
+        self.own_folder = self.folder.child(f"process-{self._index}")
+        self._claim()
+        self._live_ids = set(json.loads(meeting.broadcast(json.dumps(meeting.gather(self._folder_id)))))
+
+    def _claim(self) -> None:
+        """Note in this process's folder that it belongs to the run, unless that is noted already.
+
+        Raises InputError if the folder has other files or belongs to another run; DataError, StorageError.
+        """
+        note = _read_note(self.own_folder)
+        if note is None and not {_NEW_NOTE}.issuperset(self.own_folder.names()):
+            raise InputError(
+                f"{self.own_folder.url} holds other files, but no {_NOTE}: give another local=, or remove them"
+            )
+        if note is not None and (note.get("run"), note.get("storage")) != (self.run_id, self._storage_url):
+            where = note.get("storage")
+            whose = f"local steps of another run, which is stored at {where}, expected {self._storage_url}"
+            if where == self._storage_url:
+                whose = f"local steps of an earlier run in {where}, which was deleted or replaced since"
+            elif where is None:
+                whose = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
+            raise InputError(f"{self.own_folder.url} holds {whose}: remove that folder, or give another local=")
+        if note is None:
+            note = {"run": self.run_id, "storage": self._storage_url, "folder": self._folder_id or uuid.uuid4().hex}
+            self.folder.create_child(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
+            self.own_folder.rename(_NEW_NOTE, _NOTE)
+        self._folder_id = str(note.get("folder"))
+
+    def folders(self) -> dict[int, tuple[str, Folder]]:
+        """The folders of the run that this process sees, each with its id, by the index of the process that created
+        it."""
+        found: dict[int, tuple[str, Folder]] = {}
+        for name in self.folder.names():
+            if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
+                folder = self.folder.child(name)
+                try:
+                    note = _read_note(folder) or {}
+                except (DataError, StorageError) as error:
+                    _log.warning("%s is ignored: %s", folder.url, error)
+                    continue
+                if (note.get("run"), note.get("storage")) == (self.run_id, self._storage_url):
+                    found[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
+                else:
+                    _log.warning("%s is ignored: it belongs to another run", folder.url)
+        return dict(sorted(found.items()))
+
+    def record_restored(self, restored: tuple[int, str] | None, *, complete: bool = True) -> None:
+        """Note the (step, save id) of the local step that all processes restore; None if they restore from the storage.
+
+        All other local steps of an earlier Checkpointer may then be deleted. If the step lacks copies (not `complete`),
+        the next step is saved locally even if it is not due.
+        """
+        self._restored, self._is_examined, self._must_save_next = restored, True, not complete
+
+    @property
+    def newest(self) -> tuple[int, str] | None:
+        """(step, save id) of the local step that this Checkpointer saved last, or restored if it saved none."""
+        return self._last_saved or self._restored
+
+    def delete(self, step: int, meeting: Meeting) -> None:
+        """Delete a step in all local folders of the run.
+
+        Every process calls this: otherwise the other folders could still hold the complete step.
+        """
+        meeting.start_next()
+        for _, folder in self.folders().values():
+            folder.child(step_name(step)).unpublish(sync=False)
+            folder.delete(step_name(step))
+        meeting.barrier()
+
+    # Saving ----------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        return self._must_save_next or step % self.every == 0
+
+    def record_tried(self) -> None:
+        """Note that a step was saved locally, or that its save has failed. Every process calls this in the same call of
+        `save`, because all must agree on which steps are due."""
+        self._must_save_next = False
+
+    def is_blocked_by_flush(self, step: int, group: Group) -> bool:
+        """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
+        the folder would then hold a third step. Every process calls this."""
+        flush = self.flush
+        if flush is None or self._begun_step == flush.step <= step:
+            return False
+        with group.meeting("asking whether a local step is still being flushed") as meeting:
+            meeting.gather("")
+            if meeting.broadcast("flushing" if flush.is_running else "free") == "free":
+                self.flush = None
+                return False
+        if not flush.is_warned:
+            flush.is_warned = True
+            _log.warning(
+                "step %d is not saved in the local folders, nor are later ones until step %d has reached the storage:"
+                " at most two steps are held. A larger every=, local_every= or local_bytes_per_second= avoids this",
+                step,
+                flush.step,
+            )
+        return True
+
+    def spread(self, step: int, flush: Flush | None) -> Spread:
+        """The `Spread` for saving a step in the local folders. Publication sets the save id and objects of `flush`."""
+        self._begun_step = step
+        published = functools.partial(self._record_published, step, flush)
+        return Spread(
+            self.domains, functools.partial(self._choose_kept_step, step), self._delete_other_steps, published
+        )
+
+    def child(self, step: int) -> Folder:
+        """The folder of this process's share of a step."""
+        return self.own_folder.child(step_name(step))
+
+    def plan(self, draft: Draft, options: Options) -> LocalBytes:
+        """The size of a local step of a tree in this process."""
+        plan, copies = plan_spread(draft, options, self._index, self.domains)
+        return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
+
+    def _choose_kept_step(self, step: int) -> str:
+        """The older step that stays. Process 0."""
+        kept = self.newest
+        if kept is not None and kept[0] > step:
+            kept = None  # a run that restarts from an older step discards the newer ones
+        known, is_ours = self._is_examined or self._last_saved is not None, self._last_saved is not None
+        return msgspec.json.encode(_KeptStep(known, is_ours, *(kept or (-1, "")))).decode()
+
+    def _delete_other_steps(self, text: str) -> None:
+        """Delete all steps except the one that stays. `text` is the result of `_choose_kept_step`."""
+        self._claim()  # the folder may have been deleted, and its steps do not count without the note
+        kept = msgspec.json.decode(text, type=_KeptStep)
+        if kept.can_delete_others:
+            _trim(self.own_folder, kept)
+        if kept.has_saved and not self._is_swept:
+            for process, (folder_id, folder) in self.folders().items():
+                if folder_id not in self._live_ids:
+                    _log.info("%s is deleted: no process of this job uses it", folder.url)
+                    self.folder.delete(f"process-{process}")
+            self._is_swept = True
+
+    def _record_published(self, step: int, flush: Flush | None, save_id: str, owned: Sequence[Object]) -> None:
+        self._last_saved = step, save_id
+        if flush is not None:
+            flush.save_id, flush.owned = save_id, owned
+
+
+def _run_id(directory: Store) -> str:
+    """The id of a run, created once. If two were created at the same time, the first by name counts. Local folders with
+    the other id are then treated as those of another run, which is safe."""
+    notes = directory.child(RUN)
+    if not any(name.startswith(_RUN_ID_PREFIX) for name in notes.names()):
+        directory.create_child(RUN).put(f"{_RUN_ID_PREFIX}{uuid.uuid4().hex}", b"{}", sync=True)
+    return min(name for name in notes.names() if name.startswith(_RUN_ID_PREFIX)).removeprefix(_RUN_ID_PREFIX)
+
+
+def _read_note(own: Folder) -> dict[str, Any] | None:
+    """The record of the run in a process's folder: None if there is none, empty if it is damaged."""
+    content = own.read(_NOTE)
+    return None if content is None else parse_note(content)
+
+
+def _trim(own: Folder, kept: _KeptStep) -> None:
+    """Delete all saves in a process's folder except one. For each, delete the manifest first."""
+    for name in filter(is_step, own.names()):
+        child = own.child(name)
+        stays = f"data-{kept.save_id}" if int(name) == kept.step else ""
+        with contextlib.suppress(DataError, StorageError):  # not a plain file, so deleted with the rest below
+            if not is_data_referenced(child.read(MANIFEST), stays):
+                child.unpublish(sync=False)
+        if not stays:
+            own.delete(name)
+        for data in filter(is_data_folder, child.names()):
+            if data != stays:
+                child.delete(data)

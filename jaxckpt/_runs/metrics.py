@@ -1,0 +1,34 @@
+"""Converts the metrics of a step to their recorded form."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxckpt._model.values import is_utf8
+from jaxckpt.errors import InputError
+
+
+def recorded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Metrics by name, None for those that are not finite. Raises InputError."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"metrics must be a mapping of names to numbers, found {reprlib.repr(metrics)}")
+    return {_name(name): _value(name, value) for name, value in metrics.items()}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not is_utf8(name):
+        raise InputError(f"the names in metrics must be str (UTF-8), found {ascii(name)[:80]}")
+    return str.__str__(name)
+
+
+def _value(name: str, value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: an array of other processes
+        raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}: {error}") from error
+    return number if math.isfinite(number) else None

@@ -1,0 +1,198 @@
+"""The retention policy: which steps and subtrees are kept, and why. Pure functions of the steps' properties, no I/O."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+from jaxckpt._model.records import Manifest, StepRecord
+from jaxckpt._options import require_bool, require_whole_number
+from jaxckpt._run_folder.steps import Mode, best_of
+from jaxckpt.errors import InputError
+
+Predicate = Callable[[int, Mapping[str, float | None]], bool]
+"""A function of a step's number and metrics."""
+
+BestRule = tuple[str, Mode] | tuple[str, Mode, int]
+"""The argument `keep_best`: a metric, which of its values are best, and the number of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """The properties of a published step, from its manifest."""
+
+    number: int
+    created: datetime.datetime
+    record: StepRecord
+    undroppable: tuple[str, ...] = ()
+    """Subtrees that cannot be dropped: they do not exist, or share their stacks with other leaves."""
+
+    @classmethod
+    def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:
+        return cls(number, _creation_time(manifest.created), manifest.step or StepRecord(number), tuple(undroppable))
+
+
+def _creation_time(created: str) -> datetime.datetime:
+    """The time at which a step was saved. If its manifest has no valid time, the step always counts as new."""
+    try:
+        found = datetime.datetime.fromisoformat(created)
+    except ValueError:
+        found = datetime.datetime.max
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision of the rules about a published step."""
+
+    step: SavedStep
+    kept: bool
+
+    why: str
+    """The rules that keep it ("keep_last=3"), or the rules that do not ("not kept by keep_last=3")."""
+
+    dropped_subtrees: tuple[str, ...] = ()
+    """Subtrees of a kept step that must be dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Keep the steps with the best values of a metric."""
+
+    metric: str
+    mode: Mode
+    count: int = 1
+
+    @classmethod
+    def of(cls, rule: object) -> Self:
+        """A rule from the caller's argument. Raises InputError."""
+        match rule:
+            case (str(metric), ("min" | "max") as mode, *rest) if len(rest) < 2:
+                return cls(
+                    metric, mode, require_whole_number(rest[0], "the count in keep_best", minimum=1) if rest else 1
+                )
+            case _:
+                raise InputError(
+                    'keep_best must be (metric, "min"), (metric, "max", count), or a list of such tuples,'
+                    f" found {rule!r}"
+                )
+
+    def steps(self, steps: Iterable[SavedStep]) -> list[int]:
+        """The steps that it keeps, best first."""
+        return best_of(((step.number, step.record.metrics) for step in steps), self.metric, self.mode, self.count)
+
+    def has_metric(self, steps: Iterable[SavedStep]) -> bool:
+        """Whether a step has the metric."""
+        return any(self.metric in step.record.metrics for step in steps)
+
+    def __str__(self) -> str:
+        return f"keep_best={(self.metric, self.mode, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Which steps, and which subtrees of them, are kept."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: tuple[KeepBest, ...] = ()
+    keep_for: datetime.timedelta | None = None
+    keep_if: Predicate | None = None
+    components: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @classmethod
+    def of(
+        cls,
+        keep_last: object,
+        keep_every: object,
+        keep_best: object,
+        keep_for: object,
+        keep_if: object,
+        components: object,
+    ) -> Self:
+        """The policy from the caller's arguments. Raises InputError."""
+        if keep_last is not None:
+            keep_last = require_whole_number(keep_last, "keep_last", minimum=1)
+        if keep_every is not None:
+            keep_every = require_whole_number(keep_every, "keep_every", minimum=1)
+        # A list of rules, or one rule, which begins with a name.
+        several = isinstance(keep_best, list | tuple) and not any(
+            isinstance(part, str) for part in cast("list[Any]", keep_best)
+        )
+        bests = tuple(
+            map(KeepBest.of, cast("list[Any]", keep_best) if several else () if keep_best is None else [keep_best])
+        )
+        if keep_for is not None and not (
+            isinstance(keep_for, datetime.timedelta) and keep_for >= datetime.timedelta(0)
+        ):
+            raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {keep_for!r}")
+        counts: dict[str, int] = {}
+        if components is not None and not isinstance(components, Mapping):
+            raise InputError(f'components must be a mapping such as {{"opt_state": 1}}, found {components!r}')
+        for path, count in cast("Mapping[object, object]", components or {}).items():
+            if not isinstance(path, str):
+                raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
+            counts[path] = require_whole_number(count, f"components[{path!r}]", minimum=1)
+        return cls(keep_last, keep_every, bests, keep_for, require_predicate(keep_if, "keep_if"), counts)
+
+    def decide(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Decision]:
+        """The decision about each published step. Steps are in order, oldest first."""
+        rules = self._steps_by_rule(steps, now)
+        rules_by_step = {step.number: [rule for rule, kept in rules.items() if step.number in kept] for step in steps}
+        if steps and not rules_by_step[steps[-1].number]:
+            rules_by_step[steps[-1].number] = ["the newest"]
+        drops = self._dropped([step for step in steps if rules_by_step[step.number]])
+        unwanted = f"not kept by {', '.join(rules)}"
+        return [
+            Decision(
+                step,
+                bool(rules_by_step[step.number]),
+                ", ".join(rules_by_step[step.number]) or unwanted,
+                drops.get(step.number, ()),
+            )
+            for step in steps
+        ]
+
+    def _steps_by_rule(self, steps: Sequence[SavedStep], now: datetime.datetime) -> dict[str, set[int]]:
+        """The steps that each rule keeps, by the text of the rule."""
+        everything = {step.number for step in steps}
+        for best in self.keep_best:
+            if not best.has_metric(steps):
+                return {f"{best}, while no step has that metric": everything}
+        found: dict[str, set[int]] = {}
+        if self.keep_last is not None:
+            found[f"keep_last={self.keep_last}"] = {step.number for step in steps[-self.keep_last :]}
+        if self.keep_every is not None:
+            found[f"keep_every={self.keep_every}"] = {number for number in everything if number % self.keep_every == 0}
+        for best in self.keep_best:
+            found[str(best)] = {*best.steps(steps)}
+        if self.keep_for is not None:
+            found[f"keep_for={self.keep_for}"] = {step.number for step in steps if now - step.created < self.keep_for}
+        if self.keep_if is not None:
+            found["keep_if"] = {
+                step.number for step in steps if evaluate_predicate(self.keep_if, "keep_if", step.record)
+            }
+        return found or {"no rule": everything}
+
+    def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
+        """For each kept step, oldest first, the subtrees that must be dropped."""
+        found: dict[int, tuple[str, ...]] = {}
+        for path, count in self.components.items():
+            for step in steps[:-count]:
+                if path not in step.record.dropped and path not in step.undroppable:
+                    found[step.number] = (*found.get(step.number, ()), path)
+        return found
+
+
+def require_predicate(given: object, name: str) -> Predicate | None:
+    """A predicate from the caller's argument. Raises InputError."""
+    if given is not None and not callable(given):
+        raise InputError(f"{name} must be a function of (step, metrics), found {given!r}")
+    return cast("Predicate | None", given)
+
+
+def evaluate_predicate(predicate: Predicate, name: str, record: StepRecord) -> bool:
+    """The result of a predicate for a step. Raises InputError unless it is True or False."""
+    return require_bool(predicate(record.number, dict(record.metrics)), f"what {name} returns for step {record.number}")

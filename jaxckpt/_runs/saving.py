@@ -1,0 +1,225 @@
+"""Saves the due steps of a run (first in local folders, if configured), and the last step of a preempted job."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._model.records import StepRecord
+from jaxckpt._options import Options
+from jaxckpt._runs.deletion import Deletion
+from jaxckpt._runs.directory import Directory
+from jaxckpt._runs.flush import Flush
+from jaxckpt._runs.last_save import LastSave
+from jaxckpt._runs.local import LocalTier
+from jaxckpt._runs.metrics import recorded_metrics
+from jaxckpt._runs.preemption import PreemptionListener
+from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._save.async_saves import PendingSave, lift_limits
+from jaxckpt._save.describe import DraftCache
+from jaxckpt._save.prepare import SaveRequest, require_on_done
+from jaxckpt._save.reuse import ReuseCache
+from jaxckpt._save.save import start
+from jaxckpt.errors import JaxckptError, Preempted
+
+_log = logging.getLogger("jaxckpt")
+
+
+@dataclass(slots=True)
+class Saver:
+    """Saves the steps of a run. Every process creates one."""
+
+    directory: Directory
+    deletion: Deletion
+    schedule: SaveSchedule
+    preemption: PreemptionListener
+    local: LocalTier | None
+    options: Options
+    background: bool
+    fail_fast: bool
+    on_preemption: Literal["exit", "continue", "ignore"]
+    reuse_cache: ReuseCache
+    last_save: LastSave = field(default_factory=LastSave)
+    """The last save: of a local step, if there are local folders."""
+
+    last_flush: LastSave = field(default_factory=LastSave)
+    """The last flush of a local step."""
+
+    draft_cache: DraftCache = field(default_factory=DraftCache)
+    preempted: bool = False
+
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        request: SaveRequest,
+        begin_call: Callable[..., Group],
+        *,
+        force: bool,
+    ) -> bool:
+        """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
+        is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
+        to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call)
+        if not (to_storage or (self.local is not None and self.local.is_due(step))):
+            # Only for a step that is not due: for a due step all processes must make the same calls, even if only some
+            # of them know of a failure yet.
+            for last in (self.last_save, self.last_flush) if self.fail_fast else ():
+                if last.pending is not None and last.pending.done:
+                    last.wait()
+            return False
+        saved = False
+        if is_last_step:
+            self.preempted = True
+            lift_limits()  # also of saves that only the end of the program waits for
+            saved = self._finish_earlier_saves(step, overwrite=request.overwrite)
+        if not saved:
+            awaited = not (self.background or is_last_step)
+            is_skipped = False  # all processes skip a step, or none does; an error may be of one process only
+            try:
+                saved = self._begin(
+                    step,
+                    metrics,
+                    request,
+                    functools.partial(begin_call, step),
+                    to_storage=to_storage,
+                    is_last_step=is_last_step,
+                    awaited=awaited,
+                )
+                is_skipped = not saved
+            finally:
+                if self.local is not None and not is_skipped:
+                    self.local.record_tried()
+            if saved and to_storage:
+                self.schedule.record_save()
+            if awaited:
+                self.wait()
+                self.deletion.wait()
+        if is_last_step:
+            self._finish_preempted(step, saved)
+        return saved
+
+    def _begin(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        request: SaveRequest,
+        begin_call: Callable[[], Group],
+        *,
+        to_storage: bool,
+        is_last_step: bool,
+        awaited: bool,
+    ) -> bool:
+        """Start to save a step. Returns whether it is being saved."""
+        flush = None
+        if self.local is not None:
+            # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
+            # stored, so that processes that disagree on the step still make the same number of calls.
+            store = self.directory.child(step)
+            group = Group.for_call(self.options, Call.of("flush", store.url))
+            if to_storage:
+                rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
+                flush = Flush(
+                    step, self.local.child(step), self.directory, store, group, self.options, rate, request.on_done
+                )
+        with begin_call() as group:
+            request = self._complete_request(
+                StepRecord(step, recorded_metrics(metrics)), request, to_storage=to_storage, is_last_step=is_last_step
+            )
+            if self.local is not None:
+                if flush is None and self.local.is_blocked_by_flush(step, group):
+                    return False
+                if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
+                    self.last_flush.wait()
+                request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
+                if flush is not None:
+                    require_on_done(request.on_done)
+                    flush.overwrite, flush.on_published = request.overwrite, request.on_published
+                    request = replace(request, on_published=None, on_done=None)
+            pending = start(request, self.options, group, background=not awaited)
+        if pending.skipped:
+            return False
+        self.last_save.set_pending(pending, step)
+        if flush is not None and self.local is not None:
+            self.local.flush = flush
+            self.last_flush.set_pending(flush.begin(pending), step, pending)
+        return True
+
+    def _complete_request(
+        self, record: StepRecord, request: SaveRequest, *, to_storage: bool, is_last_step: bool
+    ) -> SaveRequest:
+        """The complete request of a step: the caller's arguments and those of the Checkpointer."""
+        request = replace(
+            request,
+            step=record,
+            components=tuple(self.directory.policy.components),
+            draft_cache=self.draft_cache,
+            reuse_cache=self.reuse_cache if self.local is None else None,
+            deadline=self.preemption.deadline if is_last_step else None,
+        )
+        if not to_storage:
+            return request
+        savable = functools.partial(
+            self._require_savable, record, overwrite=request.overwrite, is_last_step=is_last_step
+        )
+        published = functools.partial(self.deletion.handle_published, record)
+        return replace(request, precheck=savable, on_published=published)
+
+    def _require_savable(self, record: StepRecord, *, overwrite: bool, is_last_step: bool) -> None:
+        """Raise unless a step may be saved, and protect it from deletion until it is saved. Process 0."""
+        if not is_last_step:
+            self.deletion.raise_failure()
+        self.deletion.protect(record.number)
+        try:
+            self.directory.require_savable(record, overwrite=overwrite, is_last_step=is_last_step)
+        except BaseException:
+            self.deletion.end_protection()
+            raise
+
+    # The last step of a preempted job --------------------------------------------------------------------
+
+    def _finish_earlier_saves(self, step: int, *, overwrite: bool) -> bool:
+        """Wait for earlier saves before a preemption deadline. Returns whether they have saved this step, so that it
+        need not be saved again. Saves of other steps get half of the time, because this one needs the other half."""
+        flush = None if self.local is None else self.local.flush
+        if flush is not None and (overwrite or flush.step != step):
+            flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
+        for last in (self.last_save, self.last_flush):
+            try:
+                last.hurry(self.preemption.seconds_left() / (1 if last.step == step and not overwrite else 2))
+            except Exception as error:
+                _log.warning("an earlier save was not completed: %s", error)
+        return not overwrite and step == (self.last_save if self.local is None else self.last_flush).step
+
+    def _finish_preempted(self, step: int, saved: bool) -> None:
+        here = saved and self.last_save.wait(self.preemption.seconds_left())
+        # If it is not abandoned here, `close` waits for it forever.
+        in_time = self.last_flush.wait(self.preemption.seconds_left()) and here
+        outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
+        if here and not in_time:
+            outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
+        _log.warning("the job was preempted: %s", outcome)
+        self.preemption.raise_earlier_error(outcome)
+        if self.on_preemption == "exit":
+            raise Preempted(f"the job was preempted: {outcome} in {self.directory.url}")
+
+    # Waiting ---------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The last background save, unless it has been waited for."""
+        return self.last_flush.pending or self.last_save.pending
+
+    def wait(self) -> None:
+        """Wait until the last save is published. Raises its error, and StorageError if the directory has been replaced
+        by another, in which the step would not be found."""
+        try:
+            self.last_save.wait()
+        except Exception:  # an interrupt does not wait for the flush
+            self.last_flush.wait()
+            raise
+        self.last_flush.wait()
+        self.directory.require_same_folder()

@@ -1,0 +1,94 @@
+"""Which steps are saved: by their number, by the clock, or by a predicate; the same in every process."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxckpt._job.rendezvous import Group
+from jaxckpt._model.records import StepRecord
+from jaxckpt._options import require_seconds, require_whole_number
+from jaxckpt._runs.metrics import recorded_metrics
+from jaxckpt._runs.retention import evaluate_predicate, require_predicate
+
+_CLOCK_CHECKS = 60
+"""How often several processes check process 0's clock during `every_minutes`, if their steps are short enough."""
+
+
+class SaveSchedule:
+    """Which steps are saved.
+
+    In a job of several processes, the clock and the metrics of process 0 decide. For a predicate, the processes meet at
+    every step. For the clock they meet less often: at each meeting, process 0 announces the number of steps until the
+    next one, estimated from the duration of past steps. All processes count the same steps, so none misses a meeting.
+    """
+
+    def __init__(self, every: object, every_minutes: object, save_if: object, processes: int) -> None:
+        """Takes the arguments of a Checkpointer, and the number of processes. Raises InputError."""
+        if every is None and every_minutes is None and save_if is None:
+            every = 1
+        self._every = None if every is None else require_whole_number(every, "every", minimum=1)
+        minutes = None if every_minutes is None else require_seconds(every_minutes, "every_minutes")
+        self._seconds = None if minutes is None else 60 * minutes
+        self._save_if = require_predicate(save_if, "save_if")
+        is_given = "a function" if self._save_if else None
+        self.settings = {"every": self._every, "every_minutes": minutes, "save_if": is_given}
+        """The arguments as JSON values, which all processes must give alike."""
+
+        self._is_single_process = processes == 1
+        self._clock: Callable[[], float] = time.monotonic
+        self._saved_at = self._met_at = self._clock()
+        self._steps_since_meeting = 0
+        self._steps_to_meeting = 1
+        self._previous_prefix = ""
+
+    def record_save(self) -> None:
+        """Note that a save has begun, and restart the count of minutes."""
+        self._saved_at = self._clock()
+
+    def is_due(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Group]) -> bool:
+        """Whether to save a step. Every process calls this at every step."""
+        if self._every is not None and step % self._every == 0:
+            return True
+        if self._seconds is None and self._save_if is None:
+            return False
+        if self._is_single_process:
+            return self._is_due_here(step, metrics)
+        self._steps_since_meeting += 1
+        if self._steps_since_meeting < self._steps_to_meeting:
+            return False
+        with begin_call() as group, group.meeting("deciding whether to save") as meeting:
+            meeting.gather("")
+            answer = ""
+            if group.index == 0:
+                if self._previous_prefix:  # all processes have left that meeting
+                    group.client.key_value_delete(f"{self._previous_prefix}/")
+                self._previous_prefix = group.prefix
+                due = self._is_due_here(step, metrics)
+                answer = json.dumps([due, self._plan_next_meeting()])
+            due, self._steps_to_meeting = json.loads(meeting.broadcast(answer))
+            self._steps_since_meeting = 0
+        return due
+
+    def _is_due_here(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        if self._seconds is not None and self._clock() - self._saved_at >= self._seconds:
+            return True
+        return self._save_if is not None and evaluate_predicate(
+            self._save_if, "save_if", StepRecord(step, recorded_metrics(metrics))
+        )
+
+    def _plan_next_meeting(self) -> int:
+        """The number of steps until the processes meet again.
+
+        At most twice the last number, because the first steps may be fast (queued on the devices) or slow (compiled).
+        """
+        if self._seconds is None or self._save_if is not None:
+            return 1
+        now = self._clock()
+        seconds_per_step = max((now - self._met_at) / self._steps_to_meeting, 1e-9)
+        self._met_at = now
+        left = self._saved_at + self._seconds - now
+        ahead = min(left if left > 0 else self._seconds, self._seconds / _CLOCK_CHECKS)
+        return max(1, min(2 * self._steps_to_meeting, int(ahead / seconds_per_step)))

@@ -1,0 +1,452 @@
+"""The thread that writes saves, and what happens to unfinished saves at the next save, at exit, and in a fork.
+
+This thread runs a save from its first lock to its last, even if the caller waits for it. An interrupt of the main
+thread can therefore not leave the save half done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import numbers
+import os
+import queue
+import reprlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+from jaxckpt._pipeline.exit_status import set_exit_status
+from jaxckpt._pipeline.progress import Progress
+from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
+from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.workers import replace_workers
+from jaxckpt._save.save_info import SaveInfo
+from jaxckpt.errors import InputError, PeerError, StorageError
+
+_log = logging.getLogger("jaxckpt")
+
+
+class PendingSave:
+    """A save that runs in a background thread: the result of `save_async`."""
+
+    def __init__(self, path: str, total_bytes: int, start_time: float, watch: Watch) -> None:
+        self.path = path
+        """The path or URL of the checkpoint."""
+
+        self.skipped = False
+        """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
+
+        self.pace = Pace(None)
+        """The rate at which it writes."""
+
+        self.is_published = False
+        """Whether the checkpoint is published. Its `on_done` may not have ended yet."""
+
+        self._start_time = start_time
+        self._watch = watch
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._seconds: float | None = None
+        self._ended = Latch()
+        self._settled = Latch()  # set when the checkpoint is published or the save has failed
+        self._info: SaveInfo | None = None
+        self._error: BaseException | None = None
+        self._blocked_seconds = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, successfully or not."""
+        return self._ended.is_set
+
+    @property
+    def progress(self) -> Progress:
+        """Bytes that this process has written, and its total."""
+        seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
+        return Progress("save", self._done_bytes, self._total_bytes, seconds)
+
+    def wait(self, timeout: float | None = None) -> SaveInfo:
+        """Wait until the checkpoint is published.
+
+        Args:
+            timeout: Seconds to wait at most; None: no limit.
+
+        Returns:
+            What was written.
+
+        Raises:
+            TimeoutError: The save is not done yet. It continues.
+            InputError: The save was skipped.
+            Exception: The error of the save; see `save`.
+        """
+        if self.skipped:
+            raise InputError(
+                f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
+            )
+        own_threads = [job.thread for job in _jobs.copy() if job.pending is self]
+        if not self.done and threading.get_ident() in (_writer_thread, *own_threads):
+            raise InputError(f"wait() for the save to {self.path} was called from its own callback")
+        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and timeout == timeout  # pyright: ignore
+        if timeout is not None and not is_number:
+            raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
+        wake_thread()
+        if not self._await(self._ended, timeout):
+            raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
+        _mark_reported(self)
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return self.with_times(self._info)
+
+    def with_times(self, info: SaveInfo) -> SaveInfo:
+        """The result, with the times that are known so far."""
+        seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
+        return replace(info, seconds=seconds, blocked_seconds=self._blocked_seconds)
+
+    def abandon(self) -> None:
+        """Stop waiting for this save, even at the end of the program."""
+        _abandoned.append(self)
+        _mark_reported(self)
+
+    def hurry(self, timeout: float) -> None:
+        """End the limit of its rate, and wait for at most `timeout` seconds until the checkpoint is published or the
+        save has failed. Does not wait for its `on_done`."""
+        self.pace.bytes_per_second = None
+        wake_thread()
+        self._await(self._settled, timeout)
+
+    def await_end(self) -> SaveInfo | None:
+        """Wait until the save has ended. Returns its result, or None if it failed."""
+        self._await(self._ended, None)
+        return self._info
+
+    def _await(self, latch: Latch, timeout: float | None) -> bool:
+        """Wait for `timeout` seconds at most. Returns whether the latch is set. Hanging storage ends the save."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
+            if latch.wait(left):
+                return True
+            if error := self._watch.stall_error():
+                _abandon_hung_save(self, error)
+                return True
+            if left <= 0:
+                return False
+
+    def skip(self) -> None:
+        """Mark the save as skipped."""
+        self.skipped = True
+        self._seconds = time.perf_counter() - self._start_time
+        self._ended.set()
+
+    def add_done_bytes(self, n_bytes: int) -> None:
+        """Add to the count of written bytes."""
+        self._done_bytes += n_bytes
+
+    def mark_returned(self) -> None:
+        """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
+        self._blocked_seconds = time.perf_counter() - self._start_time
+
+    def mark_published(self) -> None:
+        """Note that the checkpoint is published."""
+        self.is_published = True
+        self._settled.set()
+
+    def end(self, outcome: SaveInfo | BaseException) -> None:
+        """Note the end of the save. Only the first call has an effect."""
+        if self.done:
+            return
+        if isinstance(outcome, SaveInfo):
+            self._info, self.is_published = outcome, True
+        else:
+            self._error = outcome
+        self._seconds = time.perf_counter() - self._start_time
+        self._ended.set()
+        self._settled.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the save, after it has ended."""
+        return self._error
+
+    def __repr__(self) -> str:
+        state = "skipped" if self.skipped else "in progress" if not self.done else "failed" if self._error else "done"
+        return f"<PendingSave to {self.path}: {state}>"
+
+
+# The thread -----------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """A queued or running save of the thread."""
+
+    def __init__(
+        self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, detached: bool
+    ) -> None:
+        self.pending = pending
+        self.awaited = awaited
+        """Whether its caller waits for it and receives its error."""
+
+        self.detached = detached
+        """Whether later saves do not wait for it."""
+
+        self._work: Callable[[PendingSave], SaveInfo] | None = work
+        self._run_lock = threading.Lock()
+
+        self.thread: int | None = None
+        """The thread that runs it."""
+
+    def run(self) -> None:
+        """Run it, unless another thread already does."""
+        if not self._run_lock.acquire(blocking=False):
+            return
+        self.thread = threading.get_ident()
+        work, self._work = self._work, None  # frees the saved data
+        assert work is not None
+        try:
+            outcome: SaveInfo | BaseException = work(self.pending)
+        except BaseException as error:
+            # The error may be kept for long, so its frames must not hold arrays.
+            traceback.clear_frames(error.__traceback__)
+            outcome = error
+        del work
+        self.pending.end(outcome)
+
+
+_jobs: list[_Job] = []
+"""In order: saves that have not ended, and background saves whose end has not been reported yet. Appending is
+atomic, so an interrupt comes either before or after a save is submitted."""
+
+_wakeups = queue.SimpleQueue[bool]()
+"""True wakes the thread, False ends it."""
+
+_start_lock = threading.Lock()
+_thread_ended: Latch | None = None
+"""Set when the thread ends; None while there is none."""
+
+_writer_thread: int | None = None
+"""The thread that runs saves."""
+
+_abandoned: list[PendingSave] = []
+"""Saves that nothing waits for, not even the end of the program."""
+
+
+def submit_save(
+    pending: PendingSave,
+    work: Callable[[PendingSave], SaveInfo],
+    *,
+    awaited: bool,
+    detached: bool = False,
+    is_last_step: bool = False,
+) -> None:
+    """Run a save in the thread, or in the current thread if the interpreter is shutting down.
+
+    A save whose caller waits for it does not wait for other saves: it gets its own thread. So does the last step of a
+    preempted job. So does a save with `detached`; later saves do not wait for it.
+    """
+    job = _Job(pending, work, awaited=awaited, detached=detached)
+    if detached:
+        _jobs.append(job)
+        if is_shutting_down():
+            job.run()
+            return
+        try:
+            start_thread(job.run, "jaxckpt-flush")
+        except RuntimeError:  # the system cannot start a thread
+            _jobs.remove(job)
+            raise
+        return
+    others = any(not other.done for other in (*(job.pending for job in _jobs.copy()), *_abandoned))
+    _jobs.append(job)
+    if (awaited or is_last_step) and others and not is_shutting_down():
+        start_thread(functools.partial(_run_alone, job), "jaxckpt-save-alone")
+    else:
+        wake_thread()
+
+
+def wake_thread() -> None:
+    """Ensure that a thread runs the submitted saves. An interrupt may have prevented that."""
+    if not any(not job.pending.done for job in _jobs.copy()):
+        return
+    if ensure_thread():
+        _wakeups.put(True)
+        return
+    for job in _jobs.copy():
+        job.run()
+
+
+def ensure_thread() -> bool:
+    """Start the thread, if there is none. It keeps running, because a start can take Python's switch interval of 5 ms.
+
+    Returns whether the thread exists: Python 3.12 starts no threads during its shutdown. Before that, raises
+    RuntimeError if the system cannot start a thread.
+    """
+    global _thread_ended
+    with _start_lock:
+        if _thread_ended is None:
+            thread_ended = Latch()
+            try:
+                start_thread(functools.partial(_run, _wakeups, thread_ended), "jaxckpt-save")
+            except RuntimeError:
+                if not is_shutting_down():
+                    raise
+                return False
+            _thread_ended = thread_ended
+    return True
+
+
+def _run(wakeups: queue.SimpleQueue[bool], thread_ended: Latch) -> None:
+    global _writer_thread
+    _writer_thread = threading.get_ident()
+    try:
+        while wakeups.get():
+            for job in _jobs.copy():
+                if job.detached:
+                    continue
+                job.run()
+                if job.awaited and job.pending.done:  # another thread may be running it
+                    _mark_reported(job.pending)
+            job = None  # frees the saved data
+    finally:
+        thread_ended.set()
+
+
+def _run_alone(job: _Job) -> None:
+    job.run()
+    if job.awaited:
+        _mark_reported(job.pending)
+
+
+def _mark_reported(pending: PendingSave) -> None:
+    """Note that the end of a save has been reported."""
+    for job in _jobs.copy():
+        if job.pending is pending:
+            with contextlib.suppress(ValueError):
+                _jobs.remove(job)
+
+
+def _abandon_hung_save(pending: PendingSave, error: StorageError) -> None:
+    """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
+    global _thread_ended, _wakeups
+    with _start_lock:
+        if not pending.done and any(job.pending is pending and job.thread == _writer_thread for job in _jobs.copy()):
+            _wakeups.put(False)  # in case the thread resumes
+            _wakeups, _thread_ended = queue.SimpleQueue(), None
+        replace_workers()
+        pending.end(error)
+
+
+def unreported_saves(*, include_detached: bool = False) -> list[PendingSave]:
+    """The background saves that have not ended or whose end has not been reported."""
+    return [job.pending for job in _jobs.copy() if not job.awaited and include_detached >= job.detached]
+
+
+def await_saves() -> None:
+    """Wait for the background saves. Raises the error of a failed one, unless it has been reported.
+
+    If a save failed only because another process raised the error of an earlier save, that is logged. Raising it would
+    make the next save fail in the other processes, and so on: one failure would end all saves.
+    """
+    for pending in unreported_saves():
+        try:
+            pending.wait()
+        except Exception as error:
+            if isinstance(error, PeerError) and error.repeats_earlier:
+                _log.warning("%s was not saved, because an earlier save had failed: %s", pending.path, error)
+                continue
+            error.add_note(
+                f"jaxckpt: this error ended the earlier save_async to {pending.path}, whose wait() was not called"
+            )
+            raise
+
+
+def lift_limits() -> None:
+    """End the limits of the rates of all running saves, because the job is being preempted."""
+    for job in _jobs.copy():
+        job.pending.pace.bytes_per_second = None
+
+
+def hurry_saves(deadline: float) -> None:
+    """Wait for the background saves before the last step of a preempted job is saved.
+
+    Waits for at most half of the time until `deadline`, on the monotonic clock. The other half is for the last step.
+    Logs errors: the last step must be saved even if another save failed.
+    """
+    until = (time.monotonic() + deadline) / 2
+    for pending in unreported_saves():
+        pending.hurry(max(0.0, until - time.monotonic()))
+        if not pending.is_published:
+            _log.warning("an earlier save was not completed: %s: %s", pending.path, pending.error or "it still runs")
+            if pending.done:
+                _mark_reported(pending)
+
+
+def await_cleanup(pending: PendingSave) -> bool:
+    """Wait until a cancelled save has cleaned up. Its caller raises the reason.
+
+    Returns whether the save had been submitted.
+    """
+    found = [job for job in _jobs.copy() if job.pending is pending]
+    for job in found:
+        job.awaited = True
+        wake_thread()
+        pending.await_end()
+    _mark_reported(pending)
+    return bool(found) or pending.done
+
+
+# At exit, and in a fork -----------------------------------------------------------------------------------
+
+
+def finish_at_exit() -> None:
+    """Make the interpreter wait for background saves when it exits."""
+    atexit.unregister(_wait_at_exit)
+    atexit.register(_wait_at_exit)  # registered last, so it runs first: before jax.distributed shuts down
+
+
+def _wait_at_exit() -> None:
+    """Wait for the running saves, and report failures that no caller has received."""
+    global _thread_ended
+    for pending in unreported_saves(include_detached=True):
+        try:
+            pending.wait()
+        except KeyboardInterrupt:
+            print(f"jaxckpt: interrupted; the save_async to {pending.path} was abandoned", file=sys.stderr)
+            _abandoned.extend(unreported_saves(include_detached=True))
+            set_exit_status(128 + signal.SIGINT)
+            break
+        except BaseException:
+            print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
+            traceback.print_exc()
+            set_exit_status(1)
+    if any(not pending.done or pending.error is not None for pending in _abandoned):  # its thread may hang
+        set_exit_status(128 + signal.SIGTERM)
+    elif _thread_ended is not None:
+        # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
+        _wakeups.put(False)
+        _thread_ended.wait()
+        _thread_ended = None
+
+
+def _reset_after_fork() -> None:
+    """In a forked child: discard the thread and its saves, which belong to the parent."""
+    global _start_lock, _thread_ended, _wakeups, _writer_thread
+    _start_lock = threading.Lock()
+    _thread_ended = _writer_thread = None
+    _wakeups = queue.SimpleQueue()
+    for job in _jobs:  # no thread of this process will ever end it
+        where = f"the save to {job.pending.path} runs in process {os.getppid()}, from which this process was forked"
+        job.pending.end(InputError(f"{where}: wait for it there"))
+    _jobs.clear()
+    _abandoned.clear()
+    atexit.unregister(_wait_at_exit)
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)

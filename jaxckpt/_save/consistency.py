@@ -1,0 +1,234 @@
+"""Compares what must be equal in every process of a save, before the first byte is written.
+
+Each process sends one digest for each thing that can differ, so that the error names it. Values are also compared: the
+Python values in the tree, and replicated integer scalars such as an optimizer's count. If one process has missed a
+call, they show that the processes are at different training steps, whose shards must not form one checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxckpt._devices.exchange import transfer_context
+from jaxckpt._devices.shardings import memory_kind, pinned_memory
+from jaxckpt._job.rendezvous import process_names
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.staging import is_in_host_memory
+from jaxckpt._save.write_plan import SavePlan
+from jaxckpt.errors import PeersDisagreeError, show_lines, show_path
+
+_MAX_GROUPS = 64
+"""Largest number of checksums that a process sends for the values of one set of holders."""
+
+_REASONS = {
+    "leaves": "the leaves of the tree, their shapes or their dtypes",
+    "ties": "which leaves share one array",
+    "shardings": "the shardings of the leaves",
+    "options": "Options or Checkpointer components",
+    "metadata": "metadata",
+    "process_state": "the names in process_state",
+}
+_ADVICE: dict[str, str] = dict.fromkeys(
+    ["leaves", "shardings"],
+    " An array that each process committed to a device of its own is not global: replicate it over the mesh, or pass it"
+    " as NumPy, which process 0 then writes. If the state of an object differs, such as a data iterator's,"
+    " pass it as process_state= instead.",
+)
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """The message of one process."""
+
+    digests: dict[str, str]
+    """Digest of each compared thing, by its key in `_REASONS`."""
+
+    checksums: list[int | None]
+    """For each bucket of values, a checksum; None in a process that does not hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueGroup:
+    """A group of compared values."""
+
+    holders: frozenset[int]
+    """The processes that hold the values; an empty set means all."""
+
+    values: Sequence[tuple[str, str]]
+    """(path, value as text) of each leaf."""
+
+
+Agreement = tuple[Fingerprint, Sequence[ValueGroup]]
+"""The message of a process, and the groups of values in it."""
+
+
+def compute_fingerprint(
+    draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
+) -> Callable[[], Agreement]:
+    """A function that returns the message of this process. It waits for values that devices still compute; the caller
+    may donate or change everything before that."""
+    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
+    given = {
+        "leaves": (
+            msgspec.json.encode(draft.structure),
+            [(record.path, record.kind) for record in draft.records],
+            sorted([(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays] + _tied(draft)),
+        ),
+        "shardings": (
+            [(layout.grid, layout.holders) for layout in layouts],
+            [(layouts[leaf.layout], leaf.is_exchanged) for leaf in draft.arrays],
+        ),
+        "ties": [*draft.ties.items()],
+        "options": (plan.stacks, plan.members),  # the part of the plan that the entries above do not determine
+        "metadata": json.dumps(metadata, sort_keys=True),
+        "process_state": None if state_names is None else sorted(state_names),
+    }
+    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
+    return functools.partial(_complete, digests, _compared_values(draft, process), process)
+
+
+def _complete(digests: dict[str, str], values: Sequence[_ComparedValue], process: int) -> Agreement:
+    """Wait for the values."""
+    groups = list(_value_groups(values))
+    sums = [
+        zlib.crc32(repr([value for _, value in bucket.values]).encode())
+        if not bucket.holders or process in bucket.holders
+        else None
+        for bucket in groups
+    ]
+    return Fingerprint(digests, sums), groups
+
+
+def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Number, dtype and shape of the leaves that share a row with an earlier leaf."""
+    forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
+    return [(number, *forms[first]) for number, first in draft.ties.items()]
+
+
+def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
+    """In process 0, raise PeersDisagreeError unless all processes sent the same message."""
+    for name, reason in _REASONS.items():
+        others = [
+            process for process, one in enumerate(fingerprints) if one.digests[name] != fingerprints[0].digests[name]
+        ]
+        if others:
+            raise PeersDisagreeError(
+                f"{process_names(others)} {'differs' if len(others) == 1 else 'differ'} from process 0 in {reason};"
+                f" every process must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
+            )
+    problems: list[str] = []
+    for number, bucket in enumerate(groups):
+        sums = {
+            process: one.checksums[number]
+            for process, one in enumerate(fingerprints)
+            if one.checksums[number] is not None
+        }
+        first = min(sums, default=0)
+        others = [process for process, found in sums.items() if found != sums[first]]
+        if others:
+            leaves = [
+                show_path(path) + (f" ({value[:40]} in process 0)" if not first else "")
+                for path, value in bucket.values
+            ]
+            shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
+            problems.append(f"{shown}: {process_names(others)} and process {first} differ")
+    if problems:
+        raise PeersDisagreeError(
+            "the processes hold different values for leaves that must be equal in all of them. One process may have"
+            " skipped a call and be at a different training step. Pass state that differs by process as"
+            " process_state=. Leaves:\n" + show_lines(problems)
+        )
+
+
+@dataclass(slots=True)
+class _ComparedValue:
+    holders: frozenset[int]
+    path: str
+    value: Any
+    """The value as text, or an array."""
+
+    is_count: bool = False
+    """Whether the array is an integer, which is shown. Otherwise its checksum is."""
+
+    def text(self) -> str:
+        if isinstance(self.value, str):
+            return self.value
+        array = np.asarray(self.value)
+        return str(int(array)) if self.is_count else f"checksum {zlib.crc32(array.tobytes())}"
+
+
+def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
+    """Python values, and replicated integer scalars. The arrays among them are copies.
+
+    Values that a conversion reads from its source are not compared: process 0 reads and writes them.
+    """
+    everyone = frozenset[int]()
+    in_manifest = (record for record in draft.records if record.value is not None)
+    found = [_ComparedValue(everyone, record.path, record.value) for record in in_manifest]
+    for number, value in draft.values.items():
+        path = draft.records[number].path
+        # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
+        # because the object's future behavior depends on them.
+        in_state = number in draft.state_leaves and not getattr(value, "committed", False)
+        if isinstance(value, np.ndarray | jax.Array) and (in_state or draft.records[number].kind in ("str", "bytes")):
+            found.append(_ComparedValue(everyone, path, value))
+        elif isinstance(value, jax.Array) and _is_replicated_count(value):
+            holders = _processes(value.sharding)
+            if len(holders) > 1:
+                own = value.addressable_data(0) if process in holders else ""
+                found.append(_ComparedValue(holders, path, own, is_count=True))
+    _protect(found)
+    return found
+
+
+def _protect(values: Sequence[_ComparedValue]) -> None:
+    """Protect the values from later changes by the caller. Copies from accelerators to the host are only started: they
+    end when the training steps that compute the arrays do. The other arrays are read."""
+    late: list[tuple[_ComparedValue, Any]] = []
+    now: list[_ComparedValue] = []
+    for one in values:
+        is_remote = isinstance(one.value, jax.Array) and not is_in_host_memory(one.value)
+        target = pinned_memory(one.value.sharding) if is_remote and memory_kind(one.value.sharding) is None else None
+        if target is not None:
+            late.append((one, target))
+        else:
+            now.append(one)
+            if is_remote:
+                one.value.copy_to_host_async()
+    if late:
+        with transfer_context(None):
+            copies = jax.device_put([one.value for one, _ in late], [target for _, target in late])
+        for (one, _), copy in zip(late, copies, strict=True):
+            one.value = copy
+    for one in now:
+        one.value = one.text()
+
+
+def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:
+    held: dict[frozenset[int], list[tuple[str, str]]] = {}
+    for one in values:
+        held.setdefault(one.holders, []).append((one.path, one.text()))
+    for holders, alike in held.items():
+        size = -(-len(alike) // _MAX_GROUPS)
+        for first in range(0, len(alike), size):
+            yield ValueGroup(holders, alike[first : first + size])
+
+
+def _is_replicated_count(value: jax.Array) -> bool:
+    integer = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
+    return integer and value.committed and value.is_fully_replicated
+
+
+@functools.lru_cache(maxsize=1024)
+def _processes(sharding: jax.sharding.Sharding) -> frozenset[int]:
+    return frozenset(device.process_index for device in sharding.device_set)

@@ -1,0 +1,135 @@
+"""A bounded queue of staged objects from the caller's thread to the thread that writes them."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from jaxckpt._pipeline.threads import POLL_SECONDS, RunningCall
+from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._save.staging import StagedObject
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of the queue, with the error that caused it, if any."""
+
+    error: BaseException | None = None
+
+
+class Handover:
+    """Objects in order, with a limit on the bytes of copies. The caller's thread puts them, and another takes them."""
+
+    def __init__(self, max_bytes: int | None, deadline: float | None, watch: Watch) -> None:
+        """Create it in the function that feeds, or in a caller of it.
+
+        If the creating function returns or is interrupted before the end is put, iterating raises KeyboardInterrupt.
+
+        `deadline` is on the monotonic clock. None means no limit, for `max_bytes` too.
+        """
+        self._max_bytes = max_bytes
+        self._deadline = deadline
+        self._watch = watch
+        self._held_bytes = 0
+        self._items = queue.SimpleQueue[StagedObject | _End]()
+        self._freed = queue.SimpleQueue[int]()
+        self._closed = False
+        self._cancel_error: BaseException | None = None
+        self._feeder = RunningCall(depth=1)
+
+    # The thread that feeds -------------------------------------------------------------------------------
+
+    def feed(self, staged: Iterable[StagedObject], begin: Callable[[], None]) -> None:
+        """Put all objects. `begin` starts the other thread as late as possible, because it slows down this thread.
+
+        An error before `begin` ends the save. After `begin`, the other thread is notified and also raises the error.
+        """
+        begun = False
+        end = _End()
+        try:
+            for one in staged:
+                if not begun and not self._fits(one):
+                    begin()
+                    begun = True
+                if not self._make_room(one):
+                    break  # the queue is closed, or the deadline has passed
+                self._items.put(one)
+                self._held_bytes += one.copied_bytes
+            else:
+                self._items.put(end)
+                if not begun:
+                    begin()
+        except BaseException as error:
+            self._items.put(_End(error))
+            raise
+        finally:
+            self._feeder.mark_ended()
+
+    def _fits(self, staged: StagedObject) -> bool:
+        return (
+            self._max_bytes is None or not self._held_bytes or self._held_bytes + staged.copied_bytes <= self._max_bytes
+        )
+
+    def _make_room(self, staged: StagedObject) -> bool:
+        """Wait until an object fits. Returns whether it does."""
+        while not self._fits(staged) and not self._closed and not self._watch.stall_error():
+            left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
+            if left <= 0:
+                self._items.put(_End(TimeoutError("the data was copied but not written before the deadline")))
+                return False
+            try:
+                self._held_bytes -= self._freed.get(timeout=left)
+            except queue.Empty:
+                continue
+        return not self._closed and not self._watch.stall_error()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the taking thread has stopped."""
+        return self._closed
+
+    def cancel(self, error: BaseException) -> None:
+        """Make the other thread raise this error at its next check."""
+        self._cancel_error = error
+
+    # The thread that takes -------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[StagedObject | None]:
+        """The objects; None before each wait for the next one, which may be waiting for memory itself."""
+        while True:
+            self.require_not_cancelled()
+            if self._items.empty():
+                yield None
+            try:
+                one = self._items.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if self._feeder.is_running():
+                    continue
+                try:  # once more, because the caller may have put an object just before it ended
+                    one = self._items.get_nowait()
+                except queue.Empty:
+                    raise KeyboardInterrupt("the thread that called save was interrupted") from None
+            if not isinstance(one, _End):
+                yield one
+            elif one.error is not None:
+                raise one.error
+            else:
+                return
+
+    def require_not_cancelled(self) -> None:
+        """Raise the reason if the save was cancelled."""
+        if self._cancel_error is not None:
+            raise self._cancel_error
+
+    def mark_written(self, staged: StagedObject) -> None:
+        """Note that an object was written and its copies were freed."""
+        self._freed.put(staged.copied_bytes)
+
+    def close(self) -> None:
+        """Stop taking objects, and discard those in the queue."""
+        self._closed = True
+        self._freed.put(0)
+        while not self._items.empty():
+            self._items.get()

@@ -1,0 +1,1 @@
+"""Bytes on file systems and in buckets, and how they become a checkpoint. No JAX."""

@@ -1,0 +1,587 @@
+"""A checkpoint on an object store: claimed and published by conditional writes.
+
+An object store writes a key completely or not at all, and supports writes that are conditional on the content of the
+key. It has no locks, no renames and no folders. Therefore:
+
+- A conditional write of the manifest publishes a save.
+- One key, the note of the writer, decides whether a save may publish. The writer changes it from "writing" to
+  "publishing", publishes, and changes it to "published". A process that deletes the data first changes it to "swept".
+  Each change is conditional on the content that was read, so one of two rivals fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt._model import zarr
+from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
+from jaxckpt._model.grid import Box
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options
+from jaxckpt._pipeline.events import log_swept
+from jaxckpt._pipeline.workers import MappedWork, note_progress
+from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
+from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
+from jaxckpt._store.objects import MAX_FILE_BYTES, Objects, Pending
+from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
+from jaxckpt._store.store import DataClaim
+from jaxckpt._store.tensors import ROOT_CONTEXT
+from jaxckpt.errors import DataError, InputError, StorageError
+
+MARKS = "_steps/"
+"""Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
+cost one request per thousand objects. A mark is written before its checkpoint is published, so it proves nothing."""
+
+SCHEMES = ("s3", "gs", "memory", "http", "https")
+
+_PROBE = "probe"
+_RACERS = 4
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
+_STALLED_SECONDS = 30
+_MAX_RETRIES = 100_000
+
+_ANSWER_SECONDS = 2.0
+"""How long the last try of a request may take in addition to `Options.retry_seconds`."""
+
+_SILENT_SECONDS, _QUICK_SECONDS = 3.0, 0.5
+"""For `_SILENT_SECONDS` after a server has been silent for the full time, each request may take `_QUICK_SECONDS`.
+Otherwise a call that cleans up after an error would wait for the full time again, once per request."""
+
+
+@functools.cache
+def _context(retry_seconds: float) -> ts.Context:
+    # Delays double up to the longest delay. The number of retries follows from the time.
+    delay, waited, retries = _FIRST_DELAY_SECONDS, 0.0, 0
+    while waited + delay <= retry_seconds and retries < _MAX_RETRIES:
+        waited += delay
+        delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+        retries += 1
+    settings = {
+        "max_retries": max(1, retries),
+        "initial_delay": f"{_FIRST_DELAY_SECONDS}s",
+        "max_delay": f"{_LONGEST_DELAY_SECONDS}s",
+    }
+    # Otherwise tensorstore never retries a transfer that has stopped. It reads these variables only once, so the limit
+    # of a request with a small result is enforced by `Bucket._await`.
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", str(_STALLED_SECONDS))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALLED_SECONDS))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    return ts.Context(
+        {"s3_request_retries": settings, "gcs_request_retries": settings, "http_request_retries": settings},
+        parent=ROOT_CONTEXT,
+    )
+
+
+@functools.cache
+def _open_store(spec: str, retry_seconds: float) -> ts.KvStore:
+    # Cached for all paths of a bucket, because each opening looks up the credentials again.
+    with translate_tensorstore_errors("cannot open the object store"):
+        return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The keys of one checkpoint on an object store."""
+
+    url: str
+
+    spec: str
+    """tensorstore's spec of the whole store, without a path, as JSON."""
+
+    path: str
+    """Prefix of all keys of this checkpoint."""
+
+    retry_seconds: float
+
+    fetch_bytes: int
+    """Largest object, in bytes, that is fetched whole."""
+
+    @classmethod
+    def at(cls, url: str, options: Options) -> Self:
+        spec = _spec_of(url, options.storage or {})
+        path = spec.pop("path", "")
+        try:
+            return cls(url, json.dumps(spec), path, options.retry_seconds, options.host_bytes // 4)
+        except TypeError as error:
+            raise InputError(f"Options.storage must hold JSON values: {error}") from None
+
+    def require_writable(self) -> None:
+        if json.loads(self.spec)["driver"] == "http":
+            raise StorageError(
+                errno.EROFS,
+                f"cannot write to {self.url}: a URL of http:// or https:// is read-only, because HTTP does not support"
+                " the writes that a save needs. Give a local path or a URL of an object store",
+            )
+
+    # Small files -----------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes | None:
+        return self._get(key)[0]
+
+    def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
+        """Requests all files concurrently."""
+        begun = [(key, self._keys.read(key)) for key in keys]
+        return [self._await_read(key, pending)[0] for key, pending in begun]
+
+    def _get(self, key: str) -> tuple[bytes | None, bytes]:
+        """(content of a key, its generation for a conditional write)."""
+        return self._await_read(key, self._keys.read(key))
+
+    def _await_read(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
+        found = self._await("read", key, pending)
+        if len(found.value) > MAX_FILE_BYTES:
+            raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
+        return found.value if found.state == "value" else None, found.stamp.generation
+
+    def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        self._require_applied(key, self._await("write", key, self._keys.write(key, content)))
+
+    def _begin_put(self, key: str, content: bytes, digest: str = "") -> MappedWork:
+        """Write a key unconditionally. The result is that of `ArrayWriter.write`."""
+        return MappedWork(
+            self._keys.write(key, content), functools.partial(self._await_write, key, (len(content), digest, ""))
+        )
+
+    def _await_write(self, key: str, result: tuple[int, str, str], pending: Pending) -> tuple[int, str, str]:
+        with self._translate_errors("write", key):
+            self._require_applied(key, pending.result())
+        return result
+
+    def _require_applied(self, key: str, stamp: ts.KvStore.TimestampedStorageGeneration) -> None:
+        if not stamp.generation:  # as for a failed condition, although this write has none
+            raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
+
+    def remove(self, key: str) -> None:
+        self._await("delete", key, self._keys.write(key, None))
+
+    # Arrays -----------------------------------------------------------------------------------------------
+
+    can_link = False  # deletion would have to count references
+
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
+
+    def array_writer(self, data: str, stack: Stack, *, sync: bool) -> EncodingWriter:
+        return EncodingWriter(f"{self.url}/{data}", stack, lambda key, *found: self._begin_put(f"{data}/{key}", *found))
+
+    def array_reader(
+        self,
+        data: str,
+        stack: Stack,
+        stored: Mapping[str, tuple[int, str]],
+        plan: Iterable[Sequence[Box]] = (),
+    ) -> FetchingReader:
+        below = f"{data}/{stack.name}/"
+        base = {**json.loads(self.spec), "path": f"{self.path}{below}"}
+        fetched = objects_to_fetch(stack, stored, plan, self.fetch_bytes)
+        return FetchingReader(
+            f"{self.url}/{below}", self._keys + below, base, _context(self.retry_seconds), stack, fetched
+        )
+
+    # Objects as bytes -------------------------------------------------------------------------------------
+
+    def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
+        """One request per object, for its last byte."""
+        reads = {
+            key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in lengths.items()
+        }
+        found = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
+        return {key: problem for key, problem in found.items() if problem}
+
+    def _length_problem(self, key: str, pending: Pending, length: int) -> str | None:
+        try:
+            tail = self._await("read", key, pending, reading=True)
+        except DataError:  # beyond its end
+            return f"is shorter than the expected {length} bytes"
+        if tail.state != "value":
+            return "is missing"
+        found = max(0, length - 1) + len(tail.value)
+        return None if found == length else f"is {found} bytes long, expected {length}"
+
+    @contextlib.contextmanager
+    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+        def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+            found = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
+            if len(found.value) != stop - start:
+                raise DataError(f"{self.url}/{key} was truncated while it was being read")
+            return np.frombuffer(found.value, np.uint8)
+
+        yield read
+
+    # Claim and publish ------------------------------------------------------------------------------------
+
+    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
+        data = f"data-{save_id}"
+        key = f"{data}/{WRITER}"
+        note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
+        content = json.dumps({**note, "replaces": manifest_identity(previous)}).encode()
+        if not self._write_if_unchanged(key, self._get(key)[1], content):
+            raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it already exists")
+        try:
+            self._require_guarantees(data)
+        except BaseException:
+            with contextlib.suppress(StorageError, DataError):  # must not hide the reason
+                self.remove(f"{data}/{_PROBE}")  # by name, because a listing may not show it
+                self.remove(key)
+                self.delete(data)
+            raise
+        return DataClaim(self, data)
+
+    def _write_if_unchanged(self, key: str, generation: bytes, content: bytes) -> bool:
+        """Write a key if its content is still what was read with `generation`. `content` must be unique to this
+        writer."""
+        try:
+            stamp = self._await("write", key, self._keys.write(key, content, if_equal=generation))
+        except StorageError:
+            with contextlib.suppress(StorageError, DataError):
+                if self.read(key) == content:  # the server reported an error but did the write
+                    return True
+            raise
+        # An empty generation means that the condition failed, or that a first try succeeded and its answer was lost.
+        return bool(stamp.generation) or self.read(key) == content
+
+    def _transition(self, data: str, before: Collection[str], after: str) -> bool:
+        """Change the note of a writer from one state to another, unless another process was faster."""
+        key = f"{data}/{WRITER}"
+        content, generation = self._get(key)
+        note = parse_note(content)
+        if content is not None and not note:
+            raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is not a valid writer's note")
+        if note.get("state") not in before:
+            return note.get("state") == after
+        return self._write_if_unchanged(key, generation, json.dumps({**note, "state": after}).encode())
+
+    def unlock(self, handle: int) -> None:
+        pass
+
+    def create_array(self, data: str, stack: Stack) -> None:
+        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        found, generation = self._get(MANIFEST)
+        if found != previous:
+            raise overtaken_error(self.url)
+        # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
+        by_writer = not is_data_referenced(previous, data)
+        if by_writer and not self._transition(data, ["writing"], "publishing"):
+            raise overtaken_error(self.url)
+        if not self._write_if_unchanged(MANIFEST, generation, manifest):
+            raise overtaken_error(self.url)
+        if by_writer:
+            self._require_unswept(data, manifest, previous)
+
+    def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
+        """Withdraw the manifest that was just published if its data was swept in the meantime.
+
+        That can happen only if this save found no checkpoint to replace: in the meantime another save was published,
+        swept this data, and was itself deleted. If the note cannot be read, the manifest stays.
+        """
+        with contextlib.suppress(StorageError):
+            if self._transition(data, ["publishing"], "published"):
+                return
+        content = self.read(f"{data}/{WRITER}")
+        if previous is not None or (content is not None and parse_note(content).get("state") != "swept"):
+            return
+        found, generation = self._get(MANIFEST)
+        if found == manifest:
+            self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
+        raise overtaken_error(self.url)
+
+    def unpublish(self, *, sync: bool) -> None:
+        self.remove(MANIFEST)
+
+    def discard(self, data: str) -> None:
+        """Keeps the data if the write of the manifest had no response, because the manifest may still appear. A later
+        sweep can delete the data."""
+        if self._transition(data, ["writing"], "swept"):
+            self.delete(data)
+
+    def sweep(self, current: str | None) -> bool:
+        """A save that started from a manifest other than the current one can never publish."""
+        return self._sweep(current, all_writers=False)
+
+    def clear(self, *, evict: bool = True) -> None:
+        """A live writer learns from its note that its data is gone. Nothing shows whether a writer is alive."""
+        if evict:
+            self._sweep(None, all_writers=True)
+
+    def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
+        """Delete data folders other than `current`, except of saves that may still publish. Returns if any is left."""
+        left = False
+        for name in self._data_folders():
+            if name == current:
+                continue
+            content = self.read(f"{name}/{WRITER}")
+            # Read last, because this folder may have been published since the listing.
+            manifest = self.read(MANIFEST)
+            if may_reference_data(manifest, name):
+                continue
+            note = parse_note(content)
+            if content is not None and not note:
+                left = True  # its writer is unknown
+                continue
+            no_writer = content is None or note.get("state") in ("published", "swept")
+            outdated = all_writers or note.get("replaces") != manifest_identity(manifest)
+            if no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
+                self.delete(name)
+                if not all_writers:
+                    log_swept(self.url, name)
+            else:
+                left = True
+        return left
+
+    def _data_folders(self) -> list[str]:
+        found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
+        return sorted(name for name in found if is_data_folder(name))
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        named = {stack.name for stack in stacks}
+        folder = self.child(data)
+        for name in {key.partition("/")[0] for key in self._list(f"{data}/") if "/" in key}:
+            if name not in named:
+                folder.delete(name)
+
+    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+        pass  # a completed write is durable
+
+    def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
+        pass
+
+    def _require_guarantees(self, data: str) -> None:
+        """Raise StorageError if the server ignores the conditions of writes, or if a listing does not show a key that
+        was just written. Runs once per process and bucket.
+
+        Several writes race to create a key, and then to replace it. Each time at most one may succeed. On a server that
+        ignores conditions all succeed, in any order and with any number of retries. The race may also expose a server
+        that compares and writes in two separate steps. The key is listed before and after it is written, because a
+        cache may answer a listing that it has seen.
+        """
+        if self.spec in _verified_stores:
+            return
+        key, folder = f"{data}/{_PROBE}", f"{data}/"
+        self._list(folder)
+        google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
+        for condition in google if self._is_google else other:
+            if self._race(key) > 1:
+                raise self._unfit_server_error(
+                    data,
+                    f"the server ignores the write condition {condition}. Without it, two saves could publish at once"
+                    " and mix. Use a server that honors it",
+                )
+        if _PROBE not in self._list(folder):
+            raise self._unfit_server_error(
+                data,
+                "the server wrote a key, but a listing right after that does not show it. With such a server, a job"
+                " could miss its newest step and start from scratch. Use a server, without a cache in between, that"
+                " lists every key from the moment it is written",
+            )
+        self.remove(key)
+        _verified_stores.add(self.spec)
+
+    def _unfit_server_error(self, data: str, reason: str) -> Exception:
+        """The error of a server that lacks a guarantee, unless a sweep of the probe's folder explains what was seen."""
+        if parse_note(self.read(f"{data}/{WRITER}")).get("state") != "writing":
+            return overtaken_error(self.url)
+        return StorageError(
+            errno.EOPNOTSUPP, f"cannot save to {self.url}: {reason}, as Amazon S3 and Google Cloud Storage do"
+        )
+
+    def _race(self, key: str) -> int:
+        """Write a key several times concurrently, on condition of its current content. Returns how many succeeded."""
+        generation = self._get(key)[1]
+        # Each write has different content, because on S3 the generation is a digest of the content.
+        racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
+        return sum(bool(self._await("write", key, racer).generation) for racer in racers)
+
+    # As a directory of checkpoints ------------------------------------------------------------------------
+
+    def absolute(self) -> Self:
+        return self
+
+    def is_file(self) -> bool:
+        return False  # a key of that name does not exclude keys below it
+
+    def names(self) -> list[str]:
+        """Costs one request per thousand keys below."""
+        # "" is the key of the folder itself, which S3's console creates.
+        return sorted({key.partition("/")[0] for key in self._list("")} - {""})
+
+    def is_empty_folder(self, name: str) -> bool:
+        below = [key for key in self._list(name) if not key or key.startswith("/")]
+        return all(key.endswith("/") for key in below)  # the keys of folders themselves
+
+    def _list(self, prefix: str) -> list[str]:
+        """The keys that begin with a prefix, without the prefix."""
+        until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        listing = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix))
+        with self._translate_errors("list", prefix):
+            found = self._await_listing(listing)
+        if not found and self._is_google:
+            # For gs://, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
+            self.read(prefix or MANIFEST)
+        return [key.decode(errors="replace") for key in found]
+
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+        """One request, and one more for each requested mark."""
+        names = sorted(filter(wanted, self._list(MARKS)))
+        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
+        return {
+            name: self._await("read", f"{name}/{MANIFEST}", head).state == "value"
+            for name, head in zip(names, heads, strict=True)
+        }
+
+    def child(self, name: str) -> Self:
+        return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")
+
+    def with_url(self, url: str) -> Self:
+        return replace(self, url=url)
+
+    def create_child(self, name: str) -> Self:
+        return self.child(name)
+
+    def parent_and_name(self) -> tuple[Self, str] | None:
+        path, slash, name = self.path.rstrip("/").rpartition("/")
+        url = self.url.rpartition("/")[0]
+        return (replace(self, url=url, path=f"{path}{slash}"), name) if name else None
+
+    def mark(self, name: str) -> None:
+        self.put(f"{MARKS}{name}", b"{}")
+
+    def unmark(self, name: str) -> None:
+        self.remove(f"{MARKS}{name}")
+
+    def delete(self, name: str) -> None:
+        for pending in [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]:
+            self._await("delete", name, pending)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> ts.KvStore:
+        return _open_store(self.spec, self.retry_seconds) + self.path
+
+    @property
+    def _is_google(self) -> bool:
+        return json.loads(self.spec)["driver"] == "gcs"
+
+    def _await(self, verb: str, key: str, pending: Pending, *, reading: bool = False) -> Any:
+        """The result of a request that moves few bytes. Raises StorageError if the server does not answer in time, and
+        DataError."""
+        with self._translate_errors(verb, key, reading=reading):
+            return self._answer(pending, self._answer_seconds)
+
+    def _await_listing(self, pending: Pending) -> Any:
+        """A listing takes one request per thousand keys. It may take longer while the server answers other requests."""
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return pending.result(timeout=self._wait_seconds(self._answer_seconds / 2))
+                self._answer(self._keys.read(MANIFEST, byte_range=slice(0, 0)), self._answer_seconds / 2)
+                note_progress()
+        finally:
+            pending.cancel()
+
+    def _answer(self, pending: Pending, seconds: float) -> Any:
+        """The result of a request after at most `seconds`."""
+        begun = time.monotonic()
+        try:
+            found = pending.result(timeout=self._wait_seconds(seconds))
+        except TimeoutError:
+            pending.cancel()  # or tensorstore could repeat a write after this call has ended
+            now, server = time.monotonic(), (self.spec, self.retry_seconds)
+            if _last_answers.get(server, 0.0) < begun and now >= _silent_until.get(server, 0.0):
+                _silent_until[server] = now + _SILENT_SECONDS
+            raise StorageError(
+                errno.ETIMEDOUT, f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
+            ) from None
+        _last_answers[self.spec, self.retry_seconds] = time.monotonic()
+        return found
+
+    def _wait_seconds(self, seconds: float) -> float:
+        is_silent = time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
+        return min(_QUICK_SECONDS, seconds) if is_silent else seconds
+
+    @property
+    def _answer_seconds(self) -> float:
+        return self.retry_seconds + max(_ANSWER_SECONDS, self.retry_seconds / 4)
+
+    def _translate_errors(
+        self, verb: str, key: str, *, reading: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        return translate_tensorstore_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
+
+
+_verified_stores: set[str] = set()
+"""The specs of stores that are known to honor conditions, and to list what was written."""
+
+# By spec and `retry_seconds`; times of the monotonic clock.
+_last_answers: dict[tuple[str, float], float] = {}
+_silent_until: dict[tuple[str, float], float] = {}
+"""Until when a store that has been silent for the full time counts as silent."""
+
+
+def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
+    """tensorstore's spec of a URL, with the endpoint and region from the environment, which tensorstore does not read,
+    and the members of `Options.storage`. Raises InputError.
+
+    The variables are those of the AWS command line: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION,
+    AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY. Without the last two, tensorstore looks for
+    credentials itself (profile, instance).
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        supported = ", ".join(f"{known}://" for known in (*SCHEMES, "file"))
+        raise InputError(
+            f"path {scheme}://… is not a URL that jaxckpt supports: its scheme must be one of {supported}"
+            f"{closest_hint(scheme, SCHEMES)}. To use other storage, mount it and pass the local path"
+        )
+    if "@" in rest.partition("/")[0]:
+        raise InputError(
+            f"path {scheme}://…@{rest.rpartition('@')[2]} has a user name or password: put credentials into the"
+            " environment or into Options.storage"
+        )
+    plain = url.partition("?")[0].partition("#")[0]
+    if plain != url:
+        raise InputError(f"path {plain!r} has a query or a fragment: pass its settings in Options.storage")
+    try:
+        spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
+    except ValueError as error:
+        raise InputError(
+            f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}."
+            " Percent-encode special characters in names, for example % as %25"
+        ) from None
+    if spec["driver"] == "s3":
+        environment = os.environ.get
+        endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
+        region = environment("AWS_REGION") or environment("AWS_DEFAULT_REGION")
+        if endpoint:
+            spec["endpoint"] = endpoint.rstrip("/")
+        if region or endpoint:  # without either, tensorstore asks the server for the region first
+            spec["aws_region"] = region or "us-east-1"
+        if environment("AWS_ACCESS_KEY_ID"):
+            spec["aws_credentials"] = {"type": "environment"}
+        # Otherwise, on servers other than Amazon's, tensorstore checks the condition with HEAD, and then a server that
+        # ignores conditions appears to honor them.
+        spec["use_conditional_write"] = True
+    for name in ("driver", "bucket", "path"):
+        if name in storage:
+            raise InputError(f"Options.storage must not have {name!r}: the path {url!r} determines it")
+    try:
+        ts.KvStore.Spec({**spec, **storage})
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"Options.storage does not fit {url!r}: {clean_error_text(str(error))}") from None
+    return {**spec, **storage}

@@ -1,0 +1,205 @@
+"""Arrays on an object store: each object is encoded in memory, transferred in one request, and checked as a whole."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt._model import zarr
+from jaxckpt._model.grid import Box, volume
+from jaxckpt._model.pieces import Array, Pieces
+from jaxckpt._model.stacks import Stack, indexed_objects_of
+from jaxckpt._pipeline.workers import note_progress
+from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
+from jaxckpt.errors import DataError
+
+
+def _own_memory(context: ts.Context) -> ts.Context:
+    """A separate memory store, which is freed with its context."""
+    return ts.Context({"memory_key_value_store#own": {}}, parent=context)
+
+
+def _in_memory(path: str = "") -> dict[str, Any]:
+    return {"driver": "memory", "path": path, "memory_key_value_store": "memory_key_value_store#own"}
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+class EncodingWriter:
+    """Encodes objects in memory immediately, then writes each with one request."""
+
+    def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending]) -> None:
+        self._url = url
+        self._stack = stack
+        self._begin_put = begin_put  # called with a key below the data folder, its content and its digest
+        self._memory = open_array(_in_memory(), stack, _own_memory(ROOT_CONTEXT))
+
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+        assert not content, "object stores have no links"
+        key = zarr.object_key(self._stack, index)
+        below = key.removeprefix(f"{self._stack.name}/")
+        memory = self._memory.kvstore
+        assert memory is not None
+        with translate_tensorstore_errors(f"cannot encode {self._url}/{key}"):
+            begin_write(self._memory, pieces).result()
+            encoded = memory.read(below).result().value
+            memory.write(below, None).result()
+        view = np.frombuffer(encoded, np.uint8)
+        digest = zarr.read_digest(lambda start, stop: view[start:stop], self._stack, len(encoded))
+        return self._begin_put(key, encoded, digest)
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Object:
+    """An object that is fetched whole, and the planned reads that need it."""
+
+    index: tuple[int, ...]
+    key: str
+    n_elements: int
+    length: int
+    digest: str
+
+    wanted_elements: int = 0
+    """Number of elements that the planned reads need."""
+
+    remaining_reads: int = 0
+    """Number of reads that still need this object."""
+
+    pending: Pending | None = None
+    is_in_memory: bool = False
+
+
+def objects_to_fetch(
+    stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]], max_bytes: int
+) -> dict[tuple[int, ...], _Object]:
+    """The objects to fetch whole, by grid index. They have at most `max_bytes`, and the planned reads need all their
+    elements."""
+    found: dict[tuple[int, ...], _Object] = {}
+    for boxes in plan:
+        touched = set[tuple[int, ...]]()
+        for box in boxes:
+            for index, common, whole in indexed_objects_of(stack, box):
+                if index not in found:
+                    place = "/".join(map(str, index))
+                    found[index] = _Object(index, f"c/{place}", volume(whole), *stored[place])
+                found[index].wanted_elements += volume(common)
+                touched.add(index)
+        for index in touched:
+            found[index].remaining_reads += 1
+    return {i: one for i, one in found.items() if one.wanted_elements == one.n_elements and one.length <= max_bytes}
+
+
+class FetchingReader(ArrayReader):
+    """Reads a stack. Objects that are needed whole are fetched in one request each and decoded in memory. From other
+    objects, only the needed chunks are requested."""
+
+    def __init__(
+        self,
+        url: str,
+        keys: ts.KvStore,
+        base: dict[str, Any],
+        context: ts.Context,
+        stack: Stack,
+        objects: Mapping[tuple[int, ...], _Object],
+    ) -> None:
+        self._url = url  # `url` and `keys` refer to the stack's folder
+        self._keys = keys
+        self._stack = stack
+        self._objects = objects
+        context = _own_memory(context)
+        self._memory = ts.KvStore.open(_in_memory(), context=context).result()
+        layers = [{"exact": one.key, "base": _in_memory(one.key)} for one in objects.values()]
+        layered = {"driver": "kvstack", "layers": [{"base": base}, *layers]} if layers else base
+        self._array = TensorReader(open_array(layered, stack, context))
+
+    def _fetched_objects(self, box: Box) -> list[_Object]:
+        """The objects that a box touches and that are fetched whole."""
+        found = (self._objects.get(index) for index, _, _ in indexed_objects_of(self._stack, box))
+        return [one for one in found if one is not None]
+
+    def buffered_bytes(self, boxes: Sequence[Box]) -> int:
+        return sum({one.key: one.length for box in boxes for one in self._fetched_objects(box)}.values())
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+        touched = [self._fetched_objects(box) for box, _ in wanted]
+        if not any(touched):
+            return self._array.read(wanted)
+        for one in itertools.chain.from_iterable(touched):
+            if one.pending is None and not one.is_in_memory:
+                one.pending = self._keys.read(one.key)
+        land = functools.cache(functools.partial(self._finish_read, wanted, touched))
+        return [_PendingBox(land, number) for number in range(len(wanted))]
+
+    def _finish_read(
+        self, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
+    ) -> list[Exception | None]:
+        """Wait for the objects of a read and decode its boxes. Returns the error of each box, if any."""
+        objects = {one.key: one for one in itertools.chain.from_iterable(touched)}
+        problems = {key: self._load(one) for key, one in objects.items()}
+        errors: list[Exception | None] = [
+            next((DataError(found) for one in ones if (found := problems[one.key])), None) for ones in touched
+        ]
+        sound = [number for number, error in enumerate(errors) if error is None]
+        for number, pending in zip(sound, self._array.read([wanted[number] for number in sound]), strict=True):
+            try:
+                pending.result()
+            except (ValueError, NotImplementedError) as error:  # tensorstore's
+                errors[number] = error
+            note_progress()
+        for one in objects.values():
+            one.remaining_reads -= 1
+            if not one.remaining_reads:
+                one.is_in_memory = False
+                self._memory.write(one.key, None).result()
+        return errors
+
+    def _load(self, one: _Object) -> str | None:
+        """Wait for an object. Returns the error, or None if the object is now in memory."""
+        if one.is_in_memory:
+            return None
+        where = f"{self._url}{one.key}"
+        assert one.pending is not None
+        with translate_tensorstore_errors(f"cannot read {where}", reading=True):
+            found = one.pending.result()
+        note_progress()
+        one.pending = None
+        if found.state != "value":
+            return f"{where} is missing"
+        if len(found.value) != one.length:
+            return f"{where} is {len(found.value)} bytes long, expected {one.length}"
+        content = np.frombuffer(found.value, np.uint8)
+        problems = zarr.object_problems(
+            lambda start, stop: content[start:stop], self._stack, one.index, one.length, one.digest
+        )
+        for _, reason in problems:
+            return f"{where} {reason}"
+        self._memory.write(one.key, found.value).result()
+        one.is_in_memory = True
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingBox:
+    """The pending result of one box. All boxes of a read finish together."""
+
+    finish_read: Callable[[], list[Exception | None]]
+    number: int
+
+    def done(self) -> bool:
+        return False  # what was fetched must still be decoded
+
+    def result(self) -> None:
+        if error := self.finish_read()[self.number]:
+            raise error

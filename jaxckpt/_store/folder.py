@@ -1,0 +1,789 @@
+"""A checkpoint on a file system: claimed with locks, published by a link or a rename.
+
+Control files are written with plain system calls, so that the order of writes, fsync and rename is exact. Arrays are
+written by `files`, or by tensorstore if they are compressed or `Options.io` asks for it. Only regular files in real
+folders (no symbolic links) below the checkpoint's folder are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt._model import zarr
+from jaxckpt._model.file_names import (
+    MANIFEST,
+    WRITER,
+    data_folder_of,
+    is_data_folder,
+    is_data_referenced,
+    may_reference_data,
+)
+from jaxckpt._model.grid import Box
+from jaxckpt._model.stacks import Stack
+from jaxckpt._pipeline.events import log_swept
+from jaxckpt._pipeline.watchdog import require_not_stalled
+from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
+from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
+from jaxckpt._store.files import FileReader, FileWriter, current_size, read_into, read_to_end
+from jaxckpt._store.links import link
+from jaxckpt._store.objects import ArrayReader, ArrayWriter, Objects
+from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
+from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
+from jaxckpt._store.store import DataClaim
+from jaxckpt._store.tensor_files import TensorFileReader, TensorFileWriter
+from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
+from jaxckpt._store.watched import watched
+from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
+
+_LOCK_SECONDS = 300.0
+"""How long to wait for the lock. A sweep that holds it may have many files to delete."""
+
+_REFUSED_LINK = (
+    errno.EPERM,  # also what SFTP makes of a name that exists
+    errno.EACCES,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EIO,  # rclone
+    errno.EXDEV,  # AFS, for a link from another folder
+    errno.EMLINK,
+)
+"""Errors of file systems without hard links. They may have other causes too."""
+
+
+@functools.cache
+def _context(*, sync: bool) -> ts.Context:
+    # No two processes write the same object, so writing it needs no lock.
+    return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
+
+
+@watched(
+    read="reading",
+    read_all="reading",
+    put="writing to",
+    remove="deleting from",
+    array_writer=None,
+    array_reader=None,
+    link="linking into",
+    digest="reading",
+    check_lengths="looking at",
+    range_reader=None,
+    begin_save="preparing",
+    unlock="closing a file in",
+    create_array="preparing",
+    publish="publishing",
+    unpublish="deleting",
+    discard="deleting",
+    sweep="sweeping",
+    clear="deleting",
+    trim="sweeping",
+    sync_folders="syncing",
+    sync_data="syncing",
+    absolute=None,
+    require_no_dangling_link="looking for",
+    is_file="looking at",
+    is_link="looking at",
+    remove_link="deleting",
+    names="listing",
+    is_empty_folder="listing",
+    files_below="listing",
+    folders="listing",
+    child=None,
+    with_url=None,
+    create_child="preparing",
+    parent_and_name=None,
+    mark=None,
+    unmark=None,
+    rename="moving",
+    delete="deleting",
+)
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The folder of one checkpoint on a file system."""
+
+    url: str
+
+    folder: str
+    """The absolute path of the folder."""
+
+    io: Literal["auto", "tensorstore"] = "auto"
+    """See `Options.io`."""
+
+    timeout_seconds: float = 300.0
+    """See `Options.timeout_seconds`."""
+
+    # Small files -----------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes | None:
+        with self._translate_errors("read", key):
+            try:
+                return retry_stale(functools.partial(self._read, key))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def _read(self, key: str) -> bytes:
+        _revalidate(self._path(key))
+        with self._open_file(key) as (handle, _):
+            return read_to_end(f"{self.url}/{key}", handle)
+
+    def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
+        return [self.read(key) for key in keys]
+
+    @contextlib.contextmanager
+    def _open_file(self, key: str) -> Generator[tuple[int, int]]:
+        """(handle, size) of a regular file below this folder. Raises DataError if it is anything else."""
+        _, odd = self._inspect_file(key, set())
+        if odd:
+            raise DataError(f"{self.url}/{key} {odd}")
+        try:
+            # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
+            handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                yield handle, os.fstat(handle).st_size
+            finally:
+                os.close(handle)
+        except FileNotFoundError as error:
+            # It has just been found, so another process has replaced or deleted it. GlusterFS raises ENOENT also for
+            # reads of an open file.
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
+
+    def _inspect_file(self, key: str, plain_folders: set[str]) -> tuple[int, str | None]:
+        """(size of a file, a problem unless it is a regular file in real folders below this one).
+
+        A link could lead anywhere, and a pipe or a device may never end. `plain_folders` caches the folders that were
+        checked.
+        """
+        above = key.rpartition("/")[0]
+        while above and above not in plain_folders:
+            mode = os.lstat(self._path(above)).st_mode
+            if not stat.S_ISDIR(mode):
+                return 0, f"is in {above}, which is {_kind(mode)}, expected a plain folder"
+            plain_folders.add(above)
+            above = above.rpartition("/")[0]
+        info = os.lstat(self._path(key))
+        return info.st_size, None if stat.S_ISREG(info.st_mode) else f"is {_kind(info.st_mode)}, not a regular file"
+
+    def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        with self._translate_errors("write", key):
+            retry_stale(functools.partial(self._put, key, content, sync=sync))
+
+    def _put(self, key: str, content: bytes, *, sync: bool) -> None:
+        with open(self._path(key), "wb") as file:
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+
+    def remove(self, key: str) -> None:
+        with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            retry_stale(functools.partial(os.unlink, self._path(key)))
+
+    # Arrays -----------------------------------------------------------------------------------------------
+
+    def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
+        if self._uses_own_engine(stack):
+            return FileWriter(self._path(data, stack.name), stack, sync)
+        return TensorFileWriter(self, data, stack, self._open_array(data, stack, sync=sync))
+
+    def array_reader(
+        self,
+        data: str,
+        stack: Stack,
+        stored: Mapping[str, tuple[int, str]],
+        plan: Iterable[Sequence[Box]] = (),
+    ) -> ArrayReader:
+        if self._uses_own_engine(stack):
+            plain = set[str]()
+            below = len(self._path(""))
+            folder = self._path(data, stack.name)
+            return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
+        return TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
+
+    can_link = True
+
+    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+        stack = self._path(new.partition("/c/")[0])
+        if not isinstance(source, Folder):
+            raise StorageError(errno.EXDEV, f"{old} is in another store than {self.url}")
+        link(source._path(old), self._path(new), stack, length, sync=sync)
+
+    def _uses_own_engine(self, stack: Stack) -> bool:
+        return self.io == "auto" and stack.compression is None
+
+    def _open_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
+        return open_array(local_store(self._path(data, stack.name, "")), stack, _context(sync=sync))
+
+    # Objects as bytes -------------------------------------------------------------------------------------
+
+    def digest(self, key: str, stack: Stack) -> tuple[int, str]:
+        """Length and digest of an object."""
+        with self._translate_errors("read", key):
+            try:
+                return retry_stale(functools.partial(self._digest, key, stack))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise DataError(f"{self.url}/{key} is missing") from error
+
+    def _digest(self, key: str, stack: Stack) -> tuple[int, str]:
+        with self._open_file(key) as (handle, size):
+            return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
+
+    def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
+        plain = set[str]()
+        found: dict[str, str] = {}
+        for key, length in lengths.items():
+            with self._translate_errors("look at", key):
+                try:
+                    size, odd = retry_stale(functools.partial(self._inspect_file, key, plain))
+                    if not odd and size != length:
+                        size = retry_stale(functools.partial(self._current_size, key))
+                except (FileNotFoundError, NotADirectoryError):
+                    size, odd = 0, "is missing"
+            note_progress()
+            if odd or size != length:
+                found[key] = odd or f"is {size} bytes long, expected {length}"
+        return found
+
+    def _current_size(self, key: str) -> int:
+        with self._open_file(key) as (handle, _):
+            return current_size(handle)
+
+    @contextlib.contextmanager
+    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+        with self._translate_errors("read", key), self._open_file(key) as (handle, _):
+            yield self._reader_of(key, handle)
+
+    def _reader_of(self, key: str, handle: int) -> zarr.ReadRange:
+        buffer = np.empty(0, np.uint8)
+
+        def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+            nonlocal buffer
+            if len(buffer) < stop - start:
+                buffer = np.empty(stop - start, np.uint8)  # reused: touching new memory costs more than the read
+            read_into(f"{self.url}/{key}", handle, start, [buffer[: stop - start]])
+            return buffer[: stop - start]
+
+        return read
+
+    # Claim and publish ------------------------------------------------------------------------------------
+
+    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
+        """The note stays locked while the writer is alive."""
+        data = f"data-{save_id}"
+        note = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "save_id": save_id,
+            "replaces": manifest_identity(previous),
+        }
+        with self._translate_errors("create", data), contextlib.ExitStack() as undo:
+            is_new = not os.path.lexists(self.folder)
+            if is_new:  # deleted only if empty: another process may be saving there too
+                undo.callback(remove_if_empty, self.folder)
+            handle = retry_stale(functools.partial(self._claim_folder, data, note))
+            undo.pop_all()
+            return DataClaim(self, data, handle, is_new)
+
+    def _claim_folder(self, data: str, note: dict[str, Any]) -> int:
+        for tries_left in reversed(range(100)):
+            try:
+                return self._create_data_folder(data, note)
+            except (FileNotFoundError, FileExistsError) as error:
+                # Another process's `clear` may have mistaken the empty folder for the remains of a killed save.
+                if not tries_left or error.errno == errno.ESTALE:
+                    raise
+        raise AssertionError
+
+    def _create_data_folder(self, data: str, note: dict[str, Any]) -> int:
+        """Create a data folder with its writer's note, and lock the note."""
+        path, key = self._path(data), f"{data}/{WRITER}"
+        os.makedirs(self.folder, exist_ok=True)
+        with self._locked(), contextlib.ExitStack() as undo:
+            os.mkdir(path)
+            undo.callback(remove_folder, path)
+            handle = os.open(self._path(key), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+            undo.callback(os.close, handle)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                note |= _lock_scope(handle)
+            os.write(handle, json.dumps(note).encode())
+            if self.read(key) is None:
+                if not os.path.lexists(self._path(key)):
+                    raise StorageError(errno.ENOENT, f"{self.url}/{data} was deleted while it was being created")
+                raise StorageError(
+                    errno.ENOTSUP,
+                    f"cannot save to {self.url}: its file system does not show a file that is open for writing. If it"
+                    " is an rclone mount, mount it with --vfs-cache-mode writes",
+                )
+            require_not_stalled()  # otherwise nobody would release the claim
+            undo.pop_all()
+            return handle
+
+    def unlock(self, handle: int) -> None:
+        close_unwritten(handle)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[int]:
+        """The checkpoint's folder, open and locked, so that claims, sweeps and publications exclude each other."""
+        handle = retry_stale(functools.partial(os.open, self.folder, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            self._lock(handle)
+            yield handle
+        finally:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked in the meantime also has it open
+            except OSError:
+                pass
+            finally:
+                close_unwritten(handle)
+
+    def _lock(self, handle: int) -> None:
+        """Lock a folder until the handle is closed or this process dies. A suspended process keeps the lock."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StorageError(
+                        errno.ETIMEDOUT,
+                        f"another process has held the lock of {self.folder} for {_LOCK_SECONDS:g} s: look for"
+                        " a process that was suspended during a save or a deletion",
+                    ) from None
+                time.sleep(0.005)
+            except OSError:  # a file system without locks
+                return
+
+    def create_array(self, data: str, stack: Stack) -> None:
+        with self._translate_errors("create", f"{data}/{stack.name}"):
+            retry_stale(functools.partial(os.makedirs, self._path(data, stack.name), exist_ok=True))
+        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        with self._translate_errors("publish", MANIFEST), self._locked() as handle:
+            # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
+            by_writer = not is_data_referenced(previous, data)
+            if by_writer:
+                self._require_note(data, previous)
+            self._replace_manifest(data, manifest, previous, sync=sync)
+            try:
+                if sync:
+                    os.fsync(handle)
+                if by_writer:
+                    # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only
+                    # then deletes the data. So either this process or that host sees the other one's change.
+                    self._require_note(data, manifest)
+            except (OSError, JaxckptError):
+                # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must
+                # not leave it published.
+                with contextlib.suppress(OSError, JaxckptError):
+                    self._withdraw(data, manifest, previous)
+                raise
+
+    def _require_note(self, data: str, current: bytes | None) -> None:
+        """Raise if the data of a save was deleted, before its manifest was published as the successor of `current`, or
+        after it was published as `current`.
+
+        A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
+        therefore proves that the data was deleted.
+        """
+        if self.read(f"{data}/{WRITER}") is None:
+            self._require_unchanged(current)
+            raise StorageError(
+                errno.ENOENT,
+                f"{self.url}/{data} disappeared while it was being written: it was deleted, or its folder was moved or"
+                " unmounted",
+            )
+
+    def _withdraw(self, data: str, manifest: bytes, previous: bytes | None) -> None:
+        """Restore the manifest that was just replaced, if its data still exists."""
+        old = None if previous is None else data_folder_of(previous)
+        if previous is not None and old is not None and os.path.isdir(self._path(old)):
+            self._replace_manifest(data, previous, manifest, sync=False)
+        else:
+            self._require_unchanged(manifest)
+            os.unlink(self._path(MANIFEST))
+
+    def _require_unchanged(self, previous: bytes | None) -> None:
+        if self.read(MANIFEST) != previous:
+            raise overtaken_error(self.url)
+
+    def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
+        """Replace the manifest `previous`, which is compared last, because the lock may not reach other hosts."""
+        # Written in the data folder, so that the remains of a crash are deleted with the data.
+        temporary = f"{data}/{MANIFEST}"
+        self.remove(temporary)  # a process that was killed may have left it as a second name of the manifest
+        self.put(temporary, content, sync=sync)
+        try:
+            self._require_unchanged(previous)
+            if previous is None:
+                self._link_manifest(temporary, content)
+            else:
+                os.rename(self._path(temporary), self._path(MANIFEST))
+        finally:
+            with contextlib.suppress(StorageError):
+                self.remove(temporary)
+
+    def _link_manifest(self, temporary: str, content: bytes) -> None:
+        """Publish a first manifest. A link, unlike a rename, fails if another host has published in the meantime."""
+        old, new = self._path(temporary), self._path(MANIFEST)
+        try:
+            os.link(old, new, follow_symlinks=False)
+            return
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in _REFUSED_LINK:
+                raise
+            has_links = self._has_links(temporary)
+            if self.read(MANIFEST) is None:
+                if has_links:
+                    raise
+                os.rename(old, new)
+                return
+        if self.read(MANIFEST) != content:  # equal if NFS has executed the call twice
+            raise overtaken_error(self.url)
+
+    def _has_links(self, key: str) -> bool:
+        """Whether a file can be linked into another folder. Tries it with a name that only this save uses."""
+        folder = self._path(f"{key}-link")
+        os.mkdir(folder)
+        try:
+            os.link(self._path(key), os.path.join(folder, MANIFEST), follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _REFUSED_LINK:
+                raise
+            return False
+        finally:
+            remove_folder(folder)
+        return True
+
+    def unpublish(self, *, sync: bool) -> None:
+        with (
+            self._translate_errors("delete", MANIFEST),
+            contextlib.suppress(FileNotFoundError),
+            self._locked() as handle,
+        ):
+            retry_stale(functools.partial(os.unlink, self._path(MANIFEST)))
+            if sync:  # otherwise a power loss could restore the manifest without its data
+                os.fsync(handle)
+
+    def discard(self, data: str) -> None:
+        self.delete(data)
+
+    def sweep(self, current: str | None) -> bool:
+        """Keeps the data of a writer that is alive or, if its lock may not be visible here, that may still publish."""
+        return self._sweep(current, log_swept)
+
+    def _sweep(self, current: str | None, log: Callable[[str, str], object], *, evict: bool = False) -> bool:
+        """Delete data folders other than `current` of saves that cannot publish. Returns whether any is left."""
+        left = False
+        # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
+        gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self._translate_errors("sweep", ""), gone, self._locked():
+            for name in self.names():
+                if not is_data_folder(name) or name == current:
+                    continue
+                alive, note = self._find_writer(name)
+                # The manifest is checked last, because the folder may have been published since the listing.
+                if self._may_publish(name, alive, note, self.read(MANIFEST), evict=evict):
+                    left = True
+                elif self._delete_data(name, has_note=note is not None):
+                    log(self.url, name)
+                else:
+                    left = True
+        return left
+
+    def _may_publish(
+        self, data: str, alive: bool | None, note: dict[str, Any] | None, manifest: bytes | None, *, evict: bool
+    ) -> bool:
+        """Whether a data folder is published, or its writer may still publish it. With `evict`, only a writer that is
+        known to be alive counts."""
+        if may_reference_data(manifest, data):
+            return True
+        if alive is not None or note is None:
+            return bool(alive)
+        # Publication requires that the manifest is still the one that the save found when it began.
+        return not evict and ("replaces" not in note or note["replaces"] == manifest_identity(manifest))
+
+    def _delete_data(self, data: str, *, has_note: bool) -> bool:
+        """Delete a data folder, the writer's note first: without it, a save that was taken for dead fails. If that save
+        has just published the folder, the rest stays. Returns whether the folder is gone."""
+        path, note = self._path(data), self._path(data, WRITER)
+        try:
+            if has_note:
+                os.unlink(note)
+            else:
+                os.rmdir(path)  # if it is empty, its writer may be about to create the note, and will try again
+                return True
+        except FileNotFoundError:
+            if not has_note:
+                return True
+        except OSError:
+            if has_note or os.path.lexists(note):
+                return False
+        if not may_reference_data(self.read(MANIFEST), data):
+            remove_folder(path)
+        return not os.path.lexists(path)
+
+    def _find_writer(self, data: str) -> tuple[bool | None, dict[str, Any] | None]:
+        """(whether the writer of a data folder is alive, or None if its lock may not be visible here; its note)."""
+        try:
+            # NFS locks only files that are open for writing.
+            handle = os.open(self._path(data, WRITER), os.O_RDWR)
+        except FileNotFoundError:
+            return False, None  # its checkpoint was published and then replaced, or it died before it created the note
+        except OSError:
+            return True, {}
+        try:
+            content = os.read(handle, 4096)  # empty if the writer died before it wrote the note
+            note, scope = parse_note(content), _lock_scope(handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True, note
+            except OSError:  # a file system without locks
+                return None, note
+            return False if not content or _shows_lock(note, scope) else None, note
+        except OSError:
+            return True, {}
+        finally:
+            os.close(handle)
+
+    def clear(self, *, evict: bool = True) -> None:
+        """Keeps the data of a writer whose lock shows that it is alive."""
+        self._sweep(None, lambda url, name: None, evict=evict)  # logs nothing: this data is not the remains of a save
+        remove_if_empty(self.folder)
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Also deletes the note of a dead writer."""
+        if self._find_writer(data)[0] is False:
+            with contextlib.suppress(StorageError):  # no permission, or a file system that is mounted read-only
+                self.remove(f"{data}/{WRITER}")
+        named = {stack.name for stack in stacks}
+        for name in self.child(data).names():
+            if name not in named and os.path.isdir(self._path(data, name)):
+                self.child(data).delete(name)
+
+    # Durability -------------------------------------------------------------------------------------------
+
+    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+        top = self._path(data, stack.name)
+        folders = {top}
+        for index in indices:
+            folder = os.path.dirname(self._path(data, zarr.object_key(stack, index)))
+            while len(folder) > len(top):
+                folders.add(folder)
+                folder = os.path.dirname(folder)
+        # Concurrently, because a journal then commits them together.
+        JoinedWork([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
+
+    def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Includes the folders above, because any of them may be new."""
+        for stack in stacks:
+            sync_path(self._path(data, stack.name, "zarr.json"))
+            sync_path(self._path(data, stack.name))
+        sync_path(self._path(data))
+        sync_path(self.folder)
+        folder = os.path.dirname(self.folder)
+        # Stops at the first folder that this process has no permission to open, because that folder must have existed.
+        while os.access(folder, os.R_OK):
+            try:
+                sync_path(folder)
+            except StorageError as error:  # the file system cannot sync folders
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                    raise
+            if folder == os.path.dirname(folder):
+                return
+            folder = os.path.dirname(folder)
+
+    # As a directory of checkpoints ------------------------------------------------------------------------
+
+    def absolute(self) -> Self:
+        return replace(self, url=self.folder)
+
+    def require_no_dangling_link(self) -> None:
+        """Raise InputError if this folder, or one above it, is a broken symbolic link: no folder can be created
+        there."""
+        path = self.folder
+        while not os.path.exists(path):
+            if os.path.islink(path):
+                raise InputError(
+                    f"{path} is a symbolic link to {os.readlink(path)}, which does not exist; create that, or remove"
+                    " the link"
+                )
+            path = os.path.dirname(path)
+
+    def is_file(self) -> bool:
+        return os.path.isfile(self.folder)
+
+    def is_link(self) -> bool:
+        return os.path.islink(self.folder)
+
+    def remove_link(self) -> None:
+        """Delete this symbolic link, but not the folder that it leads to."""
+        with translate_os_errors(f"cannot delete {self.url}"):
+            os.unlink(self.folder)
+
+    def names(self) -> list[str]:
+        with self._translate_errors("list", ""):
+            try:
+                return sorted(retry_stale(functools.partial(os.listdir, self.folder)))
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if error.errno == errno.ESTALE:  # a server that has lost its files must not look like a new run
+                    raise
+                return []
+
+    def is_empty_folder(self, name: str) -> bool:
+        path = self._path(name)
+        with self._translate_errors("list", name):
+            return os.path.isdir(path) and not os.path.islink(path) and _has_no_files(path)
+
+    def files_below(self, name: str) -> list[str]:
+        """The keys of all files below a folder; of those that can be listed."""
+        found = ((path, names) for path, _, names in os.walk(self._path(name)))
+        return [os.path.relpath(os.path.join(path, name), self.folder) for path, names in found for name in names]
+
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
+        return {name: self._is_published(name) for name in filter(wanted, self.names())}
+
+    def _is_published(self, name: str) -> bool | StorageError:
+        note_progress()
+        try:
+            retry_stale(functools.partial(os.stat, self._path(name, MANIFEST)))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            return StorageError(error.errno, f"cannot look at {self.url}/{name}/{MANIFEST}: {error.strerror}")
+        return True
+
+    def child(self, name: str) -> Self:
+        return replace(self, url=f"{self.url}/{name}", folder=self._path(name))
+
+    def with_url(self, url: str) -> Self:
+        return replace(self, url=url)
+
+    def create_child(self, name: str) -> Self:
+        with self._translate_errors("create", name):
+            retry_stale(functools.partial(os.makedirs, self._path(name), exist_ok=True))
+        return self.child(name)
+
+    def parent_and_name(self) -> tuple[Self, str] | None:
+        folder, name = os.path.split(self.folder)
+        return (replace(self, url=folder, folder=folder), name) if name else None
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def unmark(self, name: str) -> None:
+        pass
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename a folder below this one atomically. Does nothing if it does not exist."""
+        with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
+            retry_stale(functools.partial(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True))
+            try:
+                retry_stale(functools.partial(os.rename, self._path(name), self._path(to)))
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                raise StorageError(
+                    errno.EXDEV,
+                    f"cannot move {self.url}/{name} to {self.url}/{to}: they are on different file systems, or on a"
+                    " lower layer of overlayfs, where a folder cannot be renamed. Nothing was moved or deleted. With"
+                    f" trash=True, {os.path.dirname(to)} must be a plain folder of the same file system; or omit trash",
+                ) from error
+
+    def delete(self, name: str) -> None:
+        remove_folder(self._path(name))
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _path(self, *names: str) -> str:
+        return os.path.join(self.folder, *names)
+
+    def _translate_errors(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
+        return translate_os_errors(f"cannot {verb} {self.url}/{key}")
+
+
+def _revalidate(path: str) -> None:
+    """Make a file system that caches names look up a file again. GlusterFS otherwise still opens and reads a file for a
+    second after another host has replaced it.
+
+    The server is asked for an attribute that does not exist. If it does not know the file, the kernel looks up its
+    name again. Other file systems answer without asking a server.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.getxattr(path, "user.jaxckpt", follow_symlinks=False)
+
+
+def _has_no_files(path: str) -> bool:
+    with os.scandir(path) as entries:
+        return all(entry.is_dir(follow_symlinks=False) and _has_no_files(entry.path) for entry in entries)
+
+
+def _kind(mode: int) -> str:
+    return "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+
+
+def sync_path(path: str) -> None:
+    """Make a file durable, or the names in a folder. Raises StorageError."""
+    with translate_os_errors(f"cannot sync {path}"):
+        retry_stale(functools.partial(_sync_path, path))
+
+
+def _sync_path(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        note_progress()
+    finally:
+        os.close(handle)
+
+
+def _lock_scope(handle: int) -> dict[str, str]:
+    """What determines which processes see the lock of an open file: the start of the kernel, and the mounted device."""
+    device = os.fstat(handle).st_dev
+    return {"boot": _boot_id(), "device": f"{os.major(device)}:{os.minor(device)}"}
+
+
+@functools.cache
+def _boot_id() -> str:
+    """An id of the current start of this machine's kernel; empty if the system has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _shows_lock(note: dict[str, Any], here: dict[str, str]) -> bool:
+    """Whether this process would see the lock of the writer of a note if that writer was alive.
+
+    It does through the same mount of one kernel. It also does on a disk of one host, even after a restart, because no
+    other host has mounted that disk. Host names are not unique, and mounts over a network (their devices have the major
+    number 0) may keep locks to themselves.
+    """
+    device = note.get("device")
+    if not isinstance(device, str):  # the writer got no lock
+        return False
+    if here["boot"] and (note.get("boot"), device) == (here["boot"], here["device"]):
+        return True
+    on_disks = not device.startswith("0:") and not here["device"].startswith("0:")
+    return on_disks and note.get("host") == socket.gethostname()

@@ -1,0 +1,75 @@
+"""Reads the manifest of a checkpoint, and the states of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
+from jaxckpt._model.manifest import decode, decode_state, state_file_name
+from jaxckpt._model.records import Manifest
+from jaxckpt._store.child_folders import UNLISTABLE
+from jaxckpt._store.store import Store
+from jaxckpt.errors import DataError, ManifestError, NotACheckpointError, StorageError
+
+
+def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """The state of each process that saved, or of some of them, in process order. Raises DataError."""
+    states: list[dict[str, Any]] = []
+    numbers = range(len(manifest.process_states)) if processes is None else processes
+    keys = [f"{manifest.data_folder}/{state_file_name(process)}" for process in numbers]
+    for process, key, content in zip(numbers, keys, store.read_all(keys), strict=True):
+        length, digest = manifest.process_states[process]
+        if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
+            what = "is missing" if content is None else "differs from what was saved"
+            raise DataError(f"the state file of process {process}, {store.url}/{key}, {what}")
+        try:
+            states.append(decode_state(content))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
+    return states
+
+
+def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
+    """The manifest of the checkpoint at a store, and its bytes. `sha256` is the expected digest of the bytes, if known.
+
+    Raises NotACheckpointError, ManifestError.
+    """
+    # Read again before it counts as damaged: a network file system may mix the old and the new content of a file that
+    # another host replaces while this one reads it.
+    with contextlib.suppress(ManifestError):
+        return _load_manifest(store, sha256)
+    return _load_manifest(store, sha256)
+
+
+def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
+    content = store.read(MANIFEST)
+    if content is None:
+        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
+        raise ManifestError(
+            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
+            " it is a different checkpoint, or the file was changed"
+        )
+    return decode(content, store.url), content
+
+
+def _missing_reason(store: Store) -> str:
+    """The reason why a path without a manifest is not a checkpoint, for the error."""
+    if store.is_file():
+        return "it is a file, not a folder"
+    try:
+        names = store.names()
+    except StorageError as error:
+        if error.errno not in UNLISTABLE:
+            raise
+        return f"it has no manifest.json ({error})"
+    if any(map(is_data_folder, names)):
+        return "a save to it is in progress or never finished: it has data but no manifest.json"
+    inside = [name for name, published in store.folders().items() if published is True]
+    if inside:
+        return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
+    return "it has no manifest.json" if names else "the path does not exist, or the folder is empty"

@@ -1,0 +1,100 @@
+"""Translates errors of the file system and of tensorstore into jaxckpt's errors; retries those that pass."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
+
+T = TypeVar("T")
+
+_STALE_SECONDS = 2.0
+"""How long a path may lead to a file that another host has deleted or replaced. GlusterFS and FUSE cache for 1 s."""
+
+
+def retry_stale(work: Callable[[], T]) -> T:
+    """Return what `work` returns. If it fails with ESTALE, try again for 2 s.
+
+    NFS and GlusterFS raise ESTALE if another host has deleted or replaced a file that this host has open, or has found
+    by its path a moment ago. `work` must therefore begin with the path. An ESTALE that does not pass is raised as a
+    FileNotFoundError, because the file was deleted. It keeps its errno.
+    """
+    deadline = time.monotonic() + _STALE_SECONDS
+    pause = 0.005
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            if time.monotonic() >= deadline:
+                raise FileNotFoundError(errno.ESTALE, os.strerror(errno.ESTALE), error.filename) from error
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+
+
+@contextlib.contextmanager
+def translate_os_errors(what: str) -> Generator[None]:
+    """Raise file system errors of the block as a StorageError whose message begins with `what`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, JaxckptError):
+            raise
+        raise StorageError(error.errno or errno.EIO, f"{what}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def translate_tensorstore_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
+    """Raise tensorstore's errors of the block as jaxckpt errors. Every message begins with `what`."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, DataError, StorageError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _translate(error, what if isinstance(what, str) else what(), reading=reading) from None
+
+
+def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
+    """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
+    if isinstance(error, DataError):
+        return DataError(f"{what}: {error}; run jaxckpt.verify for a list of all damage")
+    if isinstance(error, StorageError):
+        return StorageError(error.errno, f"{what}: {error.strerror}")
+    text = clean_error_text(str(error))
+    status = text.partition(":")[0]
+    system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+    code = int(system[1]) if system else _CODES.get(status, errno.EIO)
+    unsupported = isinstance(error, NotImplementedError)  # to write or to list over HTTP, for example
+    # Errors of an OCDBT database have no status code. The blosc decoder reports damage as "Reader::Seek() backwards not
+    # supported".
+    decoding = "Error decoding" in text or (unsupported and "Error reading shard entry" in text)
+    if (unsupported and not decoding) or "ignored by server" in text:
+        return StorageError(errno.ENOTSUP, f"{what}: {text}")
+    missing = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
+    damaged = missing if system else decoding or status in _DAMAGED
+    return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
+
+
+_DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_CODES = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "PERMISSION_DENIED": errno.EACCES,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+}
+
+
+def clean_error_text(text: str) -> str:
+    """The text of a tensorstore error without query strings, lines of tensorstore's source, or the server's response,
+    which may quote keys and signatures."""
+    text = re.sub(r"(Failed to parse response metadata): .*", r"\1", text, flags=re.DOTALL)
+    code = re.search(r"\[http_response_code='(\d+)'\]", text)
+    text = re.sub(r"\s*\[[a-z_-]+='.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"(\w+://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
+    return f"{text} (HTTP {code.group(1)})" if code else text

@@ -1,0 +1,84 @@
+"""The store of a path."""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+import urllib.parse
+
+from jaxckpt._options import Options
+from jaxckpt._store.bucket import Bucket
+from jaxckpt._store.folder import Folder
+from jaxckpt._store.store import Store
+from jaxckpt.errors import InputError
+
+Path = str | os.PathLike[str]
+
+
+def store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
+    """The store at a local path, or at a URL that tensorstore's kvstore takes.
+
+    Raises InputError; StorageError if it is `to_write` and can only be read.
+    """
+    local, text = local_path(path), os.fspath(path)
+    if local is None:
+        _require_plain_key(text)
+        bucket = Bucket.at(text.rstrip("/"), options)
+        if to_write:
+            bucket.require_writable()
+        return bucket
+    folder = Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io, options.timeout_seconds)
+    folder.require_no_dangling_link()
+    return folder
+
+
+def run_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
+    """The store of a run's directory, which need not exist yet. Raises InputError, StorageError as `store_at`."""
+    run = store_at(path, options, to_write=to_write).absolute()
+    if run.is_file():
+        raise InputError(f"{run.url} is a file; give the directory of a Checkpointer, which holds steps")
+    return run
+
+
+def local_path(path: Path, what: str = "path, the first argument,") -> str | None:
+    """The absolute local path that a path or a file:// URL means; None for a URL of anything else.
+
+    A file:// URL is interpreted as in RFC 8089 and in tensorstore: it has an absolute path, in which %20 is a space,
+    and no host except localhost. Raises InputError.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(text, str) or not text or "\0" in text:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"{what} must be a non-empty str or PathLike, found {reprlib.repr(path)}")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+            raise InputError(f"path {text!r} looks like a URL that lost a slash, as in a pathlib.Path: pass a str")
+        return os.path.abspath(os.path.expanduser(text))
+    if "|" in rest:
+        raise InputError(
+            f"the path, a URL of {scheme}://, has a '|', which leads into a file, such as a ZIP archive. jaxckpt does"
+            " not support that: unpack the archive, or write %7C for a '|' in a name"
+        )
+    if scheme != "file":
+        return None
+    host, slash, below = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise InputError(
+            f"path {text!r} is not absolute: the text between file:// and the next slash is a host name. Give"
+            f" file:///{rest.lstrip('/')} for an absolute path, or omit file://"
+        )
+    path = urllib.parse.unquote(below, errors="surrogateescape")  # two names that are not UTF-8 are two paths
+    if "\0" in path:
+        raise InputError(f"path {text!r} has a null byte, %00, which no file name may contain")
+    return os.path.abspath("/" + path)
+
+
+def _require_plain_key(url: str) -> None:
+    """Raise InputError if a URL has a segment that a client or a server may change, so that it means another key."""
+    for segment in urllib.parse.unquote(url.partition("?")[0]).split("/")[3:]:
+        if segment in (".", "..") or re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", segment):
+            raise InputError(
+                f"the path, a URL, has the segment {segment!r}: an object store has no '.' or '..', and allows no"
+                " control characters in names"
+            )

@@ -1,0 +1,432 @@
+"""Models that transformers saved, read through the built-in rules: JAX computes the same logits as transformers.
+
+tests/programs/transformers_writer.py wrote the files: tiny models with random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt._model.dtypes import DTYPES
+
+DATA = Path(__file__).parents[1] / "data" / "transformers"
+FAMILIES = sorted(path.name for path in DATA.iterdir())
+PRECISION = jax.lax.Precision.HIGHEST
+
+
+def project(x: Any, leaf: Any, equation: str) -> Any:
+    return jnp.einsum(equation, x, leaf["kernel"], precision=PRECISION) + leaf.get("bias", 0.0)
+
+
+def rms_norm(x: Any, leaf: Any, epsilon: float) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * leaf["scale"]
+
+
+def layer_norm(x: Any, leaf: Any, epsilon: float) -> Any:
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * leaf["scale"] + leaf["bias"]
+
+
+def rotated(x: Any, theta: float) -> Any:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def capped(x: Any, cap: float | None) -> Any:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention(layer: Any, x: Any, config: dict[str, Any]) -> Any:
+    q, k, v = (project(x, layer[name], "btm,mhd->bthd") for name in "qkv")
+    if "q_norm" in layer:
+        q, k = (rms_norm(y, layer[name], config["rms_norm_eps"]) for y, name in ((q, "q_norm"), (k, "k_norm")))
+    if "rope_parameters" in config:
+        rope = config["rope_parameters"]
+        theta = rope.get("sliding_attention", rope)["rope_theta"]
+        q, k = rotated(q, theta), rotated(k, theta)
+    k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], 2) for y in (k, v))
+    scale = config.get("query_pre_attn_scalar") or q.shape[-1]
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision=PRECISION) / scale**0.5
+    scores = capped(scores, config.get("attn_logit_softcapping"))
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v, precision=PRECISION)
+    return project(mixed, layer["o"], "bthd,hdm->btm")
+
+
+def forward(tree: Any, tokens: Any, config: dict[str, Any]) -> Any:
+    epsilon = config.get("rms_norm_eps") or config["layer_norm_epsilon"]
+    norm = layer_norm if "positions" in tree else rms_norm
+    act = jax.nn.gelu if "positions" in tree or "gemma" in config["model_type"] else jax.nn.silu
+    embedding = jnp.asarray(tree["embed"]["embedding"])
+    x = embedding[tokens]
+    if "gemma" in config["model_type"]:
+        x = x * x.shape[-1] ** 0.5
+    if "positions" in tree:
+        x = x + tree["positions"]["embedding"][: x.shape[1]]
+    for number in range(len(tree["layers"])):
+        layer = tree["layers"][str(number)]
+        y = attention(layer["attn"], norm(x, layer["attn_norm"], epsilon), config)
+        x = x + (norm(y, layer["post_attn_norm"], epsilon) if "post_attn_norm" in layer else y)
+        y = norm(x, layer["mlp_norm"], epsilon)
+        up = project(y, layer["mlp"]["up"], "btm,mf->btf")
+        up = act(project(y, layer["mlp"]["gate"], "btm,mf->btf")) * up if "gate" in layer["mlp"] else act(up)
+        y = project(up, layer["mlp"]["down"], "btf,fm->btm")
+        x = x + (norm(y, layer["post_mlp_norm"], epsilon) if "post_mlp_norm" in layer else y)
+    x = norm(x, tree["norm"], epsilon)
+    head = tree["head"]["kernel"] if "head" in tree else embedding.T
+    return capped(jnp.einsum("btm,mv->btv", x, head, precision=PRECISION), config.get("final_logit_softcapping"))
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+def last_dimension_that_divides(path: str, leaf: Any) -> P:
+    split = [dim for dim, side in enumerate(leaf.shape) if side % 4 == 0]
+    return P(*("model" if dim == split[-1] else None for dim in range(len(leaf.shape)))) if split else P()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_on_a_mesh_equal_those_of_transformers(family: str, mesh: Mesh) -> None:
+    rules = jaxckpt.huggingface_rules(DATA / family)
+    tree = jaxckpt.restore(DATA / family, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+    expected = np.load(DATA / family / "expected.npz")
+    config = json.loads((DATA / family / "config.json").read_text())
+    found = forward(jax.device_get(tree), expected["tokens"], config)
+    np.testing.assert_allclose(found, expected["logits"], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_inverse_gives_the_same_tensors(family: str, scan: bool, tmp_path: Path) -> None:
+    rules = jaxckpt.huggingface_rules(DATA / family, scan=scan)
+    jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
+    back = tmp_path / "model.safetensors"
+    jaxckpt.convert(tmp_path / "ours", back, rename=rules.inverse(dtype="float32"))
+    before, after = jaxckpt.load_numpy(DATA / family), jaxckpt.load_numpy(back)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if "norm" in name and "gemma" in family:  # 1 + w is rounded
+            np.testing.assert_allclose(after[name], tensor, atol=1e-7)
+        else:
+            assert after[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_export(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers loads the export")
+    torch = pytest.importorskip("torch")
+    rules = jaxckpt.huggingface_rules(DATA / family, scan=True)
+    jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "model", format="safetensors", rename=rules.inverse(dtype="float32"))
+    shutil.copy(DATA / family / "config.json", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    expected = np.load(DATA / family / "expected.npz")
+    with torch.no_grad():
+        logits = model(torch.tensor(expected["tokens"])).logits.numpy()
+    np.testing.assert_allclose(logits, expected["logits"], rtol=1e-5, atol=1e-5)
+
+
+# Flax NNX ---------------------------------------------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+        m, d = config["hidden_size"], config["head_dim"]
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        self.q = nnx.LinearGeneral(m, (heads, d), use_bias=False, rngs=rngs)
+        self.k = nnx.LinearGeneral(m, (groups, d), use_bias=False, rngs=rngs)
+        self.v = nnx.LinearGeneral(m, (groups, d), use_bias=False, rngs=rngs)
+        self.o = nnx.LinearGeneral((heads, d), m, axis=(-2, -1), use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any, theta: float) -> Any:
+        q, k, v = rotated(self.q(x), theta), rotated(self.k(x), theta), self.v(x)
+        k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], 2) for y in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        return self.o(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, m: int, f: int, rngs: nnx.Rngs) -> None:
+        self.gate, self.up = (nnx.Linear(m, f, use_bias=False, rngs=rngs) for _ in range(2))
+        self.down = nnx.Linear(f, m, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+        m, epsilon = config["hidden_size"], config["rms_norm_eps"]
+        self.attn_norm, self.mlp_norm = (nnx.RMSNorm(m, epsilon=epsilon, rngs=rngs) for _ in range(2))
+        self.attn = Attention(config, rngs)
+        self.mlp = Mlp(m, config["intermediate_size"], rngs)
+
+    def __call__(self, x: Any, theta: float) -> Any:
+        x = x + self.attn(self.attn_norm(x), theta)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nnx.Module):
+    def __init__(self, config: dict[str, Any], rngs: nnx.Rngs) -> None:
+        v, m = config["vocab_size"], config["hidden_size"]
+        self.theta = config["rope_parameters"]["rope_theta"]
+        self.embed = nnx.Embed(v, m, rngs=rngs)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config["num_hidden_layers"])])
+        self.norm = nnx.RMSNorm(m, epsilon=config["rms_norm_eps"], rngs=rngs)
+        self.head = nnx.Linear(m, v, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.theta)
+        return self.head(self.norm(x))
+
+
+def test_a_flax_nnx_module_is_restored_from_the_plain_tree_and_exported(mesh: Mesh, tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    rules = jaxckpt.huggingface_rules(DATA / "llama")
+    abstract = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    model = jaxckpt.restore(DATA / "llama", abstract, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+    assert isinstance(model, Llama)
+    assert len(model.layers[1].attn.k.kernel[...].sharding.device_set) == 8
+    expected = np.load(DATA / "llama" / "expected.npz")
+    with jax.default_matmul_precision("highest"):
+        found = jax.device_get(model)(expected["tokens"])
+    np.testing.assert_allclose(found, expected["logits"], rtol=2e-4, atol=2e-5)
+    jaxckpt.save(tmp_path / "ours", model)
+    delta = jaxckpt.diff(tmp_path / "ours", DATA / "llama", rename=rules.inverse(dtype="float32"))
+    assert not [leaf.path for leaf in delta.leaves if leaf.differing]
+
+
+# Quantized folders ------------------------------------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 4], "activation_scheme": "dynamic"}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    settings = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": settings, "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+def quantize(folder: Path, quantized: dict[str, Any], family: str = "qwen3") -> dict[str, Any]:
+    """Write a folder like Qwen3-FP8 or those of compressed-tensors, and return its tensors as floats."""
+    dtype = "float8_e4m3fn" if quantized["quant_method"] == "fp8" else "int8"
+    config = json.loads((DATA / family / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    tensors, floats = jaxckpt.load_numpy(DATA / family), {}
+    stored: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        floats[name] = stored[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        most = 448.0 if dtype == "float8_e4m3fn" else 127.0
+        rows, columns = FP8["weight_block_size"] if quantized is FP8 else (1, tensor.shape[1])
+        grid = [(r, c) for r in range(0, tensor.shape[0], rows) for c in range(0, tensor.shape[1], columns)]
+        scales = np.zeros((-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)), "float32")
+        values, back = np.zeros(tensor.shape, DTYPES[dtype]), np.zeros(tensor.shape, "float32")
+        for r, c in grid:
+            at = np.s_[r : r + rows, c : c + columns]
+            scale = np.abs(tensor[at]).max() / most
+            scales[r // rows, c // columns] = scale
+            scaled = tensor[at] / scale
+            values[at] = (np.round(scaled) if dtype == "int8" else scaled).astype(DTYPES[dtype])
+            back[at] = values[at].astype("float32") * scale
+        stored[name], floats[name] = values, back
+        stored[f"{name}_scale_inv" if quantized is FP8 else f"{name}_scale"] = scales
+    jaxckpt.save(folder / "checkpoint", stored)
+    jaxckpt.convert(folder / "checkpoint", folder / "model.safetensors")
+    shutil.rmtree(folder / "checkpoint")
+    return floats
+
+
+@pytest.mark.parametrize("quantized", [FP8, compressed()], ids=["fp8", "int8"])
+@pytest.mark.parametrize("layout", ["plain", "maxtext"])
+def test_quantized_folders_are_read_as_floats(
+    quantized: dict[str, Any], layout: Any, mesh: Mesh, tmp_path: Path
+) -> None:
+    floats = quantize(tmp_path, quantized)
+    rules = jaxckpt.huggingface_rules(tmp_path, layout=layout)
+    found = jaxckpt.restore(tmp_path, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+    jaxckpt.save(tmp_path / "floats", floats)
+    shutil.copy(DATA / "qwen3" / "config.json", tmp_path / "floats")
+    expected = jaxckpt.load_numpy(
+        tmp_path / "floats", rename=jaxckpt.huggingface_rules(tmp_path / "floats", layout=layout)
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": None},
+        compressed(num_bits=4),
+        compressed(symmetric=False),
+        {**compressed(), "format": "pack-quantized"},
+    ],
+)
+def test_other_quantization_methods_are_an_error(quantized: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    with pytest.raises(jaxckpt.InputError, match="rules exist"):
+        jaxckpt.huggingface_rules(tmp_path)
+
+
+def test_blocks_that_older_versions_of_compressed_tensors_wrote_as_text(tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    for structure in ([8, 4], "8x4"):
+        quantized = compressed(strategy="block", block_structure=structure)
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+        assert {rule.block for rule in jaxckpt.huggingface_rules(tmp_path).rules} == {None, (8, 4)}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"num_hidden_layers": "x"},
+        {"hidden_size": None, "head_dim": None},
+        {"num_attention_heads": 0, "head_dim": None},
+        {"quantization_config": 3},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}},
+    ],
+)
+def test_an_invalid_value_in_the_configuration_is_an_error(damage: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((DATA / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **damage}))
+    with pytest.raises(jaxckpt.DataError, match=r"the config\.json of .* has a value that does not fit"):
+        jaxckpt.huggingface_rules(tmp_path)
+
+
+def test_a_folder_that_is_not_a_local_path_is_an_error() -> None:
+    for folder, expected in (("s3://bucket/model", "must be a local folder"), (3, "str or PathLike, found 3")):
+        with pytest.raises(jaxckpt.InputError, match=expected):
+            jaxckpt.huggingface_rules(folder)  # pyright: ignore
+
+
+def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.DataError, match=r"config\.json"):
+        jaxckpt.huggingface_rules(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(
+        jaxckpt.InputError, match=r"'lama', for which there are no rules: they exist for llama, mistral"
+    ):
+        jaxckpt.huggingface_rules(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(jaxckpt.DataError, match="num_attention_heads"):
+        jaxckpt.huggingface_rules(tmp_path)
+
+
+# Folders as on the hub --------------------------------------------------------------------------------------
+
+
+def hub_folder(folder: Path, family: str, change: Callable[[dict[str, Any]], dict[str, Any]], **settings: Any) -> Path:
+    """A folder of a family with other tensors, and with these settings in config.json."""
+    config = json.loads((DATA / family / "config.json").read_text())
+    jaxckpt.save(folder / "checkpoint", change(jaxckpt.load_numpy(DATA / family)))
+    jaxckpt.convert(folder / "checkpoint", folder / "model.safetensors")
+    shutil.rmtree(folder / "checkpoint")
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    return folder
+
+
+def like_gpt2(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names of the folders "gpt2" to "gpt2-xl": a GPT2Model with its masks."""
+    masks = {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 32, 32), np.float32)) for i in range(2)}
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | masks
+
+
+def like_distilgpt2(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names of the folder "distilgpt2": a GPT2LMHeadModel with its masks and its head."""
+    masks = {f"transformer.h.{i}.attn.bias": np.tril(np.ones((1, 1, 32, 32), bool)) for i in range(2)}
+    masked = {f"transformer.h.{i}.attn.masked_bias": np.array(-10000.0, np.float32) for i in range(2)}
+    return tensors | masks | masked | {"lm_head.weight": tensors["transformer.wte.weight"]}
+
+
+def like_llama_2(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The names of "Llama-2-7b-hf" before safetensors."""
+    frequencies = 1e4 ** -(np.arange(3, dtype=np.float32) / 3)
+    return tensors | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": frequencies for i in range(2)}
+
+
+def with_head(tensors: dict[str, Any]) -> dict[str, Any]:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+
+
+HUB = [("gpt2", like_gpt2), ("gpt2", like_distilgpt2), ("llama", like_llama_2), ("gemma2", with_head)]
+
+
+@pytest.mark.parametrize(("family", "change"), HUB, ids=[change.__name__ for _, change in HUB])
+def test_folders_as_on_the_hub_are_read(family: str, change: Any, mesh: Mesh, tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, family, change)
+    for layout in ("plain",) if family == "gpt2" else ("plain", "maxtext"):
+        rules = jaxckpt.huggingface_rules(folder, layout=layout)
+        found = jaxckpt.restore(folder, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
+        expected = jaxckpt.load_numpy(DATA / family, rename=jaxckpt.huggingface_rules(DATA / family, layout=layout))
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b)
+
+
+def test_the_inverse_writes_the_names_of_the_folder_without_constants(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, "gpt2", like_gpt2)
+    rules = jaxckpt.huggingface_rules(folder)
+    jaxckpt.convert(folder, tmp_path / "ours", rename=rules)
+    back = jaxckpt.load_numpy(tmp_path / "ours", rename=rules.inverse(dtype="float32"))
+    tensors = like_gpt2(jaxckpt.load_numpy(DATA / "gpt2"))
+    wanted = {name: tensor for name, tensor in tensors.items() if not name.endswith(".attn.bias")}
+    assert back.keys() == wanted.keys()
+    assert all(back[name].tobytes() == tensor.tobytes() for name, tensor in wanted.items())
+
+
+def test_a_stored_head_that_differs_from_a_tied_embedding_is_an_error(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        head = tensors["model.embed_tokens.weight"].copy()
+        head[-1, -1] += 1
+        return tensors | {"lm_head.weight": head}
+
+    folder = hub_folder(tmp_path, "gemma2", change)
+    rules = jaxckpt.huggingface_rules(folder)
+    with pytest.raises(jaxckpt.DataError, match=r"(?s)'embed/embedding'.*'lm_head.weight' differs from 'model.embed"):
+        jaxckpt.load_numpy(folder, rename=rules)
+    assert jaxckpt.load_numpy(folder, rename=rules, select="norm")["norm"]["scale"].shape == (16,)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    untied = jaxckpt.load_numpy(folder, rename=jaxckpt.huggingface_rules(folder))
+    assert untied["head"]["kernel"][-1, -1] == untied["embed"]["embedding"][-1, -1] + 1
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe", "phi3"])
+def test_other_families_get_the_list_of_supported_ones_and_no_guess(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(jaxckpt.InputError, match=f"{family}.*llama, mistral, qwen2, qwen3, gemma2.*gpt2") as caught:
+        jaxckpt.huggingface_rules(tmp_path)
+    assert "did you mean" not in str(caught.value)

@@ -1,0 +1,193 @@
+"""Options(read="shared"): the job reads each chunk from the storage once, and all data reaches every process."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import PROGRAMS, RunProcesses
+from strategies import chunks_of, stacks
+
+import jaxckpt
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, Layout, cell_shape, contains, grid_cells
+from jaxckpt._model.stacks import Stack
+from jaxckpt._restore.read_plan import WantedRows
+from jaxckpt._restore.shared_reads import (
+    READ_ALIGNMENT_BYTES,
+    Round,
+    members_of,
+    plan_rounds,
+    share,
+    split_into_transfers,
+    wants_digest,
+)
+
+COUNT = 4
+Sought = list[tuple[int, tuple[int, int], Layout]]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[Stack], Sought]:
+    """Some stacks, and ranges of rows that processes want in any layout."""
+    found = draw(st.lists(stacks(), min_size=1, max_size=2))
+    sought: Sought = []
+    for number, stack in enumerate(found):
+        edges = sorted(draw(st.sets(st.integers(0, stack.rows), min_size=1)))
+        sought += [
+            (number, rows, draw(strategies.layouts(stack.shape, COUNT))) for rows in itertools.pairwise([0, *edges])
+        ]
+    return found, [one for one in sought if one[1][0] < one[1][1]]
+
+
+def wanted_by(process: int, found: list[Stack], sought: Sought) -> list[tuple[WantedRows, Layout]]:
+    wanted: list[tuple[WantedRows, Layout]] = []
+    for number, rows, layout in sought:
+        shape = found[number].shape
+        cells = grid_cells(shape, cell_shape(layout, shape))
+        boxes = [box for (_, box), holders in zip(cells, layout.holders, strict=True) if process in holders]
+        wanted.append((WantedRows(number, rows, tuple(boxes)), layout))
+    return wanted
+
+
+@given(jobs(), st.sampled_from([1, 200, 1 << 20]))
+def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Stack], Sought], host: int) -> None:
+    found, sought = job
+    wanted = [wanted_by(process, found, sought) for process in range(COUNT)]
+    divided = [share(found, wanted[process], process) for process in range(COUNT)]
+    assert len({wants_digest(one) for one in wanted}) == 1
+    assert len({tuple(shared) for _, shared in divided}) == 1, "all go through the same communities in the same order"
+    planned: dict[tuple[int, ...], list[Round]] = {}
+    reads = collections.Counter[tuple[int, tuple[int, ...]]]()
+    for process, (own, shared) in enumerate(divided):
+        arriving: dict[int, list[Box]] = collections.defaultdict(list)
+        for want in own:
+            arriving[want.stack] += [(want.rows, *box) for box in want.boxes]
+        for partition, wants in shared.items():
+            members = members_of(partition, process)
+            if not wants:
+                continue
+            rounds = plan_rounds(found, wants, members, host)
+            key = (*members, -1, *map(hash, sorted(shared)), hash(partition))
+            if key not in planned:
+                planned[key] = rounds
+                for one in itertools.chain.from_iterable(rounds):
+                    assert one.reader in members
+                    for box in one.read.boxes:
+                        reads.update((one.step.stack, chunk) for chunk in chunks_of(found[one.step.stack], box))
+            assert planned[key] == rounds, "all members have the same plan"
+            for want in wants:
+                arriving[want.stack] += [(want.rows, *box) for box in want.boxes]
+        for want, _ in wanted[process]:
+            for box in want.boxes:
+                assert any(contains(there, (want.rows, *box)) for there in arriving[want.stack])
+    assert max(reads.values(), default=0) <= 1
+
+
+@given(jobs(), st.sampled_from([1, 200, 1 << 20]))
+def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_bytes: int) -> None:
+    found, sought = job
+    _, shared = share(found, wanted_by(0, found, sought), 0)
+    for partition, wants in shared.items():
+        members = members_of(partition, 0)
+        for portions in plan_rounds(found, wants, members, max_bytes) if wants else []:
+            total, largest = sum(one.n_bytes for one in portions), max(one.n_bytes for one in portions)
+            read = collections.Counter[int]()
+            for one in portions:
+                assert one.start == read[one.reader]
+                assert not one.start % READ_ALIGNMENT_BYTES
+                read[one.reader] += one.n_bytes
+            assert max(read.values()) <= total / len(members) + largest
+            passed: Round = []
+            for piece in split_into_transfers(portions, members, max_bytes):
+                passed += piece.portions
+                assert set(piece.spans) == {one.reader for one in piece.portions}
+                for reader, (first, end) in piece.spans.items():
+                    inside = [one for one in piece.portions if one.reader == reader]
+                    assert (first, end) == (inside[0].start, first + sum(one.n_bytes for one in inside))
+                    assert end - first <= 2 * max(largest, max_bytes // (2 * len(members)))
+            assert sorted(map(id, passed)) == sorted(map(id, portions))
+
+
+# In real processes ----------------------------------------------------------------------------------------
+
+
+def bits(dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Random bits that are valid for a dtype."""
+    rng = np.random.default_rng(len(shape))
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    if dtype.name in ("bool", "int2", "uint2", "int4", "uint4"):
+        return (raw % 2).astype(dtype)
+    return (raw % 16 if "float4" in dtype.name else raw).view(dtype)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shared") / "checkpoint"
+    float32, bfloat16 = DTYPES["float32"], DTYPES["bfloat16"]
+    shapes = [(16, 64), (24, 1000), (1000, 24), (7, 13, 5), (1,), (0, 4), (3, 0), (4096,), (8, 8, 8, 8), (2048, 96)]
+    tree = {f"dtype {name}": bits(dtype, (8, 12)) for name, dtype in DTYPES.items()}
+    tree |= {f"shape {shape}": bits(float32, shape) for shape in shapes}
+    tree |= {f"small {number}": bits(bfloat16, (64,)) for number in range(40)}
+    tree |= {f"layer {number}": bits(bfloat16, (96, 512)) for number in range(6)}
+    tree["larger than a read"] = bits(bfloat16, (2048, 192))
+    keys = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(3), 8)}
+    tree |= {"scalar": np.array(3.5, np.float32), "host array": bits(float32, (40, 40)), "host number": 7, **keys}
+    # Small sizes, so that this tree has many chunks, objects and rounds.
+    jaxckpt.save(path, tree, options=jaxckpt.Options(chunk_bytes=16 << 10, object_bytes=128 << 10))
+    return path
+
+
+@pytest.mark.parametrize(("seed", "host_bytes", "accelerators"), [(0, 256 << 20, False), (1, 1 << 20, True)])
+def test_every_bit_arrives_on_any_layout(
+    run_processes: RunProcesses, checkpoint: Path, seed: int, host_bytes: int, accelerators: bool
+) -> None:
+    given = {"path": str(checkpoint), "seed": seed, "host_bytes": host_bytes, "accelerators": accelerators}
+    done = run_processes(PROGRAMS / "shared_reads.py", processes=4, devices_per_process=2, args=given, timeout=280)
+    figures = collections.defaultdict[tuple[str, str], list[list[int]]](list)
+    for process in done:
+        for layout, read, *counts in map(json.loads, process.stdout.splitlines()):
+            figures[layout, read].append(counts)
+    total = sum(leaf.nbytes for leaf in jaxckpt.open(checkpoint).leaves.values())
+    for (layout, read), counts in figures.items():
+        n_read, n_planned, received = (sum(count) for count in zip(*counts, strict=True))
+        print(f"{layout}, {read}: {n_read / total:.3f} of the checkpoint's bytes read, {received / total:.3f} received")
+        assert n_read <= n_planned <= 1.01 * n_read, (layout, read)
+        if read == "shared":
+            whole_job = layout in ("replicated", "fsdp", "hybrid", "columns", "random square")
+            assert total <= n_read
+            assert n_read <= 1.01 * total or (accelerators and not whole_job), layout
+            assert received > 0
+        elif layout == "replicated":
+            assert 4 * total <= n_read <= 4.04 * total
+
+
+def test_a_failure_or_disagreement_is_raised_by_all_processes(run_processes: RunProcesses, checkpoint: Path) -> None:
+    given = {"path": str(checkpoint)}
+    done = run_processes(PROGRAMS / "shared_failures.py", processes=3, devices_per_process=2, args=given)
+    noted = [json.loads(process.stdout.splitlines()[-1]) for process in done]
+    for process, one in enumerate(noted):
+        failed = "" if process == 1 else "PeerFailedError: process 1 failed with "
+        assert one["bad disk"].startswith(f"{failed}StorageError"), one
+        assert "cannot read lea" in one["bad disk"]
+        assert "this disk is bad" in one["bad disk"]
+        for case in (
+            "process 0 reads each",
+            "process 1 reads each",
+            "another target",
+            "another selection",
+            "another host_bytes",
+            "another dtype",
+            "another layout",
+        ):
+            assert one[case].startswith("PeersDisagreeError: the processes want different leaves"), (case, one[case])
+        assert one["works"] == "fine"

@@ -1,0 +1,184 @@
+"""Which steps are saved: by number, by the clock, by a predicate; all processes save the same ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import PROGRAMS, RunProcesses
+
+import jaxckpt
+from jaxckpt._runs.schedule import SaveSchedule
+
+FAST = jaxckpt.Options(sync=False)
+
+
+def never() -> Any:
+    raise AssertionError("a single process must not synchronize")
+
+
+def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
+    now = 0.0
+    with jaxckpt.Checkpointer(tmp_path, every=100, every_minutes=10, options=FAST) as checkpoints:
+        checkpoints._due._clock = lambda: now
+        checkpoints._due.record_save()
+        saved = list[float]()
+        for step in range(1, 151):
+            now += 60.0  # a minute for each step
+            if checkpoints.save(step, {"x": step}, force=step == 25):
+                saved.append(step)
+    assert saved == [10, 20, 25, 35, 45, 55, 65, 75, 85, 95, 100, 110, 120, 130, 140, 150]
+
+
+def test_minutes_may_be_any_real_number(tmp_path: Path) -> None:
+    for minutes in (np.int64(10), np.float32(0.5), Fraction(1, 2)):
+        with jaxckpt.Checkpointer(tmp_path, every_minutes=minutes, options=FAST) as checkpoints:
+            assert not checkpoints.save(1, {"x": 1})
+
+
+def test_a_predicate_gets_the_recorded_metrics(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def rising(step: int, metrics: Any) -> bool:
+        seen.append((step, metrics))
+        return step > 2 and metrics["loss"] is None
+
+    with jaxckpt.Checkpointer(tmp_path, save_if=rising, options=FAST) as checkpoints:
+        losses = [np.float32(1), 2, math.inf, math.nan]
+        assert [checkpoints.save(step, {"x": 1}, metrics={"loss": loss}) for step, loss in enumerate(losses)] == [
+            False,
+            False,
+            False,
+            True,
+        ]
+        assert seen == [(0, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"loss": None}), (3, {"loss": None})]
+        with pytest.raises(KeyError):
+            checkpoints.save(4, {"x": 1})
+        assert not checkpoints.save(1, {"x": 1})
+    assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes", np.ones(1)])
+def test_a_predicate_answers_true_or_false(tmp_path: Path, answer: Any) -> None:
+    with jaxckpt.Checkpointer(tmp_path, save_if=lambda step, metrics: answer) as checkpoints:
+        with pytest.raises(jaxckpt.InputError, match="what save_if returns for step 7 must be True or False"):
+            checkpoints.save(7, {"x": 1})
+        assert checkpoints.save(7, {"x": 1}, force=True)
+
+
+def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> None:
+    assert SaveSchedule(None, None, None, 1).is_due(7, None, never)
+    assert not SaveSchedule(None, 5, None, 1).is_due(7, None, never)
+    assert not SaveSchedule(None, None, lambda step, metrics: False, 1).is_due(0, None, never)
+
+
+@pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
+def test_the_number_of_meetings(seconds_per_step: float) -> None:
+    """At most 120 meetings between two saves, and at most one per step. A save is late by at most a sixtieth."""
+    due = SaveSchedule(None, 10, None, 2)
+    now, step, meetings, saves = 0.0, 0, 0, list[float]()
+    due._clock = lambda: now
+    due._saved_at = due._met_at = now
+    while len(saves) < 3:
+        step += due._steps_to_meeting
+        now += due._steps_to_meeting * seconds_per_step
+        meetings += 1
+        found = due._is_due_here(step, None)
+        due._steps_to_meeting = due._plan_next_meeting()
+        if found:
+            saves.append(now)
+            due.record_save()
+    between = np.diff([0.0, *saves])
+    assert (between >= 600).all()
+    assert (between <= 610 + seconds_per_step).all()
+    assert meetings <= min(step, 3 * 2 * 60 + 20)
+
+
+def test_steps_that_become_slow_after_a_fast_start() -> None:
+    """The first steps are fast because they are only queued on the devices."""
+    due = SaveSchedule(None, 10, None, 2)
+    now = 0.0
+    due._clock = lambda: now
+    due._saved_at = due._met_at = now
+    step = 0
+    while not due._is_due_here(step, None):
+        for _ in range(due._steps_to_meeting):
+            now += 1e-4 if step < 100 else 5.0
+            step += 1
+        due._steps_to_meeting = due._plan_next_meeting()
+    assert now < 620 + 128 * 5.0
+
+
+def test_processes_save_the_same_steps_by_process_0_s_clock_and_metrics(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        PROGRAMS / "due_together.py", processes=3, devices_per_process=1, args=str(tmp_path), timeout=120
+    )
+    found = [json.loads(one.stdout) for one in done]
+    assert found[0] == found[1] == found[2]
+    by_clock, by_predicate = found[0]
+    assert 3 <= len(by_clock) <= 15
+    assert by_predicate == [2, 5, 8]
+
+
+def test_a_predicate_that_fails_in_process_0_fails_in_all(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+with jaxckpt.Checkpointer(args, save_if=lambda step, metrics: 1 / 0, options=jaxckpt.Options(timeout_seconds=20)) as it:
+    try:
+        it.save(1, {"x": 1})
+    except (ZeroDivisionError, jaxckpt.PeerFailedError) as error:
+        print(type(error).__name__, "ZeroDivisionError" in repr(error))
+    print(it.save(2, {"x": 1}, force=True))
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["ZeroDivisionError True\nTrue\n", "PeerFailedError True\nTrue\n"]
+
+
+def test_a_call_by_only_one_process_is_an_error(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+options = jaxckpt.Options(timeout_seconds=60)
+checkpoints = jaxckpt.Checkpointer(args, every_minutes=1, options=options)
+try:
+    if process_id == 0:
+        print(checkpoints.save(1, {"x": 1}))
+    else:
+        checkpoints.restore_or_init(lambda: {"x": 1})
+except jaxckpt.PeerError as error:
+    print(type(error).__name__)
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["PeersDisagreeError\n"] * 2
+
+
+def test_other_arguments_in_another_process_are_an_error_before_anything_is_deleted(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    remains = tmp_path / "s" / "00000009" / f"data-{'0' * 32}"
+    remains.mkdir(parents=True)
+    program = """
+import jaxckpt
+cases = [
+    [{"every": 2}, {"every": 3}],
+    [{"every": 2}, {}],
+    [{"every_minutes": 1}, {"every_minutes": 2}],
+    [{"save_if": lambda step, metrics: True}, {"every": 1}],
+    [{"on_preemption": "exit"}, {"on_preemption": "ignore"}],
+    [{"fail_fast": True}, {"fail_fast": False}],
+]
+for case in cases:
+    try:
+        jaxckpt.Checkpointer(args, **case[process_id])
+    except jaxckpt.PeersDisagreeError as error:
+        print("process 1 created the Checkpointer with" in str(error))
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["True\n" * 6] * 2
+    assert remains.exists()

@@ -1,0 +1,51 @@
+"""Errors: their structured problems and their messages."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import jaxckpt
+from jaxckpt import errors
+
+PROBLEMS = [
+    jaxckpt.Problem("w", "is not in the checkpoint", "pass strict=False"),
+    jaxckpt.Problem("v", "is not in the checkpoint", "pass strict=False"),
+    jaxckpt.Problem("w", "is missing", object="data-1/0/c/0", box=((0, 4), (8, 16))),
+    jaxckpt.Problem(None, "is damaged", object="manifest.json"),
+]
+
+
+def test_a_problem_names_the_leaf_the_file_or_both() -> None:
+    assert [*map(str, PROBLEMS)] == [
+        "'w' is not in the checkpoint",
+        "'v' is not in the checkpoint",
+        "'w'[0:4, 8:16]: data-1/0/c/0 is missing",
+        "manifest.json is damaged",
+    ]
+
+
+def test_an_error_lists_its_problems_and_each_remedy_once() -> None:
+    error = jaxckpt.MismatchError.of("they differ", PROBLEMS[:2], "see the manual")
+    assert str(error) == (
+        "they differ:\n  'w' is not in the checkpoint\n  'v' is not in the checkpoint\n"
+        "see the manual; pass strict=False"
+    )
+    assert (error.problems, error.paths) == (tuple(PROBLEMS[:2]), ("w", "v"))
+    assert isinstance(error, jaxckpt.MismatchError)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)], ids=str)
+def test_every_error_can_carry_problems_and_be_pickled(kind: type) -> None:
+    if not issubclass(kind, errors.JaxckptError):
+        return
+    assert kind("plain").problems == ()
+    error = kind.of("wrong", PROBLEMS)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.problems, again.paths) == (str(error), tuple(PROBLEMS), ("w", "v"))
+
+
+def test_a_storage_error_keeps_its_number() -> None:
+    error = jaxckpt.StorageError(28, "no space")
+    assert (error.errno, error.strerror, error.problems) == (28, "no space", ())
