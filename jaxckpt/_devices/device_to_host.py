@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
@@ -25,6 +26,7 @@ from jax import lax
 
 from jaxckpt._devices.exchange import own_mesh, start_indices, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import pinned_memory
+from jaxckpt._pipeline.pipeline import Budget
 
 DEVICE_BYTES = 256 << 20
 """Memory of each device for pieces that were cut, cast, stacked or exchanged, until their copies have ended. If more is
@@ -61,8 +63,8 @@ class HostCopies:
         self._shards: dict[ShardKey, HostShard] = {}
         self._sent_bytes = Counter[Any]()
         self._cut: set[int] = set()
-        self._running: dict[Any, deque[tuple[weakref.ref[jax.Array], int]]] = {}
-        self._running_bytes = Counter[Any]()
+        self._budgets: dict[Any, Budget] = {}
+        """The memory of each device."""
 
     def take(
         self,
@@ -108,19 +110,22 @@ class HostCopies:
         for array, copy in zip(arrays, copies, strict=True):
             if isinstance(copy, jax.Array) and (temporary or id(array) in self._cut):
                 (device,) = array.sharding.device_set
-                self._bound(device, copy)
+                budget = self._budgets.setdefault(device, Budget(DEVICE_BYTES))
+                budget.lend(_Copy(weakref.ref(copy), copy.nbytes))
+                budget.make_room(0)
         self._cut.clear()
         return copies
 
-    def _bound(self, device: Any, copy: jax.Array) -> None:
-        """Note a running copy. Waits for the oldest copies from its device if they hold too much memory there."""
-        running = self._running.setdefault(device, deque())
-        running.append((weakref.ref(copy), copy.nbytes))
-        self._running_bytes[device] += copy.nbytes
-        while self._running_bytes[device] > DEVICE_BYTES:
-            oldest, n_bytes = running.popleft()
-            jax.block_until_ready(oldest())  # if it no longer exists, it has been written
-            self._running_bytes[device] -= n_bytes
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy to the host that is running. Until it ends, it holds device memory."""
+
+    array: weakref.ref[jax.Array]
+    n_bytes: int
+
+    def wait(self) -> None:
+        jax.block_until_ready(self.array())  # if it no longer exists, it has been written
 
 
 def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:

@@ -9,7 +9,6 @@ import hashlib
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -23,6 +22,7 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.zarr import Bytes
 from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._pipeline.progress import Report, display_progress, report_nothing, show_bytes
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.workers import StorageThread, Workers
@@ -47,6 +47,9 @@ from jaxckpt.errors import (
 )
 
 _THREADS = 8
+
+_CHECK_BYTES = 8 << 20
+"""Approximate host memory for the check of one file."""
 
 _REPORT_SECONDS = 0.1
 """How often progress is reported while objects are read."""
@@ -288,13 +291,6 @@ class _ReadMeter:
             time.sleep(min(left, _REPORT_SECONDS))
             self.report()
 
-    def result(self, work: Task[T], aside: StorageThread, doing: str) -> T:
-        """Wait for work, and report in the meantime. Raises StorageError if the storage hangs."""
-        while not aside.run(doing, functools.partial(work.wait, _REPORT_SECONDS)):
-            self.report()
-        self.report()
-        return work.result()
-
     def report(self) -> None:
         """Report what was counted since the last call."""
         moved = sum(self._moved.get() for _ in range(self._moved.qsize()))
@@ -364,6 +360,27 @@ def _require_answer(error: Exception) -> None:
         raise error
 
 
+@dataclass(frozen=True, slots=True)
+class _RunningCheck:
+    """A file that is being checked in another thread."""
+
+    task: Task[list[Problem]]
+    meter: _ReadMeter
+    aside: StorageThread
+    doing: str
+    n_bytes: int = _CHECK_BYTES
+
+    def done(self) -> bool:
+        return self.task.done()
+
+    def result(self) -> list[Problem]:
+        """Its problems. Reports in the meantime. Raises StorageError if the storage hangs."""
+        while not self.aside.run(self.doing, functools.partial(self.task.wait, _REPORT_SECONDS)):
+            self.meter.report()
+        self.meter.report()
+        return self.task.result()
+
+
 def _check_concurrently(
     check: Callable[[T], list[Problem]], store: Objects, files: Iterable[T], meter: _ReadMeter, seconds: float
 ) -> Iterator[list[Problem]]:
@@ -371,12 +388,13 @@ def _check_concurrently(
 
     Raises StorageError if the storage hangs for `seconds`.
     """
+    doing = f"reading from {store.url}"
     with contextlib.closing(Workers("jaxckpt-verify", _THREADS)) as threads, StorageThread(seconds) as aside:
-        doing = f"reading from {store.url}"
-        begun = deque[Task[list[Problem]]]()
-        for file in files:
-            if len(begun) == 4 * _THREADS:  # a limit, because the queued files are checked even after an interrupt
-                yield meter.result(begun.popleft(), aside, doing)
-            begun.append(aside.run(doing, functools.partial(threads.submit, functools.partial(check, file))))
-        for task in begun:
-            yield meter.result(task, aside, doing)
+
+        def begin(file: T) -> _RunningCheck:
+            task = aside.run(doing, functools.partial(threads.submit, functools.partial(check, file)))
+            return _RunningCheck(task, meter, aside, doing)
+
+        # A small limit, because the queued files are checked even after an interrupt.
+        for _, problems in pipeline(files, lambda file: _CHECK_BYTES, begin, Budget(4 * _THREADS * _CHECK_BYTES)):
+            yield problems
