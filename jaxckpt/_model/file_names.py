@@ -12,6 +12,11 @@ SEAL = b',"sha256":"'
 WRITER = "writer.json"
 
 
+def data_folder(save_id: str) -> str:
+    """Name of the data folder of a save."""
+    return f"data-{save_id}"
+
+
 def is_data_folder(name: str) -> bool:
     """Whether a save may have created a folder of this name. A user's "data-raw" must not be deleted."""
     return re.fullmatch("data-[0-9a-f]{32}", name) is not None

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxckpt._model import zarr
 from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.file_names import data_folder
 from jaxckpt._model.grid import Spec
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.tree import Structure
@@ -171,7 +172,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def data_folder(self) -> str:
         """Name of the folder that holds the arrays."""
-        return f"data-{self.save_id}"
+        return data_folder(self.save_id)
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.transaction import republish
 from jaxckpt.errors import CorruptError, InputError, NotACheckpointError
 
 _log = logging.getLogger("jaxckpt")
@@ -276,7 +277,7 @@ class Deletion:
             self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
             return
         less = manifests.drop_subtrees(manifest, dropped)
-        child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
+        republish(child, manifest.data_folder, manifests.encode(less), content, sync=self._sync)
         self._directory.remember(SavedStep.of(step.number, less, undroppable))
         child.trim(less.data_folder, (record.stack() for record in less.stacks))
 

@@ -24,13 +24,14 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.rate_limiter import Pace
 from jaxckpt._runs.directory import Directory
 from jaxckpt._save.async_saves import PendingSave, finish_at_exit, submit_save
-from jaxckpt._save.claim import Claim, claim, require_shared
+from jaxckpt._save.claim import claim, require_shared
 from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import DataError, PeerError
 
 
@@ -87,48 +88,46 @@ class Flush:
 
     def _run(self, local: PendingSave, pending: PendingSave) -> SaveInfo:
         """Wait for the local save, and copy it."""
-        group, claimed = self.group, Claim()
+        group = self.group
         group.require_not_cancelled = self.check
-        with group:
-            try:
-                with group.meeting("preparing to flush a local step") as meeting:
-                    info = local.await_end()
-                    self.check()
-                    if info is None:
-                        raise local.error or AssertionError("no outcome")
-                    manifest, content = load_manifest(self.source)
-                    assert manifest.save_id == self.save_id, self.source.url
-                    meeting.gather("")
-                    if group.index == 0:
-                        with group.watch.operation(f"preparing {self.store.url}"):
-                            self.directory.require_same_folder()
-                            claimed = claim(
-                                self.store, manifest.decoded_stacks, manifest.save_id, overwrite=self.overwrite
-                            )
-                    meeting.broadcast("")
-                with group.meeting("flushing a local step") as meeting:
-                    try:
-                        require_shared(self.store, manifest.data_folder, group.index)
-                        self._copy(manifest, pending)
-                    except BaseException:
-                        if group.index == 0:  # so that the data is not deleted while the others still write
-                            with contextlib.suppress(PeerError):
-                                meeting.gather("")
-                        raise
-                    meeting.gather("")
-                    if group.index == 0:
-                        with group.watch.operation(f"publishing {self.store.url}"):
-                            if self.options.sync:
-                                self.store.sync_data(manifest.data_folder, manifest.decoded_stacks)
-                            self.check()
-                            self.store.publish(manifest.data_folder, content, claimed.previous, sync=self.options.sync)
-                    meeting.broadcast("")
-            except BaseException:
-                claimed.release(keep=False)
-                raise
-            claimed.release(keep=True)
-            if group.index == 0 and self.on_published is not None:
-                self.on_published()
+        with group, contextlib.ExitStack() as transactions:
+            with group.meeting("preparing to flush a local step") as meeting:
+                info = local.await_end()
+                self.check()
+                if info is None:
+                    raise local.error or AssertionError("no outcome")
+                manifest, content = load_manifest(self.source)
+                assert manifest.save_id == self.save_id, self.source.url
+                meeting.gather("")
+                transaction: Transaction | None = None
+                if group.index == 0:
+                    with group.watch.operation(f"preparing {self.store.url}"):
+                        self.directory.require_same_folder()
+                        stacks = manifest.decoded_stacks
+                        transaction = claim(self.store, stacks, manifest.save_id, overwrite=self.overwrite)
+                        transactions.enter_context(transaction)
+                meeting.broadcast("")
+            with group.meeting("flushing a local step") as meeting:
+                try:
+                    require_shared(self.store, manifest.data_folder, group.index)
+                    self._copy(manifest, pending)
+                except BaseException:
+                    if group.index == 0:  # so that the data is not deleted while the others still write
+                        with contextlib.suppress(PeerError):
+                            meeting.gather("")
+                    raise
+                meeting.gather("")
+                if transaction is not None:
+                    with group.watch.operation(f"publishing {self.store.url}"):
+                        if self.options.sync:
+                            transaction.sync(manifest.decoded_stacks)
+                        self.check()
+                        transaction.commit(content, sync=self.options.sync)
+                meeting.broadcast("")
+            if transaction is not None:
+                transaction.close()
+                if self.on_published is not None:
+                    self.on_published()
         return replace(info, path=self.store.url)
 
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from typing import NoReturn
@@ -18,6 +17,7 @@ from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
+from jaxckpt._store.transaction import begin
 from jaxckpt.errors import (
     CheckpointExistsError,
     DataError,
@@ -84,11 +84,9 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
     data = manifest.data_folder
-    target.sweep(None)  # the remains of a killed fork
-    writer = target.begin_save(manifest.save_id, None)
-    try:
+    with begin(target, manifest.save_id, None) as transaction:
+        transaction.create_arrays(manifest.decoded_stacks)
         for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
-            target.create_array(data, stack)
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"
                 length, _ = record.length_and_digest(index)
@@ -105,13 +103,8 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
                 _raise_link_error(source, target, key, length)
             target.put(key, state, sync=sync)
         if sync:
-            target.sync_data(data, manifest.decoded_stacks)
-        target.publish(data, content, None, sync=sync)
-    except BaseException:
-        writer.release(keep=False)
-        raise
-    with contextlib.suppress(StorageError):  # the fork is published, and the next Checkpointer deletes the note
-        writer.release(keep=True)
+            transaction.sync(manifest.decoded_stacks)
+        transaction.commit(content, sync=sync)
 
 
 def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length: int) -> NoReturn:

@@ -2,86 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder_of, is_data_folder
+from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
 from jaxckpt._model.stacks import Stack
 from jaxckpt._run_folder.steps import is_link, is_step, resolve_step
 from jaxckpt._store.objects import Objects
-from jaxckpt._store.store import DataClaim, Store
-from jaxckpt.errors import CheckpointExistsError, CorruptError, PathNotSharedError, StorageError, show_count
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a save has claimed at its path: the data folder, and the manifest that it replaces. Only process 0 claims.
-    The other processes have no `data_claim`. In a spread save, each process claims its own folder."""
-
-    save_id: str = ""
-    data_claim: DataClaim | None = None
-    previous: bytes | None = None
-    """The manifest that this save replaces."""
-
-    has_leftovers: bool = False
-    """Whether there is data whose writer may be alive. After this save is published, that writer cannot publish."""
-
-    is_spread: bool = False
-    """Whether the save is spread, and the path belongs to this process. Another process may publish it at any moment,
-    so only the next save clears the remains."""
-
-    @property
-    def data(self) -> str:
-        """Name of the data folder."""
-        return f"data-{self.save_id}"
-
-    def release(self, *, keep: bool) -> None:
-        """Release the claim. Deletes the old data with `keep`, and the new data otherwise."""
-        if self.data_claim is None:
-            return
-        # The next save sweeps what cannot be deleted now. Such an error must not hide why a save failed.
-        with contextlib.suppress(StorageError, CorruptError):
-            self.data_claim.release(keep=keep or self.is_spread)
-            if not keep or self.is_spread:
-                return
-            old = None if self.previous is None else data_folder_of(self.previous)
-            if old is not None:
-                self.data_claim.store.delete(old)
-            if self.has_leftovers:
-                self.data_claim.store.sweep(self.data_claim.data)
+from jaxckpt._store.store import Store
+from jaxckpt._store.transaction import Transaction, begin
+from jaxckpt.errors import CheckpointExistsError, PathNotSharedError, show_count
 
 
 def new_save_id() -> str:
     return uuid.uuid4().hex
 
 
-def claim(store: Store, stacks: Iterable[Stack], save_id: str, *, overwrite: bool) -> Claim:
-    """Sweep the remains of dead saves, and create the data folder with every stack's zarr.json. Process 0.
+def claim(store: Store, stacks: Iterable[Stack], save_id: str, *, overwrite: bool) -> Transaction:
+    """Check that a path may be written, and begin a transaction there, with every stack's zarr.json. Process 0.
 
     Raises CheckpointExistsError, StorageError.
     """
-    previous = _previous_manifest(store, overwrite)
-    has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
-    return _create_arrays(Claim(save_id, store.begin_save(save_id, previous), previous, has_leftovers), store, stacks)
+    return _with_arrays(begin(store, save_id, _previous_manifest(store, overwrite)), stacks)
 
 
-def claim_own(store: Store, stacks: Iterable[Stack], save_id: str) -> Claim:
-    """Create the data folder in this process's folder. Every process. Raises StorageError."""
-    previous = store.read(MANIFEST)
-    return _create_arrays(Claim(save_id, store.begin_save(save_id, previous), previous, is_spread=True), store, stacks)
+def claim_own(store: Store, stacks: Iterable[Stack], save_id: str) -> Transaction:
+    """Begin a transaction in this process's folder. Every process. Raises StorageError."""
+    transaction = store.begin_save(save_id, store.read(MANIFEST))
+    transaction.share()
+    return _with_arrays(transaction, stacks)
 
 
-def _create_arrays(made: Claim, store: Store, stacks: Iterable[Stack]) -> Claim:
+def _with_arrays(transaction: Transaction, stacks: Iterable[Stack]) -> Transaction:
     try:
-        for stack in stacks:
-            store.create_array(made.data, stack)
+        transaction.create_arrays(stacks)
     except BaseException:
-        made.release(keep=False)
+        transaction.close()
         raise
-    return made
+    return transaction
 
 
 _ORBAX_NOTE = "_CHECKPOINT_METADATA"

@@ -18,10 +18,10 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.checks import FORMAT, VERSION
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._pipeline.events import log_unlinked
-from jaxckpt._save.claim import Claim
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, require_readable
 from jaxckpt._save.write_plan import SavePlan
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import PeersDisagreeError, show_path
 
 StoredObject = tuple[int, str, int, str, str]
@@ -58,24 +58,26 @@ class PublishResult(msgspec.Struct, frozen=True):
     manifest_sha256: str
 
 
-def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) -> PublishResult:
+def publish(
+    meeting: Meeting, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
+) -> PublishResult:
     """Process 0 publishes the manifest after all have written their share."""
     clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
         texts = _gather_shares(meeting, share)
     published = PublishResult(0, 0, "")  # replaced by the result of process 0
-    if texts:
+    if transaction is not None:
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = build_manifest(claimed.save_id, save.plan, save.draft, save.request, shares)
+        manifest = build_manifest(save_id, save.plan, save.draft, save.request, shares)
         if save.options.sync:
             with clock.timed("sync"), watch.operation(f"syncing {meeting.group.call.where}"):
-                save.store.sync_data(claimed.data, manifest.decoded_stacks)
+                transaction.sync(manifest.decoded_stacks)
         with clock.timed("publish"):
             content = _encode(manifest)
             meeting.group.require_not_cancelled()
             meeting.group.end_cancellation()
             with watch.operation(f"publishing {meeting.group.call.where}"):
-                save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
+                transaction.commit(content, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
             published = PublishResult(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
             unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
@@ -85,9 +87,12 @@ def publish(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) 
         return msgspec.json.decode(meeting.broadcast(msgspec.json.encode(published).decode()), type=PublishResult)
 
 
-def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Share) -> PublishResult:
+def publish_own(
+    meeting: Meeting, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
+) -> PublishResult:
     """Every process publishes the same manifest in its own folder, after all have written their share. Any one manifest
     then proves that the whole checkpoint was written."""
+    assert transaction is not None, "each process has its own"
     clock, watch = save.clock, meeting.group.watch
     with clock.timed("barrier"):
         texts = _gather_shares(meeting, share)
@@ -96,7 +101,7 @@ def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Sha
         meeting.group.require_not_cancelled()
         meeting.group.end_cancellation()
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = build_manifest(claimed.save_id, save.plan, save.draft, save.request, shares)
+        manifest = build_manifest(save_id, save.plan, save.draft, save.request, shares)
         content = base64.b64encode(zlib.compress(_encode(manifest))).decode()
     with clock.timed("barrier"):
         content = zlib.decompress(base64.b64decode(meeting.broadcast(content)))
@@ -104,8 +109,8 @@ def publish_own(meeting: Meeting, save: PreparedSave, claimed: Claim, share: Sha
     manifest = manifests.decode(content, meeting.group.call.where)
     with clock.timed("publish"), watch.operation(f"publishing {meeting.group.call.where}"):
         if save.options.sync:
-            save.store.sync_data(claimed.data, manifest.decoded_stacks)
-        save.store.publish(claimed.data, content, claimed.previous, sync=save.options.sync)
+            transaction.sync(manifest.decoded_stacks)
+        transaction.commit(content, sync=save.options.sync)
     with clock.timed("barrier"):
         meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
     return PublishResult(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())

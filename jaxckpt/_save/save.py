@@ -14,7 +14,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Call, Group
 from jaxckpt._model import manifest as manifests
+from jaxckpt._model.file_names import data_folder
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.events import record_event
@@ -34,7 +34,7 @@ from jaxckpt._pipeline.rate_limiter import Pace
 from jaxckpt._pipeline.threads import POLL_SECONDS, is_shutting_down, run_uninterrupted
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.async_saves import PendingSave
-from jaxckpt._save.claim import Claim, claim, claim_own, new_save_id, require_shared
+from jaxckpt._save.claim import claim, claim_own, new_save_id, require_shared
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies, transfers
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
@@ -44,6 +44,7 @@ from jaxckpt._save.staging import StagedObject, exchanges, stage
 from jaxckpt._save.staging_queue import Handover
 from jaxckpt._save.write import write
 from jaxckpt._save.write_plan import Object
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import PeerError, PeerFailedError, show_count
 
 
@@ -294,16 +295,17 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
         display_progress("save", pending.progress.total_bytes, save.options.progress) as display,
     ):
         try:
-            claimed = _agree_and_claim(save)
+            save_id, transaction = _agree_and_begin(save)
         except BaseException:
             handover.close()
             raise
         finally:
             save.claim_ended.set()
-        try:
+        data = data_folder(save_id)
+        with transaction or contextlib.nullcontext():
             with group.meeting("saving") as meeting:
                 try:
-                    share, written = write(save, claimed.data, handover, pending.pace, _make_report(pending, display))
+                    share, written = write(save, data, handover, pending.pace, _make_report(pending, display))
                     handover.require_not_cancelled()
                 except BaseException:
                     handover.close()
@@ -311,20 +313,19 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
                         with contextlib.suppress(PeerError):
                             meeting.gather("")
                     raise
-                published = (publish_own if claimed.is_spread else publish)(meeting, save, claimed, share)
-        except BaseException:
-            claimed.release(keep=False)
-            raise
-        save.reuse.keep(claimed.data, save.plan.stacks, written)
-        with clock.timed("publish"):
-            claimed.release(keep=True)
-            if save.request.spread is not None:
-                replicas = {*save.copies.replicas} if save.copies else set[Object]()
-                own = [obj for obj in save.plan.objects if obj not in replicas]
-                save.request.spread.on_published(claimed.save_id, own)
-            if group.index == 0 and save.request.on_published is not None:
-                save.request.on_published()
-        info = _info(save, claimed, published)
+                publish_here = publish_own if save.request.spread else publish
+                published = publish_here(meeting, save, save_id, transaction, share)
+            save.reuse.keep(data, save.plan.stacks, written)
+            with clock.timed("publish"):
+                if transaction is not None:
+                    transaction.close()
+                if save.request.spread is not None:
+                    replicas = {*save.copies.replicas} if save.copies else set[Object]()
+                    own = [obj for obj in save.plan.objects if obj not in replicas]
+                    save.request.spread.on_published(save_id, own)
+                if group.index == 0 and save.request.on_published is not None:
+                    save.request.on_published()
+        info = _info(save, save_id, published)
     seconds = pending.with_times(info).seconds
     record_event(
         "save",
@@ -360,14 +361,15 @@ class _Decisions(msgspec.Struct, frozen=True):
     """For a spread save: the exchange between the processes."""
 
 
-def _agree_and_claim(save: PreparedSave) -> Claim:
+def _agree_and_begin(save: PreparedSave) -> tuple[str, Transaction | None]:
     """Before any data is written, check that all processes save the same tree, create the data folder, and check that
-    all processes see it.
+    all processes see it. Returns the id of the save, and the transaction of this process, if it has one: process 0
+    publishes.
 
     A save that is spread over folders of the processes has a data folder in each of them. This also plans the exchange
     of data between the processes.
     """
-    claimed = Claim()
+    transaction: Transaction | None = None
     group, clock, spread = save.group, save.clock, save.request.spread
     looking = "preparing each process's folder" if spread else "looking for the checkpoint's folder"
     try:
@@ -386,17 +388,17 @@ def _agree_and_claim(save: PreparedSave) -> Claim:
                 terms = _Decisions(terms.save_id, spread.choose_kept(), rounds)
             elif messages:
                 with group.watch.operation(f"preparing {save.store.url}"):
-                    claimed = claim(save.store, save.plan.stacks, terms.save_id, overwrite=save.request.overwrite)
+                    transaction = claim(save.store, save.plan.stacks, terms.save_id, overwrite=save.request.overwrite)
             with clock.timed("barrier"):
                 terms = msgspec.json.decode(meeting.broadcast(msgspec.json.encode(terms).decode()), type=_Decisions)
         with group.meeting(looking) as meeting:
             if spread:
                 with group.watch.operation(f"preparing {save.store.url}"):
                     spread.clear(terms.kept)
-                    claimed = claim_own(save.store, save.plan.stacks, terms.save_id)
+                    transaction = claim_own(save.store, save.plan.stacks, terms.save_id)
             else:
                 with group.watch.operation(f"looking for {save.store.url}"):
-                    require_shared(save.store, f"data-{terms.save_id}", group.index)
+                    require_shared(save.store, data_folder(terms.save_id), group.index)
             with clock.timed("barrier"):
                 meeting.gather("")
                 require_not_cancelled = group.require_not_cancelled
@@ -405,10 +407,11 @@ def _agree_and_claim(save: PreparedSave) -> Claim:
                 meeting.broadcast("")
                 group.require_not_cancelled = require_not_cancelled
     except BaseException:
-        claimed.release(keep=False)
+        if transaction is not None:
+            transaction.close()
         raise
-    save.transfer.rounds, save.transfer.data = terms.rounds, f"data-{terms.save_id}"
-    return replace(claimed, save_id=terms.save_id)
+    save.transfer.rounds, save.transfer.data = terms.rounds, data_folder(terms.save_id)
+    return terms.save_id, transaction
 
 
 def _keep_state(save: PreparedSave, process: int, state: bytes) -> None:
@@ -416,12 +419,12 @@ def _keep_state(save: PreparedSave, process: int, state: bytes) -> None:
     save.store.put(f"{save.transfer.data}/{manifests.state_file_name(process)}", state, sync=save.options.sync)
 
 
-def _info(save: PreparedSave, claimed: Claim, published: PublishResult) -> SaveInfo:
+def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInfo:
     plan = save.plan
     states = 0 if save.state is None else save.group.count
     return SaveInfo(
         path=save.store.url,
-        save_id=claimed.save_id,
+        save_id=save_id,
         leaves=len(save.draft.records),
         total_bytes=sum(plan.process_bytes),
         process_bytes=plan.process_bytes,

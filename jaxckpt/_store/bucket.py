@@ -38,8 +38,8 @@ from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._store.objects import MAX_FILE_BYTES, Objects, Pending
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
-from jaxckpt._store.store import DataClaim
 from jaxckpt._store.tensors import ROOT_CONTEXT
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import DataError, InputError, StorageError
 
 MARKS = "_steps/"
@@ -224,7 +224,7 @@ class Bucket:
 
     # Claim and publish ------------------------------------------------------------------------------------
 
-    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
+    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         data = f"data-{save_id}"
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
@@ -239,7 +239,7 @@ class Bucket:
                 self.remove(key)
                 self.delete(data)
             raise
-        return DataClaim(self, data)
+        return Transaction(self, data, previous)
 
     def _write_if_unchanged(self, key: str, generation: bytes, content: bytes) -> bool:
         """Write a key if its content is still what was read with `generation`. `content` must be unique to this

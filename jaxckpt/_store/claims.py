@@ -15,13 +15,13 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt.errors import CheckpointExistsError
 
 if TYPE_CHECKING:
-    from jaxckpt._store.store import DataClaim
+    from jaxckpt._store.transaction import Transaction
 
 
 class Claims(Protocol):
     """Changes the checkpoint of a path. At every moment the path has the old checkpoint, the new one, or none."""
 
-    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
+    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
         ...
 

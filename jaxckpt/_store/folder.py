@@ -44,9 +44,9 @@ from jaxckpt._store.links import link
 from jaxckpt._store.objects import ArrayReader, ArrayWriter, Objects
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
-from jaxckpt._store.store import DataClaim
 from jaxckpt._store.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
+from jaxckpt._store.transaction import Transaction
 from jaxckpt._store.watched import watched
 from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
 
@@ -281,7 +281,7 @@ class Folder:
 
     # Claim and publish ------------------------------------------------------------------------------------
 
-    def begin_save(self, save_id: str, previous: bytes | None) -> DataClaim:
+    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """The note stays locked while the writer is alive."""
         data = f"data-{save_id}"
         note = {
@@ -296,7 +296,7 @@ class Folder:
                 undo.callback(remove_if_empty, self.folder)
             handle = retry_stale(functools.partial(self._claim_folder, data, note))
             undo.pop_all()
-            return DataClaim(self, data, handle, is_new)
+            return Transaction(self, data, previous, handle, has_created_path=is_new)
 
     def _claim_folder(self, data: str, note: dict[str, Any]) -> int:
         for tries_left in reversed(range(100)):

@@ -25,7 +25,7 @@ MOMENTS = {
     "syncing its folders": ("_store.folder.Folder", "sync_folders"),
     "syncing": ("_store.folder.Folder", "sync_data"),
     "publishing": ("_store.folder.Folder", "publish"),
-    "tidying up": ("_save.claim.Claim", "release"),
+    "tidying up": ("_store.transaction.Transaction", "close"),
 }
 
 JAXCKPT = "rival_jaxckpt"

@@ -63,11 +63,10 @@ def test_the_later_of_two_savers_is_told(gluster: Hosts, overwrite: bool) -> Non
         replace(here, 1)
     store = store_at(there, Options())
     previous = store.read(MANIFEST)
-    claim = store.begin_save("1" * 32, previous)
-    replace(here, 2)
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="another save published"):
-        store.publish(claim.data, b"{}", previous, sync=False)
-    claim.release(keep=False)
+    with store.begin_save("1" * 32, previous) as transaction:
+        replace(here, 2)
+        with pytest.raises(jaxckpt.CheckpointExistsError, match="another save published"):
+            transaction.commit(b"{}", sync=False)
     assert version_at(there) == version_at(here) == 2
 
 

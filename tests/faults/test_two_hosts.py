@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from reliability import Fault
 
 from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER, data_folder_of
-from jaxckpt._save.claim import Claim, claim
+from jaxckpt._save.claim import claim
 from jaxckpt._store import folder as _folder
 from jaxckpt._store.folder import Folder
 from jaxckpt.errors import JaxckptError
@@ -187,19 +187,24 @@ class TwoHosts(RuleBasedStateMachine):
             self.hosts[number].begin(work.get(what, functools.partial(self._save, save_id, what == "overwrite")))
 
     def _save(self, save_id: str, overwrite: bool) -> None:
-        claimed = Claim()
         try:
-            claimed = claim(self.store, [], save_id, overwrite=overwrite)
-            self.store.put(f"{claimed.data}/array", save_id.encode())
-            self.store.publish(claimed.data, sealed(save_id), claimed.previous, sync=False)
+            transaction = claim(self.store, [], save_id, overwrite=overwrite)
         except JaxckptError:
-            claimed.release(keep=False)
             return
         except Crashed:
             self.crashed_saves.add(save_id)
             raise
+        try:
+            self.store.put(f"{transaction.data}/array", save_id.encode())
+            transaction.commit(sealed(save_id), sync=False)
+        except JaxckptError:
+            transaction.close()
+            return
+        except Crashed:  # a process that dies closes nothing
+            self.crashed_saves.add(save_id)
+            raise
         self.acknowledged.add(save_id)
-        claimed.release(keep=True)
+        transaction.close()
 
     def _delete(self) -> None:
         """As a Checkpointer deletes a step."""

@@ -53,13 +53,11 @@ def test_of_two_first_saves_over_sftp_one_fails(hosts: tuple[Path, Path], monkey
 
     def save(path: Path, save_id: str) -> str | None:
         folder = Folder(str(path), str(path))
-        claim = folder.begin_save(save_id, None)
-        try:
-            folder.publish(claim.data, sealed(save_id), None, sync=False)
-        except jaxckpt.CheckpointExistsError:
-            claim.release(keep=False)
-            return None
-        claim.release(keep=True)
+        with folder.begin_save(save_id, None) as transaction:
+            try:
+                transaction.commit(sealed(save_id), sync=False)
+            except jaxckpt.CheckpointExistsError:
+                return None
         return save_id
 
     monkeypatch.setattr(os, "link", linked_together)
@@ -96,8 +94,8 @@ def test_a_writer_is_alive_if_its_lock_cannot_be_seen(hosts: tuple[Path, Path]) 
     other.put(f"{writer.data}/object", b"data")
     assert other.sweep(None), "it may still publish"
     other.clear(evict=False)
-    one.publish(writer.data, sealed(mine), None, sync=True)
-    writer.release(keep=True)
+    writer.commit(sealed(mine), sync=True)
+    writer.close()
     assert one.read(f"{writer.data}/object") == b"data"
 
 

@@ -1,0 +1,128 @@
+"""Turns data at a path into a checkpoint. This is the only code that publishes.
+
+    with begin(store, save_id, previous) as transaction:        # in one process
+        …                                                       # every process writes to `transaction.data`
+        transaction.commit(manifest)
+
+If the block ends without a commit, the data is deleted. After a commit, the checkpoint that it replaces is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Self
+
+from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder_of, may_reference_data
+from jaxckpt._model.stacks import Stack
+from jaxckpt.errors import CorruptError, StorageError
+
+if TYPE_CHECKING:
+    from jaxckpt._store.store import Store
+
+
+class Transaction:
+    """A save that has a data folder at a path, with a note of its writer."""
+
+    def __init__(
+        self,
+        store: Store,
+        data: str,
+        previous: bytes | None,
+        handle: int | None = None,
+        *,
+        has_created_path: bool = False,
+    ) -> None:
+        """`handle` is the file that is locked while the writer is alive. With `has_created_path`, the folder of the
+        checkpoint did not exist before."""
+        self.store = store
+        self.data = data
+        """Name of the data folder."""
+
+        self.previous = previous
+        """The manifest that the commit replaces."""
+
+        self.handle = handle
+        self._has_created_path = has_created_path
+        self._has_leftovers = False
+        self._is_shared = False
+        self._is_committed = False
+        self._is_closed = False
+
+    def create_arrays(self, stacks: Iterable[Stack]) -> None:
+        """Write every stack's zarr.json."""
+        for stack in stacks:
+            self.store.create_array(self.data, stack)
+
+    def sync(self, stacks: Iterable[Stack]) -> None:
+        """Make each zarr.json, the data folder, and every folder above it durable."""
+        self.store.sync_data(self.data, stacks)
+
+    def commit(self, manifest: bytes, *, sync: bool) -> None:
+        """Atomically replace the previous manifest by this one, which describes the data."""
+        self.store.publish(self.data, manifest, self.previous, sync=sync)
+        self._is_committed = True
+
+    def expect_leftovers(self) -> None:
+        """Note that there is data whose writer may be alive. After the commit, that writer cannot publish."""
+        self._has_leftovers = True
+
+    def share(self) -> None:
+        """Note that other processes have a part of this checkpoint in folders of their own, and may publish it at any
+        moment. Nothing is deleted then; the next save does that."""
+        self._is_shared = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it: delete the data without a commit, or what the commit has replaced. A second call has no effect.
+
+        The next save sweeps what cannot be deleted now. Such an error must not hide why a save failed.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(StorageError, CorruptError):
+            self._release()
+            if not self._is_committed or self._is_shared:
+                return
+            old = None if self.previous is None else data_folder_of(self.previous)
+            if old is not None:
+                self.store.delete(old)
+            if self._has_leftovers:
+                self.store.sweep(self.data)
+
+    def _release(self) -> None:
+        store = self.store
+        try:
+            # An error may come after the manifest was published.
+            if self._is_committed or self._is_shared or may_reference_data(store.read(MANIFEST), self.data):
+                store.remove(f"{self.data}/{WRITER}")
+            else:
+                store.discard(self.data)
+                if self._has_created_path:
+                    store.clear(evict=False)
+        finally:
+            if self.handle is not None:
+                store.unlock(self.handle)
+
+
+def begin(store: Store, save_id: str, previous: bytes | None) -> Transaction:
+    """Sweep the remains of dead saves, and create a data folder for a save that will replace the manifest `previous`.
+
+    Raises StorageError.
+    """
+    has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
+    transaction = store.begin_save(save_id, previous)
+    if has_leftovers:
+        transaction.expect_leftovers()
+    return transaction
+
+
+def republish(store: Store, data: str, manifest: bytes, previous: bytes, *, sync: bool) -> None:
+    """Replace the manifest of a published checkpoint by one that describes less of the same data."""
+    store.publish(data, manifest, previous, sync=sync)
