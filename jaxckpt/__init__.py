@@ -158,11 +158,16 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
+def _import_name(name: str) -> Any:
+    """PEP 562's __getattr__."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
+
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+    __getattr__ = _import_name
 
 
 def __dir__() -> list[str]:

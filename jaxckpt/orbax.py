@@ -554,7 +554,7 @@ def _restored_type(restore_args: Any, saved: TypedLeaf) -> Any:
     """The type that RestoreArgs request: that of the saved leaf, jax.Array, np.ndarray, or the type of a scalar."""
     kind: Any = restore_args.restore_type
     if kind is None:
-        return KINDS[saved.kind].type
+        return jax.Array if saved.on_devices else KINDS[saved.kind].type
     if isinstance(kind, type):
         for array_type in (jax.Array, np.ndarray):
             if issubclass(kind, array_type):

@@ -42,7 +42,7 @@ class Share(msgspec.Struct, frozen=True):
     phase_seconds: dict[str, float]
     """Seconds of each phase until the share was written."""
 
-    unlinked: dict[str, int]
+    unlinked: dict[str, int] = {}
     """Bytes of the objects that seem unchanged but were written, by the reason."""
 
 

@@ -249,7 +249,7 @@ def test_debug_shows_the_traceback(here: Path) -> None:
     for args in (("--debug", "show", "nowhere"), ("show", "nowhere", "--debug")):
         errors = run(*args, code=4).stderr
         assert "Traceback (most recent call last)" in errors
-        assert "manifests.py" in errors
+        assert "load_manifest.py" in errors
         assert (
             errors.splitlines()[-1]
             == "jaxckpt: nowhere is not a checkpoint: the path does not exist, or the folder is empty"

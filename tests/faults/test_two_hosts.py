@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from reliability import Fault
 
 from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER, data_folder_of
+from jaxckpt._pipeline.watchdog import Watch
 from jaxckpt._save.claim import claim
 from jaxckpt._store import folder as _folder
 from jaxckpt._store.folder import Folder
@@ -63,7 +64,8 @@ class Host:
     def _run(self, work: Callable[[], None]) -> None:
         _here.host = self
         try:
-            with contextlib.suppress(Crashed):
+            # As a part of one watched operation, stores make their system calls in this thread.
+            with contextlib.suppress(Crashed), Watch(60).operation("a save"):
                 work()
         finally:
             self.thread = None

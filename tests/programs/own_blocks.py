@@ -6,18 +6,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._restore import blocks, destinations, placing
-from jaxckpt._save import host_copies, staging
+from jaxckpt._devices import device_to_host
+from jaxckpt._restore import batched_placement, destinations, placement
+from jaxckpt._save import staging
 
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
-blocks.has_own_memory = lambda sharding: True
+batched_placement.has_own_memory = lambda sharding: True
 destinations.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
 
 calls: list[str] = []
-stacked, place_rows = staging._stage_stacked, placing.place_rows
+stacked, place_rows = staging._stage_stacked, placement.place_rows
 staging._stage_stacked = lambda *given: calls.append("stacked") or stacked(*given)
-placing.place_rows = lambda *given: calls.append("split") or place_rows(*given)
+placement.place_rows = lambda *given: calls.append("split") or place_rows(*given)
 
 path = args[0]  # noqa: F821
 # A process holds columns here, and each box of rows covers both processes.
@@ -52,8 +53,8 @@ for number, leaf in enumerate(found):
     assert leaf.sharding == everywhere
     assert [float(shard.data) for shard in leaf.addressable_shards] == [number] * 2
 # Large leaves: each process copies shards that it alone writes, and parts of those that both write.
-cut_piece = host_copies.cut_piece
-host_copies.cut_piece = lambda *given: calls.append("cut") or cut_piece(*given)
+cut_piece = device_to_host.cut_piece
+device_to_host.cut_piece = lambda *given: calls.append("cut") or cut_piece(*given)
 options = jaxckpt.Options(object_bytes=8 << 10, chunk_bytes=1 << 10)
 host = np.arange(1 << 16, dtype=np.float32).reshape(256, 256)
 for spec in (P("a", "b"), P()):

@@ -14,9 +14,10 @@ from processes import RunProcesses
 from strategies import bits
 
 import jaxckpt
+from jaxckpt._devices import device_to_host
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._restore import blocks, destinations, placing
-from jaxckpt._save import host_copies, staging
+from jaxckpt._restore import batched_placement, destinations, placement
+from jaxckpt._save import staging
 
 LEAVES = 150
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -26,7 +27,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The number of arrays sent to the host and to the devices, with CPU devices treated as accelerators."""
     counts = {"to_host": 0, "to_devices": 0}
-    to_host, place_rows, put = host_copies.start_copies, placing.place_rows, jax.device_put
+    to_host, place_rows, put = device_to_host.start_copies, placement.place_rows, jax.device_put
 
     def counted_to_host(arrays: list[Any]) -> list[Any]:
         counts["to_host"] += len(arrays)
@@ -42,10 +43,10 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             return place_rows(*given)
 
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
-    monkeypatch.setattr(host_copies, "start_copies", counted_to_host)
-    monkeypatch.setattr(blocks, "has_own_memory", lambda sharding: True)
+    monkeypatch.setattr(device_to_host, "start_copies", counted_to_host)
+    monkeypatch.setattr(batched_placement, "has_own_memory", lambda sharding: True)
     monkeypatch.setattr(destinations, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
-    monkeypatch.setattr(placing, "place_rows", counted_place_rows)
+    monkeypatch.setattr(placement, "place_rows", counted_place_rows)
     return counts
 
 
@@ -162,18 +163,18 @@ def test_cpu_devices_take_blocks_of_thousands_of_leaves(
         "uncommitted": None,
         "replicated": NamedSharding(mesh, P()),
     }[where]
-    found, place_rows = list[int](), placing.place_rows
-    monkeypatch.setattr(placing, "place_rows", lambda *given: found.append(given[-1]) or place_rows(*given))
+    found, place_rows = list[int](), placement.place_rows
+    monkeypatch.setattr(placement, "place_rows", lambda *given: found.append(given[-1]) or place_rows(*given))
     hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
     for enough in (LEAVES + 1, LEAVES):
-        monkeypatch.setattr(blocks, "CPU_BLOCK_LEAVES", enough)
+        monkeypatch.setattr(batched_placement, "CPU_BLOCK_LEAVES", enough)
         there_and_back(hosts, sharding, tmp_path / f"c{enough}")
         # A replicated leaf is placed without one copy per device.
-        assert found == ([] if enough > LEAVES or where == "replicated" else [blocks.CPU_BLOCK_ROWS])
+        assert found == ([] if enough > LEAVES or where == "replicated" else [batched_placement.CPU_BLOCK_ROWS])
 
 
 def test_cpu_devices_take_leaves_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "place_rows", lambda *given: pytest.fail("blocks are not faster there"))
+    monkeypatch.setattr(placement, "place_rows", lambda *given: pytest.fail("blocks are not faster there"))
     hosts = [np.float32([number]) for number in range(LEAVES)]
     there_and_back(hosts, NamedSharding(jax.make_mesh((8,), ("d",)), P()), tmp_path / "c")
 

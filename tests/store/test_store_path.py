@@ -41,7 +41,7 @@ def test_a_file_url_means_the_same_everywhere_and_in_tensorstore(
         steps.save(1, {"w": 1})
     assert sorted(os.listdir(folder)) == ["again", "ckpt", "run", "w.safetensors"]
     assert jaxckpt.diff(f"{url}/w.safetensors", folder / "again").leaves[0].differing == 0
-    assert [entry.name for entry in list_checkpoints(url)] == ["again", "ckpt", "w.safetensors"]
+    assert [entry.name for entry in list_checkpoints(url)] == ["again", "ckpt", "run", "w.safetensors"]
     assert "w.safetensors" in jaxckpt.report(f"{url}/w.safetensors")
     with pytest.raises(jaxckpt.InputError, match="is not absolute"):
         jaxckpt.convert(folder / "ckpt", "file://tmp/x.npz")

@@ -120,7 +120,7 @@ def test_a_save_whose_data_was_taken_for_dead_fails(hosts: tuple[Path, Path], mo
         link(old, new, **named)
 
     monkeypatch.setattr(os, "link", overtaken)
-    with pytest.raises(jaxckpt.StorageError, match="deleted while it was being written"):
+    with pytest.raises(jaxckpt.StorageError, match="disappeared while it was being written"):
         one.publish(writer.data, sealed(mine), None, sync=True)
     assert [one.read(MANIFEST), other.read(MANIFEST)] == [None, None]
     os.close(writer.handle or 0)

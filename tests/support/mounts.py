@@ -123,6 +123,7 @@ def _await_server(daemon: subprocess.Popen[bytes], port: int, log: Path) -> None
         time.sleep(0.02)
 
 
+@contextlib.contextmanager
 def rclone(source: Path, at: Path, cache_mode: str) -> Generator[Mount]:
     """The folder `source` behind rclone's layer for object stores, which has no hard links."""
     cache = at.with_name(f"{at.name}.cache")

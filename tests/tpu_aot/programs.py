@@ -28,8 +28,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._restore import blocks, gathering, placing
-from jaxckpt._save import exchange, host_copies, staging
+from jaxckpt._devices import device_to_host, exchange
+from jaxckpt._restore import batched_placement, placement, shared_exchange
+from jaxckpt._save import staging
 
 MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
 LARGE = (16384, 16384)
@@ -100,7 +101,7 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
             exchange.box_replicator(split, BOX),
             [abstract(LARGE, dtype, split), abstract((2,), np.int32)],
         )
-        cut = host_copies.cutter((part[0] // 2, part[1]), np.dtype(dtype))
+        cut = device_to_host.cutter((part[0] // 2, part[1]), np.dtype(dtype))
         yield "cut", name, cut, [abstract(part, dtype, own), abstract((2,), np.int32)]
     pinned = split.with_memory_kind("pinned_host")
     yield (
@@ -123,19 +124,19 @@ def programs(mesh: Mesh, dtypes: list[str]) -> Iterator[tuple[str, str, Any, lis
             staging._stack(along, np.dtype(dtype)),
             [[abstract(SMALL, dtype, split)] * staging.SEND_ROWS],
         )
-        block = abstract((blocks.BLOCK_ROWS, *SMALL), exchange.transfer_dtype(np.dtype(dtype)), along)
-        yield "split", name, blocks.splitter(split, np.dtype(dtype), blocks.BLOCK_ROWS), [block]
+        block = abstract((batched_placement.BLOCK_ROWS, *SMALL), exchange.transfer_dtype(np.dtype(dtype)), along)
+        yield "split", name, batched_placement.splitter(split, np.dtype(dtype), batched_placement.BLOCK_ROWS), [block]
         pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         # Staging calls jax.device_put, which usually copies without a program. This is the program of the other cases.
         copy = jax.jit(lambda x: x, out_shardings=pinned)
         yield "copy to pinned_host", name, copy, [abstract(part, dtype, own)]
         carrier = exchange.transfer_dtype(np.dtype(dtype))
-        cast = host_copies.cutter((part[0] // 2, part[1]), np.dtype(np.float16))
+        cast = device_to_host.cutter((part[0] // 2, part[1]), np.dtype(np.float16))
         yield "cut and cast", name, cast, [abstract(part, dtype, own), abstract((2,), np.int32)]
         starts = tuple(abstract((), np.int32) for _ in part)
         piece = abstract((8, part[1]), carrier, own)
-        yield "streaming update", name, placing._update, [abstract(part, carrier, own), piece, starts]
-    yield "streaming bitcast", "bfloat16", placing._bitcast, [abstract(part, np.uint16, own), np.dtype(jnp.bfloat16)]
+        yield "streaming update", name, placement._update, [abstract(part, carrier, own), piece, starts]
+    yield "streaming bitcast", "bfloat16", placement._bitcast, [abstract(part, np.uint16, own), np.dtype(jnp.bfloat16)]
 
 
 def shared_reads(topology: str, devices: list[Any]) -> Iterator[tuple[str, str, Any, list[Any]]]:
@@ -150,7 +151,7 @@ def shared_reads(topology: str, devices: list[Any]) -> Iterator[tuple[str, str, 
         along = NamedSharding(mesh, P(mesh.axis_names))
         words = jax.ShapeDtypeStruct((GIVEN_WORDS[topology] * mesh.size,), np.uint32, sharding=along)
         starts = jax.ShapeDtypeStruct((mesh.size,), np.int32, sharding=along)
-        yield name, "uint32", gathering.gatherer(mesh, givers), [words, starts]
+        yield name, "uint32", shared_exchange.gatherer(mesh, givers), [words, starts]
 
 
 def compiled(topology: str) -> Iterator[Compiled]:

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits
 
 import jaxckpt
+from jaxckpt._devices import device_to_host
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._save import host_copies, staging
+from jaxckpt._save import staging
 from jaxckpt._save.staging_queue import Handover
 
 Save = Callable[..., Any]
@@ -42,9 +43,9 @@ every_save = pytest.mark.parametrize("save", SAVES.values(), ids=list(SAVES))
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     """The arrays that are sent to the host."""
     arrays: list[jax.Array] = []
-    start = host_copies.start_copies
+    start = device_to_host.start_copies
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
-    monkeypatch.setattr(host_copies, "start_copies", lambda given: arrays.extend(given) or start(given))
+    monkeypatch.setattr(device_to_host, "start_copies", lambda given: arrays.extend(given) or start(given))
     return arrays
 
 
@@ -83,7 +84,7 @@ def test_parts_are_cast(own: str, wanted: str, save: Save, tmp_path: Path) -> No
 
 
 def test_a_shard_in_several_objects_is_copied_once(tmp_path: Path, sent: list[jax.Array], monkeypatch: Any) -> None:
-    monkeypatch.setattr(host_copies, "cut_piece", lambda *given: pytest.fail("needs device memory"))
+    monkeypatch.setattr(device_to_host, "cut_piece", lambda *given: pytest.fail("needs device memory"))
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     tree = {
         "split": numbers((64, 512), NamedSharding(mesh, P("a", "b"))),
@@ -119,7 +120,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
     shards: list[weakref.ref[Any]] = []
     staged_bytes: list[int] = []
     alive: list[int] = []
-    make, written = host_copies.HostShard.__init__, Handover.mark_written
+    make, written = device_to_host.HostShard.__init__, Handover.mark_written
 
     def counted(self: Any, array: Any) -> None:
         make(self, array)
@@ -130,7 +131,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
         alive.append(sum(shard() is not None for shard in shards))
         written(self, one)
 
-    monkeypatch.setattr(host_copies.HostShard, "__init__", counted)
+    monkeypatch.setattr(device_to_host.HostShard, "__init__", counted)
     monkeypatch.setattr(Handover, "mark_written", noted)
     SAVES["save_async"](tmp_path / "c", {"x": numbers((64, 128)), "y": numbers((64, 128))})
     assert len(shards) == 2
@@ -157,7 +158,7 @@ def test_deleted_arrays_without_pinned_memory(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without "pinned_host", a host copy belongs to the array, and is lost with it."""
-    monkeypatch.setattr(host_copies, "pinned_memory", lambda sharding: None)
+    monkeypatch.setattr(device_to_host, "pinned_memory", lambda sharding: None)
     for options in (OPTIONS, LIMITED):
         tree = {"x": numbers((64, 128)), "y": numbers((16, 16)), "many": numbers((2, 2))}
         wanted = {name: np.array(leaf) for name, leaf in tree.items()}
@@ -185,13 +186,13 @@ def test_the_callers_configuration_does_not_matter(committed: bool, save: Save, 
 
 
 def test_parts_of_a_shape_share_a_program(tmp_path: Path) -> None:
-    host_copies.cutter.cache_clear()
+    device_to_host.cutter.cache_clear()
     SAVES["save"](tmp_path / "c", {"x": numbers((64, 128)), "y": numbers((64, 128))})
-    info = host_copies.cutter.cache_info()
+    info = device_to_host.cutter.cache_info()
     assert info.misses == 1
     assert info.hits == 15
-    program = host_copies.cutter((8, 128), np.dtype(np.float32))
-    assert host_copies.cutter.cache_info().misses == 1
+    program = device_to_host.cutter((8, 128), np.dtype(np.float32))
+    assert device_to_host.cutter.cache_info().misses == 1
     assert program._cache_size() == 1
 
 
@@ -200,7 +201,7 @@ def test_the_device_memory_of_parts_is_bounded(
     dtype: str | None, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part_bytes = OBJECT_BYTES
-    monkeypatch.setattr(host_copies, "DEVICE_BYTES", 3 * part_bytes)
+    monkeypatch.setattr(device_to_host, "DEVICE_BYTES", 3 * part_bytes)
     waited: list[int] = []
     block = jax.block_until_ready
 
