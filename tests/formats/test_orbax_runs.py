@@ -186,3 +186,13 @@ def test_ls_of_a_pinned_step_shows_its_names(tmp_path: Path, path: str) -> None:
     jaxckpt.pin(tmp_path / "run@30", "paper")
     (entry,) = run_json("ls", f"{tmp_path}/{path}")["checkpoints"]
     assert (entry["step"], entry["pinned"]) == (30, ["paper"])
+
+
+def test_a_save_that_was_killed_while_it_published_is_no_step_of_orbax(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.arange(3)})
+    killed = tmp_path / "00000002" / f"data-{'0' * 32}"
+    killed.mkdir(parents=True)
+    (killed / "manifest.json").write_bytes((tmp_path / "00000001" / "manifest.json").read_bytes())
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1]

@@ -11,8 +11,8 @@ Each process is a fork, so that Python and JAX are imported only once.
 from __future__ import annotations
 
 import json
-import operator
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -87,7 +87,7 @@ def strike_at(phase: str) -> None:
     """Kill this process when it reaches a phase."""
     place, calls = PHASES[phase]
     owner, _, name = place.rpartition(".")
-    owner = operator.attrgetter(owner)(jaxckpt)
+    owner = pkgutil.resolve_name(f"jaxckpt.{owner}")
     original, counted = getattr(owner, name), []
 
     def struck(*arguments: Any, **named: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
+import pkgutil
 import signal
 import subprocess
 import time
@@ -69,7 +69,7 @@ def attempt(kind: str, version: int, timeout: float) -> tuple[str, float]:
 def at(phase: str, strike: Callable[[], None]) -> Callable[[], None]:
     """Call `strike` once, when this process reaches a phase; returns a function that undoes this."""
     owner, _, name = PHASES[phase][1].rpartition(".")
-    owner = operator.attrgetter(owner)(jaxckpt)
+    owner = pkgutil.resolve_name(f"jaxckpt.{owner}")
     original = getattr(owner, name)
 
     def struck(*arguments: Any, **named: Any) -> Any:

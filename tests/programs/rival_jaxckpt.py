@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import os
+import pkgutil
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def prepare(asked: dict[str, Any]) -> Callable[[], None]:
     if "stop_at" not in asked:
         return lambda: None
     path, name = MOMENTS[asked["stop_at"]]
-    owner = operator.attrgetter(path)(jaxckpt)
+    owner = pkgutil.resolve_name(f"jaxckpt.{path}")
     original = getattr(owner, name)
 
     def stop(*args: Any, **named: Any) -> Any:

@@ -154,8 +154,9 @@ def _is_step(path: str, names: Collection[str], has_file: Callable[[str], bool] 
     """By default, what cannot be looked at does not count: any folder may be next to a checkpoint."""
     if TREE_FILE in names or has_step_mark(names) or _has_items(path, names, has_file):
         return True
-    # A jaxckpt run also has folders with a manifest, but they are named like steps.
-    items = (name for name in names if not _STEP_NAME.fullmatch(name))
+    # A jaxckpt run also has folders with a manifest, but they are named like steps. A save that was killed while it
+    # published may have left its manifest in its data folder.
+    items = (name for name in names if not (_STEP_NAME.fullmatch(name) or is_data_folder(name)))
     return any(has_file(f"{path}/{name}/{MANIFEST}") for name in itertools.islice(items, _MAX_CHECKED_FOLDERS))
 
 
