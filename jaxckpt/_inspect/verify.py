@@ -308,7 +308,7 @@ def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_
 
 def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
     try:
-        found = retry_stale(functools.partial(_object_problems, store, meter, file))
+        found = retry_stale(_object_problems, store, meter, file)
     except (DataError, OSError) as error:
         _require_answer(error)
         return list(file.problems(None, f"cannot be read: {error}"))

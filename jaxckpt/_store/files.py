@@ -73,7 +73,7 @@ class FileWriter:
     def _write(self, index: tuple[int, ...], pieces: Pieces, content: bool) -> tuple[int, str, str]:
         path = _path(self.folder, index)
         with translate_os_errors(f"cannot write {path}"):
-            handle = retry_stale(functools.partial(_create_file, path, self.folder))
+            handle = retry_stale(_create_file, path, self.folder)
             try:
                 written = self._encode(handle, index, pieces, content)
                 if self.sync:
@@ -138,7 +138,7 @@ class FileReader(ArrayReader):
         path = _path(self.folder, index)
         with translate_os_errors(f"cannot read {path}"):
             try:
-                retry_stale(functools.partial(self._read_object, path, index, wanted))
+                retry_stale(self._read_object, path, index, wanted)
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
                     raise DataError(f"{path} is missing") from error

@@ -132,7 +132,7 @@ class Folder:
     def read(self, key: str) -> bytes | None:
         with self._translate_errors("read", key):
             try:
-                return retry_stale(functools.partial(self._read, key))
+                return retry_stale(self._read, key)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -180,7 +180,7 @@ class Folder:
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         with self._translate_errors("write", key):
-            retry_stale(functools.partial(self._put, key, content, sync=sync))
+            retry_stale(self._put, key, content, sync=sync)
 
     def _put(self, key: str, content: bytes, *, sync: bool) -> None:
         with open(self._path(key), "wb") as file:
@@ -191,7 +191,7 @@ class Folder:
 
     def remove(self, key: str) -> None:
         with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            retry_stale(functools.partial(os.unlink, self._path(key)))
+            retry_stale(os.unlink, self._path(key))
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Folder:
         """Length and digest of an object."""
         with self._translate_errors("read", key):
             try:
-                return retry_stale(functools.partial(self._digest, key, stack))
+                return retry_stale(self._digest, key, stack)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise DataError(f"{self.url}/{key} is missing") from error
 
@@ -248,9 +248,9 @@ class Folder:
         for key, length in lengths.items():
             with self._translate_errors("look at", key):
                 try:
-                    size, odd = retry_stale(functools.partial(self._inspect_file, key, plain))
+                    size, odd = retry_stale(self._inspect_file, key, plain)
                     if not odd and size != length:
-                        size = retry_stale(functools.partial(self._current_size, key))
+                        size = retry_stale(self._current_size, key)
                 except (FileNotFoundError, NotADirectoryError):
                     size, odd = 0, "is missing"
             note_progress()
@@ -294,7 +294,7 @@ class Folder:
             is_new = not os.path.lexists(self.folder)
             if is_new:  # deleted only if empty: another process may be saving there too
                 undo.callback(remove_if_empty, self.folder)
-            handle = retry_stale(functools.partial(self._claim_folder, data, note))
+            handle = retry_stale(self._claim_folder, data, note)
             undo.pop_all()
             return Transaction(self, data, previous, handle, has_created_path=is_new)
 
@@ -339,7 +339,7 @@ class Folder:
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
         """The checkpoint's folder, open and locked, so that claims, sweeps and publications exclude each other."""
-        handle = retry_stale(functools.partial(os.open, self.folder, os.O_RDONLY | os.O_DIRECTORY))
+        handle = retry_stale(os.open, self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._lock(handle)
             yield handle
@@ -371,7 +371,7 @@ class Folder:
 
     def create_array(self, data: str, stack: Stack) -> None:
         with self._translate_errors("create", f"{data}/{stack.name}"):
-            retry_stale(functools.partial(os.makedirs, self._path(data, stack.name), exist_ok=True))
+            retry_stale(os.makedirs, self._path(data, stack.name), exist_ok=True)
         self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
@@ -479,7 +479,7 @@ class Folder:
             contextlib.suppress(FileNotFoundError),
             self._locked() as handle,
         ):
-            retry_stale(functools.partial(os.unlink, self._path(MANIFEST)))
+            retry_stale(os.unlink, self._path(MANIFEST))
             if sync:  # otherwise a power loss could restore the manifest without its data
                 os.fsync(handle)
 
@@ -643,7 +643,7 @@ class Folder:
     def names(self) -> list[str]:
         with self._translate_errors("list", ""):
             try:
-                return sorted(retry_stale(functools.partial(os.listdir, self.folder)))
+                return sorted(retry_stale(os.listdir, self.folder))
             except (FileNotFoundError, NotADirectoryError) as error:
                 if error.errno == errno.ESTALE:  # a server that has lost its files must not look like a new run
                     raise
@@ -665,7 +665,7 @@ class Folder:
     def _is_published(self, name: str) -> bool | StorageError:
         note_progress()
         try:
-            retry_stale(functools.partial(os.stat, self._path(name, MANIFEST)))
+            retry_stale(os.stat, self._path(name, MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -680,7 +680,7 @@ class Folder:
 
     def create_child(self, name: str) -> Self:
         with self._translate_errors("create", name):
-            retry_stale(functools.partial(os.makedirs, self._path(name), exist_ok=True))
+            retry_stale(os.makedirs, self._path(name), exist_ok=True)
         return self.child(name)
 
     def parent_and_name(self) -> tuple[Self, str] | None:
@@ -696,9 +696,9 @@ class Folder:
     def rename(self, name: str, to: str) -> None:
         """Rename a folder below this one atomically. Does nothing if it does not exist."""
         with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
-            retry_stale(functools.partial(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True))
+            retry_stale(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True)
             try:
-                retry_stale(functools.partial(os.rename, self._path(name), self._path(to)))
+                retry_stale(os.rename, self._path(name), self._path(to))
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
@@ -745,7 +745,7 @@ def _kind(mode: int) -> str:
 def sync_path(path: str) -> None:
     """Make a file durable, or the names in a folder. Raises StorageError."""
     with translate_os_errors(f"cannot sync {path}"):
-        retry_stale(functools.partial(_sync_path, path))
+        retry_stale(_sync_path, path)
 
 
 def _sync_path(path: str) -> None:

@@ -8,18 +8,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _STALE_SECONDS = 2.0
 """How long a path may lead to a file that another host has deleted or replaced. GlusterFS and FUSE cache for 1 s."""
 
 
-def retry_stale(work: Callable[[], T]) -> T:
-    """Return what `work` returns. If it fails with ESTALE, try again for 2 s.
+def retry_stale(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Return what `work` returns for these arguments. If it fails with ESTALE, try again for 2 s.
 
     NFS and GlusterFS raise ESTALE if another host has deleted or replaced a file that this host has open, or has found
     by its path a moment ago. `work` must therefore begin with the path. An ESTALE that does not pass is raised as a
@@ -29,7 +30,7 @@ def retry_stale(work: Callable[[], T]) -> T:
     pause = 0.005
     while True:
         try:
-            return work()
+            return work(*arguments, **named)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
