@@ -61,7 +61,7 @@ class Peaks:
         gc.collect()
         self._ended = threading.Event()
         self._before = self._most = self._now()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._watchdog)
         self._thread.start()
         return self
 
@@ -69,7 +69,7 @@ class Peaks:
         self._ended.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _watchdog(self) -> None:
         while not self._ended.wait(0.005):
             self._most = tuple(map(max, self._most, self._now()))
 

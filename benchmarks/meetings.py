@@ -29,7 +29,7 @@ from jax._src import distributed
 
 from jaxckpt._job import rendezvous as processes
 from jaxckpt._job.rendezvous import Call, Group
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 
 SERVICE_PER_SECOND = 7_000
 """Requests per second that JAX's coordination service answers with one core: a request takes 145 µs of process 0's CPU
@@ -143,7 +143,7 @@ class Meeting:
 def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
     """A process in a call: in its first meeting, or in a later one."""
     call = Call.of("save", "s3://checkpoints/1234abcd")
-    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watch(300.0), n_meetings=0 if first else 1)
+    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watchdog(300.0), n_meetings=0 if first else 1)
 
 
 def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:

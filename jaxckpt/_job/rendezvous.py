@@ -36,7 +36,7 @@ from jaxckpt._job.failures import combined_error, failure_message
 from jaxckpt._job.job import connected_job
 from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import RunningCall, Task, start_thread
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt.errors import InputError, PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Group:
     client: Any
     prefix: str
     call: Call
-    watch: Watch
+    watchdog: Watchdog
     """The storage operation of this process. If it stalls, the other processes are notified."""
 
     n_meetings: int = 0
@@ -131,14 +131,14 @@ class Group:
                 " a signal handler or a callback: set a flag there, and make the call after the other has returned"
             )
         timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
-        watch = Watch(timeout_seconds)
+        watchdog = Watchdog(timeout_seconds)
         job = connected_job()
         if job is None:
-            return cls(0, 1, timeout_seconds, None, "", call, watch)
+            return cls(0, 1, timeout_seconds, None, "", call, watchdog)
         number, n_alike = job.count_call(call)
         call, prefix = replace(call, number=n_alike), f"jaxckpt/{number}"
         return cls(
-            job.index, job.count, timeout_seconds, job.client, prefix, call, watch, runs_service=job.runs_service
+            job.index, job.count, timeout_seconds, job.client, prefix, call, watchdog, runs_service=job.runs_service
         )
 
     def __enter__(self) -> Self:
@@ -302,7 +302,7 @@ class Meeting:
                 except queue.Empty:
                     gone = self._running_call is not None and not self._running_call.is_running()
                     # The caller may hang, or an interrupt may have ended it. The others must not wait for it.
-                    error = KeyboardInterrupt("interrupted") if gone else group.watch.stall_error()
+                    error = KeyboardInterrupt("interrupted") if gone else group.watchdog.stall_error()
                     if error is not None:
                         self._post_failure(error)
                         self._posts.put(None)

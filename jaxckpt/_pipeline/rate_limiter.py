@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxckpt._pipeline.threads import POLL_SECONDS, is_shutting_down
 
 
-class Pace:
+class RateLimiter:
     """Spreads the writes of one thread over time. Another thread may end the limit at any moment."""
 
     def __init__(self, bytes_per_second: float | None) -> None:

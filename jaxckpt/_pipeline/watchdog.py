@@ -16,34 +16,34 @@ from jaxckpt.errors import StorageError
 
 
 class _Current(threading.local):
-    watch: Watch | None = None
+    watchdog: Watchdog | None = None
 
 
 _current = _Current()
 
 
-def current_watch() -> Watch | None:
-    """The watch of the storage operation that this thread carries out, if any."""
-    return _current.watch
+def current_watchdog() -> Watchdog | None:
+    """The watchdog of the storage operation that this thread carries out, if any."""
+    return _current.watchdog
 
 
 def require_not_stalled() -> None:
     """Raise an error if nothing waits for the storage operation of this thread any more: it hung or was interrupted."""
-    if (watch := current_watch()) is not None:
-        watch.require_not_stalled()
+    if (watchdog := current_watchdog()) is not None:
+        watchdog.require_not_stalled()
 
 
 @contextlib.contextmanager
-def under(watch: Watch | None) -> Generator[None]:
-    """Let the block carry out a part of the storage operation of another thread, which has this watch."""
-    outside, _current.watch = _current.watch, watch
+def under(watchdog: Watchdog | None) -> Generator[None]:
+    """Let the block carry out a part of the storage operation of another thread, which has this watchdog."""
+    outside, _current.watchdog = _current.watchdog, watchdog
     try:
         yield
     finally:
-        _current.watch = outside
+        _current.watchdog = outside
 
 
-class Watch:
+class Watchdog:
     """The storage operation of a call, as seen by the threads that wait for it."""
 
     def __init__(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
-from jaxckpt._pipeline.watchdog import Watch, current_watch, under
+from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, under
 from jaxckpt.errors import StorageError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Workers:
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Run work as a part of the storage operation of this thread, if there is one."""
-        task = Task(functools.partial(_run_part, current_watch(), work))
+        task = Task(functools.partial(_run_part, current_watchdog(), work))
         try:
             if not self._started:
                 self._start()
@@ -62,8 +62,8 @@ class Workers:
             self._todo.put(None)
 
 
-def _run_part(watch: Watch | None, work: Callable[[], T]) -> T:
-    with under(watch):
+def _run_part(watchdog: Watchdog | None, work: Callable[[], T]) -> T:
+    with under(watchdog):
         try:
             return work()
         finally:
@@ -78,8 +78,8 @@ def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
 
 def note_progress() -> None:
     """Note that bytes have moved, or that storage has answered, in the storage operation of this thread."""
-    if (watch := current_watch()) is not None:
-        watch.note_progress()
+    if (watchdog := current_watchdog()) is not None:
+        watchdog.note_progress()
 
 
 _workers = Workers("jaxckpt-files")
@@ -127,7 +127,7 @@ class StorageThread:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._watch = Watch(seconds)
+        self._watchdog = Watchdog(seconds)
         self._todo: SimpleQueue[Task[Any] | None] | None = None
         self.hung: Task[Any] | None = None
         """The work that hung."""
@@ -150,28 +150,28 @@ class StorageThread:
         If this thread already carries out a watched operation, the work is a part of that.
         """
         global _has_stalled
-        outer = current_watch()
+        outer = current_watchdog()
         if outer is not None:
             outer.require_not_stalled()
             result = work()
             outer.note_progress()
             return result
-        self._watch.require_not_stalled()
+        self._watchdog.require_not_stalled()
         todo, self._todo = self._todo, None  # stays None if the work hangs or an interrupt ends the wait
         if todo is None and (todo := _idle_or_new()) is None:
             return work()
-        task = Task(functools.partial(_run_operation, self._watch, what, work))
+        task = Task(functools.partial(_run_operation, self._watchdog, what, work))
         todo.put(task)
         try:
             while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
-                if error := self._watch.stall_error():
+                if error := self._watchdog.stall_error():
                     _has_stalled, self.hung = True, task
                     replace_workers()  # these threads may also hang
                     raise error
             self._todo = todo
         finally:
             if self._todo is None:
-                self._watch.abandon()
+                self._watchdog.abandon()
                 todo.put(None)
         return task.result()
 
@@ -182,8 +182,8 @@ def run_watched(what: str, seconds: float, work: Callable[[], T]) -> T:
         return thread.run(what, work)
 
 
-def _run_operation(watch: Watch, what: str, work: Callable[[], T]) -> T:
-    with watch.operation(what):
+def _run_operation(watchdog: Watchdog, what: str, work: Callable[[], T]) -> T:
+    with watchdog.operation(what):
         return work()
 
 

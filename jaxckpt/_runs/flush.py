@@ -21,7 +21,7 @@ from jaxckpt._model.manifest import state_file_name
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._runs.directory import Directory
 from jaxckpt._save.async_saves import PendingSave, finish_at_exit, submit_save
 from jaxckpt._save.claim import claim, require_shared
@@ -66,8 +66,8 @@ class Flush:
 
     def begin(self, local: PendingSave) -> PendingSave:
         """Start to wait for the local save and to copy its files."""
-        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watch)
-        self.pending.pace = Pace(self.bytes_per_second)
+        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watchdog)
+        self.pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_at_exit()
         work = functools.partial(self._run, local)
         if self.on_done is not None:
@@ -101,7 +101,7 @@ class Flush:
                 meeting.gather("")
                 transaction: Transaction | None = None
                 if group.index == 0:
-                    with group.watch.operation(f"preparing {self.store.url}"):
+                    with group.watchdog.operation(f"preparing {self.store.url}"):
                         self.directory.require_same_folder()
                         stacks = manifest.decoded_stacks
                         transaction = claim(self.store, stacks, manifest.save_id, overwrite=self.overwrite)
@@ -118,7 +118,7 @@ class Flush:
                     raise
                 meeting.gather("")
                 if transaction is not None:
-                    with group.watch.operation(f"publishing {self.store.url}"):
+                    with group.watchdog.operation(f"publishing {self.store.url}"):
                         if self.options.sync:
                             transaction.sync(manifest.decoded_stacks)
                         self.check()
@@ -139,20 +139,20 @@ class Flush:
             self.store.put(key, self._read(key), sync=self.options.sync)
         for obj in self.owned:
             self.check()
-            pending.pace.wait(obj.n_bytes, self.check)
+            pending.rate_limiter.wait(obj.n_bytes, self.check)
             stack = manifest.decoded_stacks[obj.stack]
             key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
             content = self._read(key)
             _require_unchanged(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
             folder, _, name = key.rpartition("/")
-            with self.group.watch.operation(f"writing to {self.store.url}"):
+            with self.group.watchdog.operation(f"writing to {self.store.url}"):
                 below = self.store.child(folder) if folder in created_folders else self.store.create_child(folder)
                 below.put(name, content, sync=self.options.sync)
             created_folders.add(folder)
             indices.setdefault(obj.stack, []).append(obj.index)
             pending.add_done_bytes(obj.n_bytes)
         if self.options.sync:
-            with self.group.watch.operation(f"syncing {self.store.url}"):
+            with self.group.watchdog.operation(f"syncing {self.store.url}"):
                 for number, found in indices.items():
                     self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], found)
 

@@ -24,9 +24,9 @@ from dataclasses import replace
 
 from jaxckpt._pipeline.exit_status import set_exit_status
 from jaxckpt._pipeline.progress import Progress
-from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt.errors import InputError, PeerError, StorageError
@@ -37,21 +37,21 @@ _log = logging.getLogger("jaxckpt")
 class PendingSave:
     """A save that runs in a background thread: the result of `save_async`."""
 
-    def __init__(self, path: str, total_bytes: int, start_time: float, watch: Watch) -> None:
+    def __init__(self, path: str, total_bytes: int, start_time: float, watchdog: Watchdog) -> None:
         self.path = path
         """The path or URL of the checkpoint."""
 
         self.skipped = False
         """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
 
-        self.pace = Pace(None)
+        self.rate_limiter = RateLimiter(None)
         """The rate at which it writes."""
 
         self.is_published = False
         """Whether the checkpoint is published. Its `on_done` may not have ended yet."""
 
         self._start_time = start_time
-        self._watch = watch
+        self._watchdog = watchdog
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._seconds: float | None = None
@@ -118,7 +118,7 @@ class PendingSave:
     def hurry(self, timeout: float) -> None:
         """End the limit of its rate, and wait for at most `timeout` seconds until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
-        self.pace.bytes_per_second = None
+        self.rate_limiter.bytes_per_second = None
         wake_thread()
         self._await(self._settled, timeout)
 
@@ -134,7 +134,7 @@ class PendingSave:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             if latch.wait(left):
                 return True
-            if error := self._watch.stall_error():
+            if error := self._watchdog.stall_error():
                 _abandon_hung_save(self, error)
                 return True
             if left <= 0:
@@ -370,7 +370,7 @@ def await_saves() -> None:
 def lift_limits() -> None:
     """End the limits of the rates of all running saves, because the job is being preempted."""
     for job in _jobs.copy():
-        job.pending.pace.bytes_per_second = None
+        job.pending.rate_limiter.bytes_per_second = None
 
 
 def hurry_saves(deadline: float) -> None:

@@ -62,7 +62,7 @@ def publish(
     meeting: Meeting, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
 ) -> PublishResult:
     """Process 0 publishes the manifest after all have written their share."""
-    clock, watch = save.clock, meeting.group.watch
+    clock, watchdog = save.clock, meeting.group.watchdog
     with clock.timed("barrier"):
         texts = _gather_shares(meeting, share)
     published = PublishResult(0, 0, "")  # replaced by the result of process 0
@@ -70,13 +70,13 @@ def publish(
         shares = [msgspec.json.decode(text, type=Share) for text in texts]
         manifest = build_manifest(save_id, save.plan, save.draft, save.request, shares)
         if save.options.sync:
-            with clock.timed("sync"), watch.operation(f"syncing {meeting.group.call.where}"):
+            with clock.timed("sync"), watchdog.operation(f"syncing {meeting.group.call.where}"):
                 transaction.sync(manifest.decoded_stacks)
         with clock.timed("publish"):
             content = _encode(manifest)
             meeting.group.require_not_cancelled()
             meeting.group.end_cancellation()
-            with watch.operation(f"publishing {meeting.group.call.where}"):
+            with watchdog.operation(f"publishing {meeting.group.call.where}"):
                 transaction.commit(content, sync=save.options.sync)
             reused_bytes = sum(share.linked_bytes for share in shares)
             published = PublishResult(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
@@ -93,7 +93,7 @@ def publish_own(
     """Every process publishes the same manifest in its own folder, after all have written their share. Any one manifest
     then proves that the whole checkpoint was written."""
     assert transaction is not None, "each process has its own"
-    clock, watch = save.clock, meeting.group.watch
+    clock, watchdog = save.clock, meeting.group.watchdog
     with clock.timed("barrier"):
         texts = _gather_shares(meeting, share)
     content = ""
@@ -107,7 +107,7 @@ def publish_own(
         content = zlib.decompress(base64.b64decode(meeting.broadcast(content)))
         meeting.start_next()
     manifest = manifests.decode(content, meeting.group.call.where)
-    with clock.timed("publish"), watch.operation(f"publishing {meeting.group.call.where}"):
+    with clock.timed("publish"), watchdog.operation(f"publishing {meeting.group.call.where}"):
         if save.options.sync:
             transaction.sync(manifest.decoded_stacks)
         transaction.commit(content, sync=save.options.sync)

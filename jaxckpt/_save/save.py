@@ -30,7 +30,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.events import record_event
 from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
-from jaxckpt._pipeline.rate_limiter import Pace
+from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, is_shutting_down, run_uninterrupted
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.async_saves import PendingSave
@@ -161,16 +161,16 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
     if background and request.deadline is None and options.when_busy == "skip" and _is_busy(group):
-        skipped = PendingSave(os.fspath(request.path), 0, start_time, group.watch)
+        skipped = PendingSave(os.fspath(request.path), 0, start_time, group.watchdog)
         skipped.skip()
         return skipped
     save = prepare(request, options, group)
-    pending = PendingSave(save.store.url, save.written_bytes, start_time, group.watch)
+    pending = PendingSave(save.store.url, save.written_bytes, start_time, group.watchdog)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
-    handover = Handover(max_bytes if save.threaded else None, request.deadline, group.watch)
+    handover = Handover(max_bytes if save.threaded else None, request.deadline, group.watchdog)
     is_limited = background and request.deadline is None and request.spread is None
-    pending.pace = Pace(options.max_bytes_per_second if is_limited else None)
+    pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
     work = functools.partial(_carry_out, save, handover)
     if request.on_done is not None:
         work = functools.partial(run_and_notify, work, request.on_done)
@@ -216,7 +216,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
 
 def _await_claim(save: PreparedSave) -> bool:
     """Wait until all processes have claimed the path. Returns False if they will not."""
-    stall_error = save.group.watch.stall_error
+    stall_error = save.group.watchdog.stall_error
     while not save.claim_ended.wait(POLL_SECONDS) and not stall_error():
         pass
     return bool(save.transfer.data) and not stall_error()
@@ -305,7 +305,7 @@ def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> 
         with transaction or contextlib.nullcontext():
             with group.meeting("saving") as meeting:
                 try:
-                    share, written = write(save, data, handover, pending.pace, _make_report(pending, display))
+                    share, written = write(save, data, handover, pending.rate_limiter, _make_report(pending, display))
                     handover.require_not_cancelled()
                 except BaseException:
                     handover.close()
@@ -387,17 +387,17 @@ def _agree_and_begin(save: PreparedSave) -> tuple[str, Transaction | None]:
                 rounds = plan_rounds(save.copies.channels, sizes, save.options.host_bytes // 8)
                 terms = _Decisions(terms.save_id, spread.choose_kept(), rounds)
             elif messages:
-                with group.watch.operation(f"preparing {save.store.url}"):
+                with group.watchdog.operation(f"preparing {save.store.url}"):
                     transaction = claim(save.store, save.plan.stacks, terms.save_id, overwrite=save.request.overwrite)
             with clock.timed("barrier"):
                 terms = msgspec.json.decode(meeting.broadcast(msgspec.json.encode(terms).decode()), type=_Decisions)
         with group.meeting(looking) as meeting:
             if spread:
-                with group.watch.operation(f"preparing {save.store.url}"):
+                with group.watchdog.operation(f"preparing {save.store.url}"):
                     spread.clear(terms.kept)
                     transaction = claim_own(save.store, save.plan.stacks, terms.save_id)
             else:
-                with group.watch.operation(f"looking for {save.store.url}"):
+                with group.watchdog.operation(f"looking for {save.store.url}"):
                     require_shared(save.store, data_folder(terms.save_id), group.index)
             with clock.timed("barrier"):
                 meeting.gather("")

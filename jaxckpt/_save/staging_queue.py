@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxckpt._pipeline.threads import POLL_SECONDS, RunningCall
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.staging import StagedObject
 
 
@@ -22,7 +22,7 @@ class _End:
 class Handover:
     """Objects in order, with a limit on the bytes of copies. The caller's thread puts them, and another takes them."""
 
-    def __init__(self, max_bytes: int | None, deadline: float | None, watch: Watch) -> None:
+    def __init__(self, max_bytes: int | None, deadline: float | None, watchdog: Watchdog) -> None:
         """Create it in the function that feeds, or in a caller of it.
 
         If the creating function returns or is interrupted before the end is put, iterating raises KeyboardInterrupt.
@@ -31,7 +31,7 @@ class Handover:
         """
         self._max_bytes = max_bytes
         self._deadline = deadline
-        self._watch = watch
+        self._watchdog = watchdog
         self._held_bytes = 0
         self._items = queue.SimpleQueue[StagedObject | _End]()
         self._freed = queue.SimpleQueue[int]()
@@ -74,7 +74,7 @@ class Handover:
 
     def _make_room(self, staged: StagedObject) -> bool:
         """Wait until an object fits. Returns whether it does."""
-        while not self._fits(staged) and not self._closed and not self._watch.stall_error():
+        while not self._fits(staged) and not self._closed and not self._watchdog.stall_error():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
                 self._items.put(_End(TimeoutError("the data was copied but not written before the deadline")))
@@ -83,7 +83,7 @@ class Handover:
                 self._held_bytes -= self._freed.get(timeout=left)
             except queue.Empty:
                 continue
-        return not self._closed and not self._watch.stall_error()
+        return not self._closed and not self._watchdog.stall_error()
 
     @property
     def closed(self) -> bool:

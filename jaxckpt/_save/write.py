@@ -13,8 +13,8 @@ from jaxckpt._model.pieces import Pieces
 from jaxckpt._pipeline.phases import Clock
 from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.rate_limiter import Pace
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.rate_limiter import RateLimiter
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.publish import Share
 from jaxckpt._save.reuse import Reuse, WrittenObject
@@ -27,16 +27,16 @@ WrittenObjects = list[tuple[Object, WrittenObject]]
 
 
 def write(
-    save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report
+    save: PreparedSave, data: str, handover: Handover, rate_limiter: RateLimiter, report: Report
 ) -> tuple[Share, WrittenObjects]:
     """Write this process's objects as their data arrives, and its state. Returns what it tells process 0, and each
     object with its record."""
     with save.clock.timed("write"):
-        written = _write_objects(save, data, handover, pace, report)
+        written = _write_objects(save, data, handover, rate_limiter, report)
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_file_name(save.group.index)}"
-            with save.group.watch.operation(f"writing to {save.store.url}"):
+            with save.group.watchdog.operation(f"writing to {save.store.url}"):
                 save.store.put(name, save.state, sync=save.options.sync)
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
     objects = [(obj.stack, obj.index_key, one.length, one.digest, one.content) for obj, one in written]
@@ -48,12 +48,14 @@ def write(
     return Share(objects, linked_bytes, state, save.clock.manifest_seconds(), unlinked), written
 
 
-def _write_objects(save: PreparedSave, data: str, handover: Handover, pace: Pace, report: Report) -> WrittenObjects:
+def _write_objects(
+    save: PreparedSave, data: str, handover: Handover, rate_limiter: RateLimiter, report: Report
+) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
-    store, clock, watch = save.store, save.clock, save.group.watch
-    with watch.operation(f"reading the checkpoint before {store.url}"):
+    store, clock, watchdog = save.store, save.clock, save.group.watchdog
+    with watchdog.operation(f"reading the checkpoint before {store.url}"):
         reuse = save.reuse.with_stored_base()
-    writer = _Writer(save, reuse, data, handover, pace)
+    writer = _Writer(save, reuse, data, handover, rate_limiter)
     budget = Budget(save.options.host_bytes // WRITE_MEMORY_FACTOR)
     written: WrittenObjects = []
     moved = pipeline(_timed(handover, clock), writer.n_bytes, writer.begin, budget, join=True)
@@ -63,7 +65,7 @@ def _write_objects(save: PreparedSave, data: str, handover: Handover, pace: Pace
             report(staged.obj.n_bytes)
             written.append((staged.obj, record))
     if save.options.sync:
-        with clock.timed("sync"), watch.operation(f"syncing {store.url}"):
+        with clock.timed("sync"), watchdog.operation(f"syncing {store.url}"):
             indices: dict[int, list[tuple[int, ...]]] = {}
             for obj, _ in written:
                 indices.setdefault(obj.stack, []).append(obj.index)
@@ -86,12 +88,14 @@ def _timed(staged: Iterable[StagedObject | None], clock: Clock) -> Iterator[Stag
 class _Writer:
     """Begins to write objects, or to link them."""
 
-    def __init__(self, save: PreparedSave, reuse: Reuse, data: str, handover: Handover, pace: Pace) -> None:
+    def __init__(
+        self, save: PreparedSave, reuse: Reuse, data: str, handover: Handover, rate_limiter: RateLimiter
+    ) -> None:
         self._save = save
         self._reuse = reuse
         self._data = data
         self._handover = handover
-        self._pace = pace
+        self._rate_limiter = rate_limiter
         self._writers: dict[int, ArrayWriter] = {}
 
     def n_bytes(self, staged: StagedObject) -> int:
@@ -102,11 +106,11 @@ class _Writer:
         stack = save.plan.stacks[obj.stack]
         if obj.stack not in self._writers:
             self._writers[obj.stack] = save.store.array_writer(self._data, stack, sync=save.options.sync)
-        if self._pace.bytes_per_second is not None and obj not in self._reuse.originals:
-            self._pace.wait(obj.n_bytes, self._handover.require_not_cancelled)
+        if self._rate_limiter.bytes_per_second is not None and obj not in self._reuse.originals:
+            self._rate_limiter.wait(obj.n_bytes, self._handover.require_not_cancelled)
         with save.clock.timed("device_to_host"):
             pending, source = self._reuse.begin_object(staged, stack, self._writers[obj.stack], self._data)
-        return _WritingObject(obj.n_bytes, pending, source, save.group.watch, save.store.url)
+        return _WritingObject(obj.n_bytes, pending, source, save.group.watchdog, save.store.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +122,12 @@ class _WritingObject:
     source: Pieces | None
     """Its data, which is kept until it is written."""
 
-    watch: Watch
+    watchdog: Watchdog
     url: str
 
     def done(self) -> bool:
         return self.pending.done()
 
     def result(self) -> WrittenObject:
-        with self.watch.operation(f"writing to {self.url}"):
+        with self.watchdog.operation(f"writing to {self.url}"):
             return self.pending.result()

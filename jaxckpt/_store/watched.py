@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxckpt._pipeline.threads import Task
-from jaxckpt._pipeline.watchdog import current_watch
+from jaxckpt._pipeline.watchdog import current_watchdog
 from jaxckpt._pipeline.workers import StorageThread
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt.errors import StorageError
@@ -46,7 +46,7 @@ def _watched(method: Callable[..., Any], doing: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(store: Any, *arguments: Any, **options: Any) -> Any:
         what = f"{doing} {store.url}"
-        if current_watch() is None:
+        if current_watchdog() is None:
             _require_responding(store, what)
         with translate_os_errors(f"{what} failed"), StorageThread(store.timeout_seconds) as thread:
             try:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from reliability import Fault
 
 from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER, data_folder_of
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.claim import claim
 from jaxckpt._store import folder as _folder
 from jaxckpt._store.folder import Folder
@@ -65,7 +65,7 @@ class Host:
         _here.host = self
         try:
             # As a part of one watched operation, stores make their system calls in this thread.
-            with contextlib.suppress(Crashed), Watch(60).operation("a save"):
+            with contextlib.suppress(Crashed), Watchdog(60).operation("a save"):
                 work()
         finally:
             self.thread = None

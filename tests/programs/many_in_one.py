@@ -9,7 +9,7 @@ from jax._src import distributed
 from joined import process_id
 
 from jaxckpt._job.rendezvous import Call, Group, Meeting
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 
 COUNT = 130
 assert process_id == 0
@@ -21,7 +21,7 @@ def run_meeting(name: str, act: Callable[[Meeting, int], object], timeout_second
 
     def run(index: int) -> None:
         call, client = Call.of("save", "/ckpt"), distributed.global_state.client
-        group = Group(index, COUNT, timeout_seconds, client, f"jaxckpt/{name}", call, Watch(timeout_seconds))
+        group = Group(index, COUNT, timeout_seconds, client, f"jaxckpt/{name}", call, Watchdog(timeout_seconds))
         try:
             with group.meeting("testing") as meeting:
                 outcomes[index] = act(meeting, index)

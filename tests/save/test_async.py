@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, finish
 
 import jaxckpt
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import async_saves as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import prepare as _prepare
@@ -596,7 +596,7 @@ def test_an_object_added_just_before_the_feeder_ends_is_received() -> None:
             return super().get(False)
 
     def fed() -> Handover:
-        made = Handover(None, None, Watch(60))
+        made = Handover(None, None, Watchdog(60))
         made._items = Late()
         made.feed([SimpleNamespace(copied_bytes=0, n=n) for n in range(3)], lambda: None)  # type: ignore[list-item]
         return made
@@ -639,7 +639,7 @@ def test_a_save_in_its_own_thread_is_tracked_until_it_ends(tmp_path: Path) -> No
             assert gates[number].wait(60)
             return info
 
-        pending = jaxckpt.PendingSave(str(number), 0, 0.0, Watch(60))
+        pending = jaxckpt.PendingSave(str(number), 0, 0.0, Watchdog(60))
         _background.submit_save(pending, work, awaited=awaited)
         return pending
 

@@ -15,7 +15,7 @@ import jaxckpt
 from jaxckpt._model import zarr
 from jaxckpt._pipeline import watchdog as stalls
 from jaxckpt._pipeline import workers
-from jaxckpt._pipeline.watchdog import Watch
+from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import StorageThread, submit
 
 
@@ -25,14 +25,14 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ahead, looked = [0.0], threading.Semaphore(0)
     monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
     monkeypatch.setattr(workers, "POLL_SECONDS", 0.01)
-    stall_error = Watch.stall_error
+    stall_error = Watchdog.stall_error
 
-    def look(watch: Watch) -> Any:
-        found = stall_error(watch)
+    def look(watchdog: Watchdog) -> Any:
+        found = stall_error(watchdog)
         looked.release()
         return found
 
-    monkeypatch.setattr(Watch, "stall_error", look)
+    monkeypatch.setattr(Watchdog, "stall_error", look)
 
     def wait() -> None:
         ahead[0] += 200
