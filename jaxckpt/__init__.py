@@ -6,6 +6,7 @@ weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, witho
 """
 
 import importlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt._pipeline import exit_status
@@ -158,11 +159,20 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
+_PUBLIC_MODULES = ("errors", "orbax", "weights")
+
+_import_lock = threading.RLock()
+"""JAX cannot be imported by two threads at once, because its modules import each other."""
+
+
 def _import_name(name: str) -> Any:
     """PEP 562's __getattr__."""
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _PUBLIC_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with _import_lock:
+        if name in _PUBLIC_MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
 
 

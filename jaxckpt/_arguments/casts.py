@@ -184,7 +184,8 @@ def lost_value(values: Array, wanted: np.dtype[Any]) -> object | None:
     made = np.empty(values.shape, wanted)
     assign(made, values)
     for before, after in zip(_numbers(values), _numbers(made), strict=True):
-        if before != after or math.copysign(1, before) != math.copysign(1, after):
+        is_nan = before != before and after != after
+        if not is_nan and (before != after or math.copysign(1, before) != math.copysign(1, after)):
             return before
     return None
 

@@ -62,6 +62,7 @@ class _Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         # Python has no object for a stream that was closed when the program started, as by >&- in a shell.
+        sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
         sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
         sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         with contextlib.suppress(AttributeError, ValueError):  # a replaced stream may lack the method

@@ -375,10 +375,9 @@ class _RunningCheck:
 
     def result(self) -> list[Problem]:
         """Its problems. Reports in the meantime. Raises StorageError if the storage hangs."""
-        while not self.aside.run(self.doing, functools.partial(self.task.wait, _REPORT_SECONDS)):
-            self.meter.report()
+        problems = self.aside.run(self.doing, self.task.result, self.meter.report)
         self.meter.report()
-        return self.task.result()
+        return problems
 
 
 def _check_concurrently(

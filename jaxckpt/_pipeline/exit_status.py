@@ -14,13 +14,14 @@ _status = 0
 
 
 def set_exit_status(status: int) -> None:
-    """Make the program exit with this status, unless it already has another than 0."""
+    """Make the program exit with this status, whatever it passes to sys.exit. Only the first call has an effect."""
     global _status
     _status = _status or status
 
 
 def exit_with_status_at_exit() -> None:
-    """Register this with atexit. Functions that are registered later run before it."""
+    """Register this with atexit. Functions that are registered later run before it. If there is a status, functions
+    that were registered earlier do not run."""
     atexit.register(_exit_with_status)
 
 

@@ -144,8 +144,10 @@ class StorageThread:
         else:
             todo.put(None)
 
-    def run(self, what: str, work: Callable[[], T]) -> T:
+    def run(self, what: str, work: Callable[[], T], meanwhile: Callable[[], object] | None = None) -> T:
         """Return or raise what the work does. Raises StorageError, which names `what`, if the work hangs.
+
+        While it runs, `meanwhile` is called every 0.1 s, in this thread.
 
         If this thread already carries out a watched operation, the work is a part of that.
         """
@@ -163,7 +165,9 @@ class StorageThread:
         task = Task(functools.partial(_run_operation, self._watchdog, what, work))
         todo.put(task)
         try:
-            while not task.wait(min(POLL_SECONDS, self._seconds / 4)):
+            while not task.wait(min(0.1 if meanwhile else POLL_SECONDS, self._seconds / 4)):
+                if meanwhile is not None:
+                    meanwhile()
                 if error := self._watchdog.stall_error():
                     _has_stalled, self.hung = True, task
                     replace_workers()  # these threads may also hang

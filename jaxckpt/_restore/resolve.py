@@ -379,7 +379,8 @@ def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reaso
         warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning
         made = np.asarray(value).astype(dtype).item()
         weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
-        fits = made == value or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
+        is_same = made == value and (value != 0 or np.signbit(made) == np.signbit(value))
+        fits = is_same or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
     if made is not None and (fits or policy == "unsafe"):
         return dtype
     shown = (leaf.record.value or "")[:40]

@@ -154,6 +154,7 @@ class Checkpointer:
             )
             self._local = LocalTier.of(
                 local,
+                self._options,
                 local_every=local_every,
                 copies=copies,
                 local_domains=local_domains,
@@ -332,7 +333,10 @@ class Checkpointer:
         return self._saver.pending
 
     def wait(self) -> None:
-        """Wait until the last save is published and old steps are deleted. Raises the error of either."""
+        """Wait until the last save is published and old steps are deleted. Raises the error of either.
+
+        Process 0 deletes, so the other processes of a job do not wait for deletions, and may still list deleted steps.
+        """
         self._saver.wait()
         self._deletion.wait()
         self._deletion.raise_failure()

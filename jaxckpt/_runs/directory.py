@@ -19,8 +19,10 @@ from jaxckpt._run_folder.steps import (
     pins,
     require_no_checkpoint,
     require_step,
+    run_and_name,
     step_folders,
     step_name,
+    steps_of,
 )
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
@@ -216,6 +218,7 @@ class Directory:
         steps of another library, which would seem to be lost.
         """
         require_no_checkpoint(self.store)
+        self._require_no_name_of_a_step()
         self._require_no_foreign_steps(self.steps())
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
@@ -223,6 +226,18 @@ class Directory:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
         return notes
+
+    def _require_no_name_of_a_step(self) -> None:
+        """Raise InputError for a path such as "run@40" of another run, which nothing could resume."""
+        named = run_and_name(self.store)
+        if (
+            named is not None
+            and not self.store.names()
+            and (steps_of(named[0]) or foreign_steps_of(named[0].url, self._options))
+        ):
+            raise InputError(
+                f"{self.url} names a step of the run {named[0].url}: give that run, or a new directory for a new run"
+            )
 
     def _require_no_foreign_steps(self, steps: list[int]) -> None:
         foreign = foreign_steps_of(self.url, self._options, ignored=[*map(step_name, steps)])

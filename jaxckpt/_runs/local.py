@@ -94,11 +94,12 @@ class LocalTier:
     """The local folders of a run, from the view of one process."""
 
     @classmethod
-    def of(cls, folder: str | os.PathLike[str] | None, **arguments: Any) -> Self | None:
+    def of(cls, folder: str | os.PathLike[str] | None, options: Options, **arguments: Any) -> Self | None:
         """The local tier for these arguments of a Checkpointer; None without a folder. Raises InputError."""
         if folder is not None:
             return cls(
                 folder,
+                options,
                 arguments["local_every"],
                 arguments["copies"],
                 arguments["local_domains"],
@@ -111,6 +112,7 @@ class LocalTier:
     def __init__(
         self,
         folder: str | os.PathLike[str],
+        options: Options,
         every: object,
         copies: object,
         labels: Sequence[object] | None,
@@ -120,7 +122,7 @@ class LocalTier:
         path = local_path(folder, "local")
         if path is None:
             raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
-        self.folder = Folder(path, path)
+        self.folder = Folder(path, path, options.io, options.timeout_seconds)
         self.every = require_whole_number(10 if every is None else every, "local_every", minimum=1)
         self.rate = require_rate(bytes_per_second, "local_bytes_per_second")
         """Largest rate of flushing in this process, in bytes per second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Collection, Sequence
 
@@ -23,6 +24,8 @@ from jaxckpt.errors import (
     InputError,
     NotACheckpointError,
 )
+
+_log = logging.getLogger("jaxckpt")
 
 Location = str | os.PathLike[str] | ForeignCheckpoint
 """The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
@@ -129,7 +132,17 @@ def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str]
 def _recognized_format(path: str, names: Collection[str] | None) -> Format | None:
     if names is None:
         return None
-    return next((form for form in formats() if form.open is not None and form.recognizes(path, names)), None)
+    return next((form for form in formats() if form.open is not None and _recognizes(form, path, names)), None)
+
+
+def _recognizes(form: Format, path: str, names: Collection[str]) -> bool:
+    try:
+        return form.recognizes(path, names)
+    except OSError:
+        raise
+    except Exception as error:  # formats of other packages must not keep the others from being recognized
+        _log.warning("the checkpoint format %s failed to look at %s: %r", form.name, path, error)
+        return False
 
 
 def _digest(source: NativeCheckpoint | ForeignCheckpoint) -> str:

@@ -76,7 +76,11 @@ def manifest_identity(manifest: bytes | None) -> str | None:
     return None if manifest is None else hashlib.sha256(manifest).hexdigest()
 
 
-def overtaken_error(url: str) -> CheckpointExistsError:
+def overtaken_error(url: str, *, was_deleted: bool = False) -> CheckpointExistsError:
+    if was_deleted:
+        return CheckpointExistsError(
+            f"the checkpoint at {url} was deleted while this save was replacing it; this save was abandoned, save again"
+        )
     return CheckpointExistsError(
         f"another save published a checkpoint at {url} while this one was writing; this save was abandoned"
     )

@@ -138,15 +138,17 @@ class Folder:
 
     def _read(self, key: str) -> bytes:
         _revalidate(self._path(key))
-        with self._open_file(key) as (handle, _):
+        with self._open_file(key) as (handle, status):
+            if os.major(status.st_dev) == 0:  # not a disk
+                _forget_content(handle)
             return read_to_end(f"{self.url}/{key}", handle)
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         return [self.read(key) for key in keys]
 
     @contextlib.contextmanager
-    def _open_file(self, key: str) -> Generator[tuple[int, int]]:
-        """(handle, size) of a regular file below this folder. Raises DataError if it is anything else."""
+    def _open_file(self, key: str) -> Generator[tuple[int, os.stat_result]]:
+        """(handle, status) of a regular file below this folder. Raises DataError if it is anything else."""
         _, odd = self._inspect_file(key, set())
         if odd:
             raise DataError(f"{self.url}/{key} {odd}")
@@ -154,7 +156,7 @@ class Folder:
             # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
             handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                yield handle, os.fstat(handle).st_size
+                yield handle, os.fstat(handle)
             finally:
                 os.close(handle)
         except FileNotFoundError as error:
@@ -239,7 +241,8 @@ class Folder:
                 raise DataError(f"{self.url}/{key} is missing") from error
 
     def _digest(self, key: str, stack: Stack) -> tuple[int, str]:
-        with self._open_file(key) as (handle, size):
+        with self._open_file(key) as (handle, status):
+            size = status.st_size
             return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
@@ -420,8 +423,8 @@ class Folder:
             os.unlink(self._path(MANIFEST))
 
     def _require_unchanged(self, previous: bytes | None) -> None:
-        if self.read(MANIFEST) != previous:
-            raise overtaken_error(self.url)
+        if (found := self.read(MANIFEST)) != previous:
+            raise overtaken_error(self.url, was_deleted=found is None)
 
     def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
         """Replace the manifest `previous`, which is compared last, because the lock may not reach other hosts."""
@@ -731,6 +734,14 @@ def _revalidate(path: str) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.getxattr(path, "user.jaxckpt", follow_symlinks=False)
+
+
+def _forget_content(handle: int) -> None:
+    """Make the kernel ask a network file system for the content of a file again. With sshfs -o auto_cache, for example,
+    it would otherwise return the content from before another host replaced the file by one of the same length."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _has_no_files(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import reprlib
@@ -11,7 +12,7 @@ from jaxckpt._options import Options
 from jaxckpt._store.bucket import Bucket
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
-from jaxckpt.errors import InputError
+from jaxckpt.errors import InputError, StorageError
 
 Path = str | os.PathLike[str]
 
@@ -54,7 +55,12 @@ def local_path(path: Path, what: str = "path, the first argument,") -> str | Non
     if not separator:
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
             raise InputError(f"path {text!r} looks like a URL that lost a slash, as in a pathlib.Path: pass a str")
-        return os.path.abspath(os.path.expanduser(text))
+        try:
+            return os.path.abspath(os.path.expanduser(text))
+        except FileNotFoundError as error:
+            raise StorageError(
+                errno.ENOENT, f"{text!r} is relative to the working directory, which was deleted or unmounted"
+            ) from error
     if "|" in rest:
         raise InputError(
             f"the path, a URL of {scheme}://, has a '|', which leads into a file, such as a ZIP archive. jaxckpt does"

@@ -111,3 +111,26 @@ def test_numpy_arrays_are_read_without_jax(tmp_path: Path) -> None:
     imported, output = imported_by("-c", program)
     assert output == "[1 2]\n"
     assert not imported & {"jax", "jaxlib", "orbax"}
+
+
+def test_threads_may_use_the_first_names_at_the_same_time(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": np.arange(3)})
+    program = f"""
+import sys, threading
+sys.setswitchinterval(1e-6)
+import jaxckpt
+calls = [lambda name=name: getattr(jaxckpt, name) for name in (*jaxckpt.__all__, "errors", "weights")]
+failed = []
+def run(call):
+    try:
+        call()
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(failed, jaxckpt.load_numpy({os.fspath(tmp_path / "c")!r})["x"].tolist())
+"""
+    assert imported_by("-c", program)[1] == "[] [0, 1, 2]\n"

@@ -56,6 +56,23 @@ def test_reads_see_what_another_host_has_just_published(name: str, request: pyte
     assert jaxckpt.verify(there / "overwritten").ok
 
 
+def test_a_host_with_old_content_deletes_nothing(tmp_path: Path) -> None:
+    """Manifests of one length, and a mount that keeps the content of files."""
+    options = ("-o", "auto_cache,dir_cache=no")
+    (tmp_path / "served").mkdir()
+    with (
+        mounts.sshfs(tmp_path / "served", tmp_path / "a", *options) as one,
+        mounts.sshfs(tmp_path / "served", tmp_path / "b", *options) as other,
+    ):
+        for number in range(4):
+            step = one.path / f"run{number}" / "00000001"
+            jaxckpt.save(step, version(1), options=victims.OPTIONS)
+            assert version_at(other.path / f"run{number}") == 1
+            jaxckpt.save(step, version(2), overwrite=True, options=victims.OPTIONS)
+            jaxckpt.Checkpointer(other.path / f"run{number}").close()
+            assert version_at(tmp_path / "served" / f"run{number}") == 2
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_later_of_two_savers_is_told(gluster: Hosts, overwrite: bool) -> None:
     here, there = (folder / f"savers-{overwrite}" for folder in gluster)

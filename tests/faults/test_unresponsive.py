@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import mounts
+import numpy as np
 import processes
 import pytest
 import unresponsive
 from victims import needs_strace
+
+import jaxckpt
 
 PROGRAM = Path(unresponsive.__file__)
 
@@ -39,6 +42,19 @@ def test_stopped_before_every_call(tmp_path: Path) -> None:
     assert {name: how for name, (how, _, _) in resumed.items() if how != "done"} == {}
     assert done.returncode == 1, f"it reports the save that was running: {done}"
     assert "no bytes have moved for 2 s while writing to" in done.stderr
+
+
+@pytest.mark.child
+def test_stopped_while_objects_are_verified(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    with mounts.bindfs(tmp_path / "served", tmp_path / "mount") as mount:
+        sizes = jaxckpt.Options(object_bytes=1 << 18, chunk_bytes=1 << 16)
+        jaxckpt.save(tmp_path / "mount" / "c", {"w": np.ones((100, 1 << 16), np.float32)}, options=sizes)
+        stop = jaxckpt.Options(
+            timeout_seconds=1, progress=lambda progress: mount.stop() if progress.done_bytes else None
+        )
+        with pytest.raises(jaxckpt.StorageError, match="no bytes have moved for 1 s"):
+            jaxckpt.verify(tmp_path / "mount" / "c", options=stop)
 
 
 @pytest.mark.child

@@ -196,3 +196,12 @@ def test_a_save_that_was_killed_while_it_published_is_no_step_of_orbax(tmp_path:
     (killed / "manifest.json").write_bytes((tmp_path / "00000001" / "manifest.json").read_bytes())
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         assert checkpoints.steps() == [1]
+
+
+def test_a_checkpointer_refuses_the_name_of_a_step(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(10, {"w": 10})
+    with pytest.raises(jaxckpt.InputError, match="names a step of the run"):
+        jaxckpt.Checkpointer(tmp_path / "run@10")
+    assert not (tmp_path / "run@10").exists()
+    jaxckpt.Checkpointer(tmp_path / "a@b").close()

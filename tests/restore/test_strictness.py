@@ -1380,3 +1380,12 @@ def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
     two = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
     with pytest.raises(jaxckpt.SpecError, match=r"found \{'data': 2, 'model': 1\}"):
         jaxckpt.restore(path, target, select="params", mesh=two)
+
+
+def test_numbers_keep_their_sign_and_nan_when_they_are_cast(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"zero": -0.0, "array": np.array(-0.0), "nan": np.array(np.nan)})
+    for path in ("zero", "array"):
+        with pytest.raises(jaxckpt.MismatchError, match="lossy cast"):
+            jaxckpt.restore(tmp_path / "c", {path: np.zeros((), np.int32)}, select=path)
+    restored = jaxckpt.restore(tmp_path / "c", {"nan": np.zeros((), np.float32)}, select="nan")
+    assert np.isnan(restored["nan"])
