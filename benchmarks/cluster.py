@@ -60,8 +60,7 @@ from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import SaveRequest
-from jaxckpt._save.publish import PublishResult, Share, build_manifest
+from jaxckpt._save.publish import PublishResult, Share, compose_manifest
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.fetching import objects_to_fetch
 
@@ -227,7 +226,7 @@ def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
     table.layouts.extend(LayoutRecord(0, [list(axes) for axes in spec]) for spec in specs)
     records = [LeafRecord(path, "jax", layout=specs.index(leaves[path][2])) for path in leaves]
     draft = Draft(flatten(nested(dict.fromkeys(leaves, 0)))[1], records, table=table)
-    return build_manifest("0" * 32, plan, draft, SaveRequest("/ckpt"), shares)
+    return compose_manifest("0" * 32, plan, draft, shares)
 
 
 # Simulation -----------------------------------------------------------------------------------------------

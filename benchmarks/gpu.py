@@ -39,8 +39,8 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
+from jaxckpt._model.pieces import aligned_empty
 from jaxckpt._restore import batched_placement as blocks
-from jaxckpt._restore.read_loop import aligned_empty
 from jaxckpt._save import staging
 
 BUDGET_SECONDS = 440.0

@@ -142,7 +142,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             )
         if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or not args.strict):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
-        source, _ = source_at(directory, self._options)
+        source = source_at(directory, self._options)
         target, kept_paths = _translated(args, source.manifest)
         if kept_paths >= source.manifest.numbers.keys() | {leaf.path for leaf in _flatten(target, source.manifest)}:
             return target  # there is nothing to read
@@ -150,7 +150,7 @@ class Handler(ocp.AsyncCheckpointHandler):
 
     def metadata(self, directory: Path) -> Any:
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
-        source, _ = source_at(directory, self._options)
+        source = source_at(directory, self._options)
         manifest = source.manifest
         leaves = [_described(TypedLeaf(manifest, record), directory) for record in manifest.leaves]
         tree = jax.tree.map(_describe_empty, unflatten(manifest.tree, leaves), is_leaf=ocp.utils.is_empty_or_leaf)
@@ -203,7 +203,7 @@ class V1Handler:
 
         if abstract is None:
             return restore(directory, options=self.options)
-        manifest = source_at(directory, self.options)[0].manifest
+        manifest = source_at(directory, self.options).manifest
         leaves, kept_paths = _flatten(abstract, manifest), _placeholder_paths(abstract, manifest)
         if kept_paths >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
             return abstract  # there is nothing to read
@@ -218,7 +218,7 @@ class V1Handler:
         NumPy array, and types. The files of a checkpoint that Orbax wrote are described by Orbax."""
         from orbax.checkpoint.experimental.v1._src.handlers.pytree_handler import PyTreeHandler
 
-        source, _ = source_at(directory, self.options)
+        source = source_at(directory, self.options)
         if not isinstance(source, NativeCheckpoint):
             return await PyTreeHandler().metadata(epath.Path(directory))
         leaves = [_v1_described(TypedLeaf(source.manifest, record)) for record in source.manifest.leaves]

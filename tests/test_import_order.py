@@ -25,6 +25,7 @@ LAYERS = [
     "orbax",
     "weights",
     "_runs",
+    "_local_tier",
     "_convert",
     "_inspect",
     "_formats",

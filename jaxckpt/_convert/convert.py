@@ -34,6 +34,7 @@ from jaxckpt._rules.rename import Renaming, renamed_source, select_and_rename, s
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
+from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.formats import written_formats
@@ -116,14 +117,13 @@ def convert(
                 " local path, then copy it"
             )
         rename, rules = split_rename(rename)
-        original = renamed_source(source_at(source, options)[0], rules)
+        original = renamed_source(source_at(source, options), rules)
         narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
         if name == "jaxckpt":
             _run_in_process_0(group, "verifying the source", functools.partial(_verify_checksums, narrow, options))
             draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
-            request = SaveRequest(
-                destination, metadata=manifest.metadata, overwrite=overwrite, draft=draft, step=manifest.step
-            )
+            path = SharedPath.at(destination, options, overwrite=overwrite)
+            request = SaveRequest(path, metadata=manifest.metadata, draft=draft, step=manifest.step)
             start(request, options, group, background=False).wait()
             return
         if chunk_bytes is not None and name != "zarr":

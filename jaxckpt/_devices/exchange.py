@@ -78,11 +78,6 @@ def start_indices(starts: Sequence[int], shape: Sequence[int]) -> np.ndarray[Any
     return np.array(starts, np.int64 if max(shape, default=0) >= 1 << 31 else np.int32)
 
 
-def n_sending_devices(devices: Sequence[Any]) -> int:
-    """How many devices of a process send bytes: one on CPUs, where all share one memory and one connection."""
-    return 1 if devices[0].platform == "cpu" else len(devices)
-
-
 def replicate_box(value: jax.Array, box: Box) -> jax.Array:
     """A box of an array, replicated on its mesh. Every process calls this with equal arguments in the same order.
 

@@ -118,7 +118,7 @@ rotary positions, which follow from the configuration."""
 def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
     """The names of the tensors in a folder; none if it has only the configuration. Raises DataError."""
     try:
-        return source_at(folder, Options())[0].manifest.numbers.keys()
+        return source_at(folder, Options()).manifest.numbers.keys()
     except NotACheckpointError:
         return ()
 

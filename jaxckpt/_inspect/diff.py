@@ -192,7 +192,7 @@ class _Side:
 
     @classmethod
     def at(cls, path: Location, options: Options, rename: Renaming | None = None) -> _Side:
-        source = renamed_source(source_at(path, replace(options, manifest_sha256=None))[0], rename)
+        source = renamed_source(source_at(path, replace(options, manifest_sha256=None)), rename)
         manifest = source.manifest
         return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 

@@ -59,7 +59,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
         array([ 8,  9, 10, 11])
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options)[0], rename)
+    source = renamed_source(source_at(path, options), rename)
     return Checkpoint(source, options)
 
 

@@ -107,7 +107,7 @@ def report(
         True
     """
     options = options_or_default(options)
-    source, _ = source_at(path, options)
+    source = source_at(path, options)
     checkpoint = Checkpoint(source, options)
     plan = None if mesh is None and specs is None else checkpoint.plan(mesh=mesh, specs=specs)
     drawings = _Drawings(LAYOUT_WIDTH if plan is None else LAYOUT_WIDTH // 2 - 6)  # two are side by side

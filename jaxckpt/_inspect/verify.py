@@ -174,7 +174,7 @@ def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options
 def _verify(path: Location, quick: bool, options: Options, step: str = "") -> VerifyReport:
     """Check one checkpoint, which is not a run's directory. `step` is its name if it is a step of one."""
     try:
-        source, _ = source_at(path, options)
+        source = source_at(path, options)
     except CorruptError as error:
         # For a foreign checkpoint, the error names the file.
         problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)

@@ -1,4 +1,4 @@
-"""Reads the data for the goals: from storage, from other processes of the job, or from several folders.
+"""Reads the data for the goals, from storage or from other processes of the job.
 
 goals ─▶ destinations ─▶ read steps ─▶ reads, by this process and shared ─▶ values
 """
@@ -16,9 +16,7 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.destinations import Destinations, GoalsByRow, goal_ranges
-from jaxckpt._restore.passing import PeerReads, requests_by_read
 from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
-from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
 from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
 from jaxckpt._restore.resolve import Goal
@@ -34,11 +32,8 @@ def fetch(
     meeting: Meeting | None = None,
     *,
     tied: bool = False,
-    pooled: PooledCheckpoint | None = None,
 ) -> dict[int, Any]:
     """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
-
-    `pooled` is the source, or what the source reads from, if that lies in folders of several processes.
 
     In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".
@@ -62,12 +57,9 @@ def fetch(
             require_metadata(source, leaves.stacks[process::processes], options)
             if shared and meeting is not None:
                 gather(source, stacks, shared, options, leaves, advance, meeting)
-            if pooled is not None and meeting is not None:
-                with PeerReads(pooled, requests_by_read(source, steps), options, meeting) as arrivals:
-                    reads = arrivals.as_data_arrives(reads_of(steps))
-                    read(source, stacks, steps, options, leaves, advance, reads)
-            else:
-                read(source, stacks, steps, options, leaves, advance)
+            boxes = ((step.stack, planned.boxes) for step, planned in reads_of(steps))
+            with source.arrivals(boxes, options, meeting) as arrivals:
+                read(source, stacks, steps, options, leaves, advance, arrivals)
         leaves.create_unread_leaves()
     for number, goal in goals.items():
         if goal.weak:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, cut_down, extent, intersection, slices_within, volume, whole_box
-from jaxckpt._model.pieces import Array, assign
+from jaxckpt._model.pieces import Array, aligned_empty, assign
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options
@@ -84,18 +84,18 @@ def read(
     options: Options,
     delivery: Delivery,
     report: Report,
-    reads: Iterable[PlannedRead] | None = None,
+    arrivals: Iterable[None] = itertools.repeat(None),
 ) -> None:
     """Run the steps, with at most `options.host_bytes` in flight. Each step is delivered when it is complete.
 
-    `reads` are the reads of the steps, which may have to wait until their data has arrived in this process.
+    `arrivals` yields when the data of each read, in order, can be read in this process.
 
     Raises StorageError, also if the storage hangs.
     """
     with StorageThread(options.timeout_seconds) as aside:
         budget = Budget(options.host_bytes)
         reader = _Reader(source, stacks, steps, delivery, budget, aside)
-        planned = reads_of(steps) if reads is None else reads
+        planned = (planned for planned, _ in zip(reads_of(steps), arrivals, strict=False))
         for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
             arrived.place()
             report(finished.n_bytes)
@@ -343,14 +343,6 @@ class _ArrivingRead:
 def _allocate_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Memory that is handed to the caller. Object arrays use memory that NumPy allocates."""
     return np.empty(shape, dtype) if dtype.hasobject else aligned_empty(shape, dtype)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Uninitialized memory with 64-byte alignment, which JAX on CPU uses without a copy."""
-    n_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(n_bytes + 64, np.uint8)
-    offset = -raw.ctypes.data % 64
-    return raw[offset : offset + n_bytes].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)

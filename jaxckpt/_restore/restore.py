@@ -21,7 +21,6 @@ from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.events import record_event
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
-from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.resolve import Goal, Resolved, host_goal, host_goals, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
@@ -119,21 +118,19 @@ def restore(
     )
 
 
-def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, options: Options | None) -> Tree:
-    """Restore what is requested. Every process."""
+def run_restore(
+    path: Location, request: RestoreRequest, options: Options | None, *, source: Source | None = None
+) -> Tree:
+    """Restore what is requested. `source` is the checkpoint if it is already open. Every process."""
     start_time = time.perf_counter()
     with Group.for_call(options, Call.of("restore", path)) as group:
         options = options_or_default(options)
         with group.meeting("opening the checkpoint") as meeting:
             require_mesh(request.mesh)
             require_request(request)
-            if isinstance(path, PooledCheckpoint):
-                # Half of the memory is for data that the processes send to each other.
-                source, digest = path, path.digest
-                options = replace(options, host_bytes=max(1, options.host_bytes // 2), read="each")
-            else:
-                source, digest = source_at(path, options)
-            source = renamed_source(source, request.rules)
+            source = source or source_at(path, options)
+            digest = source.digest
+            source = source if request.rules is None else request.rules.over(source)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.goals.values())
             _require_same_checkpoint(meeting.gather(f"{digest} {source.url}"), source.url)
@@ -141,15 +138,14 @@ def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, opti
         with group.meeting("restoring") as meeting:
             expected, _, url = chosen.partition(" ")
             if digest != expected:  # process 0 found a different newest step
-                source, digest = source_at(url, options)
-                _require_same_checkpoint([chosen, f"{digest} {url}"], url)
-                source = renamed_source(source, request.rules)
+                source = source_at(url, options)
+                _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
+                source = source if request.rules is None else request.rules.over(source)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.to_initialize) if request.initial else []
-            pooled = path if isinstance(path, PooledCheckpoint) else None
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
-                _require_lossless(source, resolved, options, meeting, pooled)
-                values = fetch(source, resolved.goals, options, meeting, tied=request.tied, pooled=pooled)
+                _require_lossless(source, resolved, options, meeting)
+                values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
             require_agreement(meeting, _global_goals_digest(resolved.goals) if group.count > 1 else "")
@@ -171,9 +167,7 @@ def run_restore(path: Location | PooledCheckpoint, request: RestoreRequest, opti
     return result
 
 
-def _require_lossless(
-    source: Source, resolved: Resolved, options: Options, meeting: Meeting, pooled: PooledCheckpoint | None
-) -> None:
+def _require_lossless(source: Source, resolved: Resolved, options: Options, meeting: Meeting) -> None:
     """Raise MismatchError if a cast that depends on the values of its leaf changes one of them.
 
     Every process reads these leaves, which are small, whole. Otherwise one process could refuse what others make.
@@ -183,7 +177,7 @@ def _require_lossless(
     options = replace(options, progress=None)
     for start in range(0, len(unproven), n_at_once):
         numbers = unproven[start : start + n_at_once]
-        values = fetch(source, dict.fromkeys(numbers, host_goal("numpy")), options, meeting, pooled=pooled)
+        values = fetch(source, dict.fromkeys(numbers, host_goal("numpy")), options, meeting)
         for number in numbers:
             wanted = resolved.goals[number].cast
             lost = None if wanted is None else lost_value(values[number], wanted)
@@ -260,6 +254,6 @@ def load_numpy(
         {'w': array([0, 1, 2])}
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options)[0], rename)
+    source = renamed_source(source_at(path, options), rename)
     resolved = host_goals(source.manifest, select)
     return resolved.build(fetch(source, resolved.goals, options), [])

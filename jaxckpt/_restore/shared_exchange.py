@@ -8,33 +8,28 @@ that fails raises in the meeting, before the others run a program in which they 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxckpt._devices.exchange import n_sending_devices, transfer_context
+from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Meeting
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import extent
-from jaxckpt._model.pieces import Array
+from jaxckpt._model.pieces import Array, Bytes, aligned_empty
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.workers import StorageThread
-from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers, aligned_empty
+from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.shared_reads import (
-    READ_ALIGNMENT_BYTES,
     Partition,
     Portion,
     Round,
@@ -45,7 +40,7 @@ from jaxckpt._restore.shared_reads import (
 )
 from jaxckpt._sources.source import Source
 from jaxckpt._store.objects import ArrayReader
-from jaxckpt.errors import PeerFailedError, PeersDisagreeError
+from jaxckpt.errors import PeersDisagreeError
 
 
 def require_agreement(meeting: Meeting, digest: str) -> None:
@@ -79,7 +74,7 @@ def gather(
             community: _Community | None = None
             if rounds:
                 together = partition if covers(partition, meeting.group.count) else (members_of(partition, process),)
-                community = _Community(source, stacks, rounds, Interconnect(together, process), options, aside)
+                community = _Community(source, stacks, rounds, Interconnect(process, together), options, aside)
             pending_rounds = iter(community.start_rounds() if community else ())
             current = next(pending_rounds, None)
             while True:
@@ -194,7 +189,7 @@ class _Community:
         found, own, offered = list[Transfer](), np.empty(0, np.uint8), None
         if pending_round is not None:
             found, own = pending_round.transfers, pending_round.own
-            offered = [(self._interconnect.sent_bytes(piece), len(piece.spans)) for piece in found]
+            offered = [(self._interconnect.rounded_bytes(piece.span_bytes), len(piece.spans)) for piece in found]
 
         def agree() -> list[tuple[Transfer, _Program]] | None:
             programs = _agree_on_programs(meeting, offered)
@@ -203,10 +198,11 @@ class _Community:
             nothing = [Transfer([], {})] * (len(programs) - len(found))  # other communities have more
             return list(zip([*found, *nothing], programs, strict=True))
 
-        def gather(one: tuple[Transfer, _Program], _: object) -> dict[int, Array]:
-            return self._interconnect.gather(*one, own)
+        def gather(one: tuple[Transfer, _Program], _: object) -> dict[int, Bytes]:
+            piece, (n_bytes, n_senders) = one
+            return self._interconnect.gather(piece.spans, n_bytes, n_senders, own)
 
-        with CollectiveCalls[tuple[Transfer, _Program], dict[int, Array]]((), gather) as calls:
+        with CollectiveCalls[tuple[Transfer, _Program], dict[int, Bytes]]((), gather) as calls:
             agreed = calls.extend(agree)
             for piece, _ in calls:
                 self._deliver(piece, calls.run_next(), delivery, report)
@@ -229,80 +225,3 @@ class _Community:
             jax.block_until_ready(list(sent.values()))
             if filling.finish_read():
                 del self._step_buffers[id(step)]
-
-
-# Between processes ----------------------------------------------------------------------------------------
-
-
-class Interconnect:
-    """Sends bytes from some processes of a community to all of them, in several communities of equal size at once."""
-
-    def __init__(self, partition: Partition, process: int) -> None:
-        devices: dict[int, list[Any]] = {}
-        for device in jax.devices():
-            devices.setdefault(device.process_index, []).append(device)
-        self._width = min(n_sending_devices(devices[member]) for members in partition for member in members)
-        self._devices = devices[process][: self._width]
-        self.members = members_of(partition, process)
-        self.process = process
-        grid = [[devices[member][: self._width] for member in members] for members in partition]
-        self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
-
-    def sent_bytes(self, piece: Transfer) -> int:
-        """Bytes that each process sends, rounded up by at most 12 %, so that few programs serve all pieces."""
-        words = -(-max(end - first for first, end in piece.spans.values()) // (4 * self._width))
-        unit = max(READ_ALIGNMENT_BYTES // 4, 1 << max(0, words.bit_length() - 4))
-        return -(-words // unit) * unit * 4 * self._width
-
-    def gather(self, piece: Transfer, program: tuple[int, int], own: Array) -> dict[int, Array]:
-        """The bytes of each process, given this process's `own`. Every process of the partition calls this."""
-        given, n_senders = program
-        words = given // (4 * self._width)
-        few = 2 * n_senders < len(self.members)
-        slots = list(piece.spans) if few else list(self.members)
-        first, _ = piece.spans.get(self.process, (0, 0))
-        mine = own[first : first + given] if self.process in piece.spans else own[:0]
-        if len(mine) < given:
-            mine, part = aligned_empty((given,), np.dtype(np.uint8)), mine
-            mine[: len(part)], mine[len(part) :] = part, 0
-        position = slots.index(self.process) * words if few and self.process in slots else 0
-        start = np.array([position], np.int32)
-        places = [SingleDeviceSharding(device) for device in self._devices]
-        along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        with transfer_context(self._mesh):
-            try:
-                parts = jax.device_put([*mine.view(np.uint32).reshape(self._width, -1)], places)
-                starts = jax.device_put([start] * self._width, places)
-                arguments = [
-                    jax.make_array_from_single_device_arrays((self._mesh.size * one[0].size,), along, one)
-                    for one in (parts, starts)
-                ]
-                gathered = jax.block_until_ready(gatherer(self._mesh, n_senders if few else None)(*arguments))
-            except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a peer died
-                raise PeerFailedError(
-                    f"processes {self.members} could not send the data that they read: {error}"
-                ) from error
-            by_device = {shard.device: jax.device_get(shard.data) for shard in gathered.addressable_shards}
-        found = [by_device[device].reshape(-1, words) for device in self._devices]
-        rows = ([one[slot] for one in found] for slot in range(len(slots)))
-        joined = (row[0] if self._width == 1 else np.concatenate(row) for row in rows)
-        return {process: row.view(np.uint8) for process, row in zip(slots, joined, strict=True)}
-
-
-@functools.lru_cache(maxsize=256)
-def gatherer(mesh: Mesh, n_senders: int | None) -> Any:
-    """The jitted function (words of each device, their position) → the concatenated words of a community's processes.
-
-    With `n_senders`, only this many processes send words, each at its position. The others send zeros, and all are
-    summed, because gathering zeros from thousands of processes would need memory for them.
-    """
-
-    def everywhere(words: Any, start: Any) -> Any:
-        if n_senders is None:
-            return lax.all_gather(words, "process", tiled=True)
-        placed = lax.dynamic_update_slice(jnp.zeros(n_senders * words.size, words.dtype), words, [start[0]])
-        return lax.psum(placed, "process")
-
-    along, everyone = PartitionSpec(mesh.axis_names), PartitionSpec(("community", "own"))
-    passed = jax.shard_map(everywhere, mesh=mesh, in_specs=(along, along), out_specs=everyone, check_vma=False)
-    return jax.jit(passed)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxckpt._devices.interconnect import MAX_BYTES, Span
 from jaxckpt._model.grid import Box, Layout, cell_shape, grid_cells, volume
 from jaxckpt._model.stacks import Stack
 from jaxckpt._restore.read_plan import Read, ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
@@ -28,9 +29,6 @@ ROUNDS = 4
 """The least number of rounds, unless each process would read less than ROUND_BYTES per round."""
 
 ROUND_BYTES = 4 << 20
-
-MAX_TRANSFER_BYTES = 4 << 30
-"""Positions in a transfer are words of 4 bytes that are counted in 32 bits."""
 
 Members = tuple[int, ...]
 """A community: processes that read for each other, ascending."""
@@ -200,14 +198,19 @@ class Transfer:
 
     portions: Round
 
-    spans: Mapping[int, tuple[int, int]]
-    """The range (first, end) that each process sends of the bytes that it has read in the round."""
+    spans: Mapping[int, Span]
+    """The part that each process sends of the bytes that it has read in the round."""
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of the longest span."""
+        return max(end - first for first, end in self.spans.values())
 
 
 def split_into_transfers(portions: Round, members: Members, max_bytes: int) -> Iterator[Transfer]:
     """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
     count = len(members)
-    max_bytes = min(max_bytes, MAX_TRANSFER_BYTES)
+    max_bytes = min(max_bytes, MAX_BYTES)
     width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
     at_once = max(1, min(count, max_bytes // (2 * width)))
     place = {member: number for number, member in enumerate(members)}

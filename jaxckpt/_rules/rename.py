@@ -6,7 +6,7 @@ import collections
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -19,10 +19,6 @@ from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt.errors import TreeError, show_path
 
-if TYPE_CHECKING:
-    from jaxckpt._restore.pooled import PooledCheckpoint
-
-
 Renaming = Rename | Rules
 """The argument rename=: new names, or rules."""
 
@@ -32,7 +28,7 @@ def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
     return (None, rename) if isinstance(rename, Rules) else (rename, None)
 
 
-_Opened = TypeVar("_Opened", bound="NativeCheckpoint | ForeignCheckpoint | PooledCheckpoint")
+_Opened = TypeVar("_Opened", bound=NativeCheckpoint | ForeignCheckpoint)
 
 
 def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | ForeignCheckpoint:

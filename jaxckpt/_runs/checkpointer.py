@@ -15,22 +15,23 @@ from jax.sharding import Mesh
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._local_tier.peer_reads import DamagedError
+from jaxckpt._local_tier.tier import LocalBytes, LocalTier
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
 from jaxckpt._pipeline.threads import run_uninterrupted
 from jaxckpt._restore.match import RestoreRequest
-from jaxckpt._restore.pooled import DamagedError
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._rules.rename import Renaming, split_rename
 from jaxckpt._run_folder.steps import require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.initial import target_of
-from jaxckpt._runs.local import LocalBytes, LocalTier
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.process_states import Resplit, restore_process_state
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
+from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.saving import Saver
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._runs.settings import compare
@@ -275,17 +276,12 @@ class Checkpointer:
         except InputError:
             with self._begin_call("Checkpointer.save"):
                 raise
+        destination = RunStep(self._directory, self._deletion, step, overwrite=overwrite)
         request = SaveRequest(
-            self.path(step),
-            tree,
-            dtype=dtype,
-            metadata=metadata,
-            overwrite=overwrite,
-            process_state=process_state,
-            on_done=on_done,
+            destination, tree, dtype=dtype, metadata=metadata, process_state=process_state, on_done=on_done
         )
         begin_call = functools.partial(self._begin_call, "Checkpointer.save")
-        return self._saver.save(step, metrics, request, begin_call, force=force)
+        return self._saver.save(step, metrics, destination, request, begin_call, force=force)
 
     def local_bytes(self, tree: Tree) -> LocalBytes:
         """Bytes that a local step of a tree takes in this process. Computed without saving and without communication.
@@ -425,7 +421,9 @@ class Checkpointer:
             return None, init()
         number = self._step_finder.require_found(chosen)
         try:
-            tree = run_restore(chosen.local_source or self.path(number), request, self._options)
+            source = chosen.local_source
+            options = self._options if source is None else source.options_to_read(self._options)
+            tree = run_restore(self.path(number), request, options, source=source)
         except DamagedError as error:
             assert chosen.local_source is not None
             self._step_finder.mark_damaged(chosen.local_source, error)

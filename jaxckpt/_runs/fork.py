@@ -70,7 +70,7 @@ def fork(
     options = options_or_default(options)
     path = store_at(run, options).url
     path = path if step is None else f"{path}@{require_step(step)}"
-    source, _, number = step_of(source_at(path, options)[0], "give a run, or one of its steps")
+    source, _, number = step_of(source_at(path, options), "give a run, or one of its steps")
     new = store_at(new_run, options).absolute()
     steps = [] if new.is_file() else step_folders(new)[0]
     if steps or new.is_file() or MANIFEST in new.names():
@@ -84,8 +84,7 @@ def _fork(source: NativeCheckpoint, target: Store, sync: bool) -> None:
     """Link the objects of a checkpoint, write its small files again, and publish it."""
     manifest, content = load_manifest(source.store)
     data = manifest.data_folder
-    with begin(target, manifest.save_id, None) as transaction:
-        transaction.create_arrays(manifest.decoded_stacks)
+    with begin(target, manifest.save_id, None, manifest.decoded_stacks) as transaction:
         for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
             for index, _ in stack.objects():
                 key = f"{data}/{zarr.object_key(stack, index)}"

@@ -48,7 +48,7 @@ def pin(path: str | os.PathLike[str], name: str, *, options: Options | None = No
             f" 'best'; found {name!r}"
         )
     options = options_or_default(options)
-    _, run, step = step_of(source_at(path, options)[0], "a Checkpointer deletes only those")
+    _, run, step = step_of(source_at(path, options), "a Checkpointer deletes only those")
     if (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}; unpin({f'{run.url}@{name}'!r}) first")
     with hold(run, step):

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.manifest import decode_state
 from jaxckpt._options import Options
-from jaxckpt._restore.passing import PeerReads
-from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._store.load_manifest import load_manifest, load_states
 from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError
@@ -18,21 +17,21 @@ Resplit = Callable[[list[Any], int], Sequence[Any]]
 
 
 def restore_process_state(
-    source: Store | PooledCheckpoint, name: str, resplit: Resplit | None, options: Options, meeting: Meeting
+    source: Store | UnionCheckpoint, name: str, resplit: Resplit | None, options: Options, meeting: Meeting
 ) -> Any:
     """The value of `process_state[name]` for this process. Every process.
 
     Raises InputError, DataError; DamagedError if a local folder is damaged.
     """
     process, processes = meeting.group.index, meeting.group.count
-    manifest = source.manifest if isinstance(source, PooledCheckpoint) else load_manifest(source)[0]
+    manifest = source.manifest if isinstance(source, UnionCheckpoint) else load_manifest(source)[0]
     # Each process reads only its own file out of thousands, unless all states must be divided again.
     is_same_count = len(manifest.process_states) == processes
     numbers = [process] if is_same_count else range(len(manifest.process_states))
-    if isinstance(source, PooledCheckpoint):
-        with PeerReads(source, [source.missing_state_requests(numbers)], options, meeting) as arrivals:
-            (read_states,) = arrivals.as_data_arrives([source.read_state])
-            states = [decode_state(read_states(number)) for number in numbers]
+    if isinstance(source, UnionCheckpoint):
+        with source.state_arrivals(numbers, options, meeting) as arrivals:
+            next(arrivals)
+            states = [decode_state(source.read_state(number)) for number in numbers]
     else:
         states = load_states(source, manifest, numbers)
     if not isinstance(name, str) or not states or any(name not in state for state in states):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._local_tier.flush import Flush
+from jaxckpt._local_tier.process_folders import ProcessFolders
+from jaxckpt._local_tier.tier import LocalTier
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
-from jaxckpt._runs.flush import Flush
 from jaxckpt._runs.last_save import LastSave
-from jaxckpt._runs.local import LocalTier
 from jaxckpt._runs.metrics import recorded_metrics
 from jaxckpt._runs.preemption import PreemptionListener
+from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._save.async_saves import PendingSave, lift_limits
 from jaxckpt._save.describe import DraftCache
@@ -56,6 +58,7 @@ class Saver:
         self,
         step: int,
         metrics: Mapping[str, Any] | None,
+        destination: RunStep,
         request: SaveRequest,
         begin_call: Callable[..., Group],
         *,
@@ -75,7 +78,7 @@ class Saver:
         if is_last_step:
             self.preempted = True
             lift_limits()  # also of saves that only the end of the program waits for
-            saved = self._finish_earlier_saves(step, overwrite=request.overwrite)
+            saved = self._finish_earlier_saves(step, overwrite=destination.overwrite)
         if not saved:
             awaited = not (self.background or is_last_step)
             is_skipped = False  # all processes skip a step, or none does; an error may be of one process only
@@ -83,6 +86,7 @@ class Saver:
                 saved = self._begin(
                     step,
                     metrics,
+                    destination,
                     request,
                     functools.partial(begin_call, step),
                     to_storage=to_storage,
@@ -106,6 +110,7 @@ class Saver:
         self,
         step: int,
         metrics: Mapping[str, Any] | None,
+        destination: RunStep,
         request: SaveRequest,
         begin_call: Callable[[], Group],
         *,
@@ -118,28 +123,32 @@ class Saver:
         if self.local is not None:
             # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
             # stored, so that processes that disagree on the step still make the same number of calls.
-            store = self.directory.child(step)
-            group = Group.for_call(self.options, Call.of("flush", store.url))
+            group = Group.for_call(self.options, Call.of("flush", destination.store.url))
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
-                flush = Flush(
-                    step, self.local.child(step), self.directory, store, group, self.options, rate, request.on_done
-                )
+                flush = Flush(step, self.local.child(step), destination, group, self.options, rate, request.on_done)
         with begin_call() as group:
-            request = self._complete_request(
-                StepRecord(step, recorded_metrics(metrics)), request, to_storage=to_storage, is_last_step=is_last_step
+            options = self.options
+            request = replace(
+                request,
+                step=StepRecord(step, recorded_metrics(metrics)),
+                components=tuple(self.directory.policy.components),
+                draft_cache=self.draft_cache,
+                reuse_cache=self.reuse_cache if self.local is None else None,
+                deadline=self.preemption.deadline if is_last_step else None,
             )
             if self.local is not None:
                 if flush is None and self.local.is_blocked_by_flush(step, group):
                     return False
                 if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
                     self.last_flush.wait()
-                request = replace(request, path=self.local.child(step).url, spread=self.local.spread(step, flush))
                 if flush is not None:
                     require_on_done(request.on_done)
-                    flush.overwrite, flush.on_published = request.overwrite, request.on_published
-                    request = replace(request, on_published=None, on_done=None)
-            pending = start(request, self.options, group, background=not awaited)
+                    request = replace(request, on_done=None)  # the flush calls it
+                request = replace(request, destination=ProcessFolders(self.local, step, flush))
+                options = replace(options, max_bytes_per_second=None)
+                self.local.record_begun(step)
+            pending = start(request, options, group, background=not awaited)
         if pending.skipped:
             return False
         self.last_save.set_pending(pending, step)
@@ -147,37 +156,6 @@ class Saver:
             self.local.flush = flush
             self.last_flush.set_pending(flush.begin(pending), step, pending)
         return True
-
-    def _complete_request(
-        self, record: StepRecord, request: SaveRequest, *, to_storage: bool, is_last_step: bool
-    ) -> SaveRequest:
-        """The complete request of a step: the caller's arguments and those of the Checkpointer."""
-        request = replace(
-            request,
-            step=record,
-            components=tuple(self.directory.policy.components),
-            draft_cache=self.draft_cache,
-            reuse_cache=self.reuse_cache if self.local is None else None,
-            deadline=self.preemption.deadline if is_last_step else None,
-        )
-        if not to_storage:
-            return request
-        savable = functools.partial(
-            self._require_savable, record, overwrite=request.overwrite, is_last_step=is_last_step
-        )
-        published = functools.partial(self.deletion.handle_published, record)
-        return replace(request, precheck=savable, on_published=published)
-
-    def _require_savable(self, record: StepRecord, *, overwrite: bool, is_last_step: bool) -> None:
-        """Raise unless a step may be saved, and protect it from deletion until it is saved. Process 0."""
-        if not is_last_step:
-            self.deletion.raise_failure()
-        self.deletion.protect(record.number)
-        try:
-            self.directory.require_savable(record, overwrite=overwrite, is_last_step=is_last_step)
-        except BaseException:
-            self.deletion.end_protection()
-            raise
 
     # The last step of a preempted job --------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import Container, Structure, Tree, all_paths
 from jaxckpt._model.values import KINDS, PYTHON_KINDS, array_of, encode_value
 from jaxckpt._options import Options
-from jaxckpt._save.copies import Copies
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 
@@ -58,9 +57,7 @@ class Draft:
     """For each leaf that is the same array as an earlier leaf, in the same layout: the number of the earlier leaf,
     whose row it shares. It has no entry in `arrays` and `values`."""
 
-    plan_cache: list[tuple[Any, SavePlan, Copies | None]] = field(
-        default_factory=list[tuple[Any, SavePlan, "Copies | None"]], repr=False
-    )
+    plan_cache: list[tuple[Any, SavePlan]] = field(default_factory=list[tuple[Any, SavePlan]], repr=False)
     """The last plan with the key that it was made for. Drafts of similar trees share this list."""
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -16,52 +14,30 @@ from jaxckpt._job.rendezvous import Group
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.tree import Tree
-from jaxckpt._options import Options, require_bool
+from jaxckpt._options import Options
 from jaxckpt._pipeline.phases import Clock
-from jaxckpt._pipeline.threads import Latch
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.consistency import Agreement, compute_fingerprint
-from jaxckpt._save.copies import Copies, Domains, plan_copies
 from jaxckpt._save.describe import Draft, DraftCache, describe
-from jaxckpt._save.peers import Transfer
+from jaxckpt._save.destination import Destination
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
 from jaxckpt._save.save_info import SaveInfo
-from jaxckpt._save.write_plan import Object, SavePlan, plan_save
+from jaxckpt._save.write_plan import SavePlan
 from jaxckpt._store.objects import MAX_FILE_BYTES
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How a checkpoint is spread over one folder per process. `SaveRequest.path` is the folder of this process."""
-
-    domains: Domains
-
-    choose_kept: Callable[[], str]
-    """Process 0 calls this when all processes are ready. Returns the step that stays, as text for `clear`."""
-
-    clear: Callable[[str], None]
-    """Deletes all steps except the one that stays from the folder of this process. Every process calls this with the
-    result of `choose_kept` before it writes."""
-
-    on_published: Callable[[str, Sequence[Object]], None]
-    """Every process calls this after the checkpoint is published, with its save id and the objects that this process
-    owns."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """The arguments of a save."""
 
-    path: str | os.PathLike[str]
+    destination: Destination
     tree: Tree = None
     mesh: Mesh | None = None
     specs: Specs = None
     dtype: Dtypes = None
     metadata: Any = None
-    overwrite: bool = False
     process_state: Mapping[str, Any] | None = None
     draft: Draft | None = None
     """A description that is saved instead of a tree."""
@@ -78,21 +54,12 @@ class SaveRequest:
     reuse_cache: ReuseCache | None = None
     """Cache for the published objects."""
 
-    precheck: Callable[[], None] | None = None
-    """Process 0 calls this first. If it raises, all processes raise."""
-
-    on_published: Callable[[], None] | None = None
-    """Process 0 calls this after the checkpoint is published, before the save counts as done."""
-
     on_done: Callable[[SaveInfo], object] | None = None
     """Every process calls this when it knows that the checkpoint is published, before the save counts as done."""
 
     deadline: float | None = None
     """For the last step of a preempted job: the latest time, on the monotonic clock, until which the caller waits for
     memory for copies. After that, the save fails."""
-
-    spread: Spread | None = None
-    """Set if the save is spread over folders of the processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +68,6 @@ class PreparedSave:
 
     request: SaveRequest
     group: Group
-    store: Store
     draft: Draft
     plan: SavePlan
     reuse: Reuse
@@ -116,27 +82,16 @@ class PreparedSave:
 
     options: Options
     clock: Clock
-    claim_ended: Latch
-    """Set when the path is claimed, or when it is certain that it will not be."""
-
     threaded: bool
     """Whether a separate thread writes it. Otherwise the caller's thread does, after everything is staged."""
 
-    copies: Copies | None = None
-    """For a spread save, the copies that this process writes, sends and receives. `plan.objects` then also has
-    replicas."""
-
-    transfer: Transfer = field(default_factory=Transfer)
+    @property
+    def destination(self) -> Destination:
+        return self.request.destination
 
     @property
-    def is_collective(self) -> bool:
-        """Whether the processes exchange data while they stage it."""
-        return any(self.plan.exchanged) or bool(self.copies and self.copies.channels)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of array data that this process writes."""
-        return self.plan.process_bytes[self.group.index] + (self.copies.written_bytes if self.copies else 0)
+    def store(self) -> Store:
+        return self.request.destination.store
 
 
 def require_readable(content: bytes, what: str) -> None:
@@ -156,8 +111,7 @@ def require_on_done(on_done: object) -> None:
 def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
-    store = store_at(request.path, options, to_write=True)
-    clock = Clock()
+    destination, clock = request.destination, Clock()
     if request.deadline is not None:
         background_saves.hurry_saves(request.deadline)
     else:
@@ -166,8 +120,8 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
         except Exception:
             group.repeats_earlier = True
             raise
-    if group.index == 0 and request.precheck is not None:
-        request.precheck()
+    if group.index == 0:
+        destination.check(request)
     threaded = background_saves.ensure_thread()  # fails here if no thread can be started
     with clock.timed("plan"):
         metadata = manifests.require_json(request.metadata, "metadata")
@@ -176,52 +130,22 @@ def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSav
         draft = request.draft or describe(
             request.tree, request.mesh, request.specs, options, request.components, request.draft_cache, request.dtype
         )
-        plan, copies = _cached_plan(draft, options, group, request.spread and request.spread.domains)
-        reuse = plan_reuse(store, draft, plan, options, request.reuse_cache)
+        plan = _cached_plan(draft, destination, options, group)
+        reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)
         agreement: Callable[[], Agreement] | None = None
         if group.count > 1:
             names = None if request.process_state is None else list(request.process_state)
             agreement = compute_fingerprint(draft, plan, request.metadata, names, group.index)
     # Keeps no reference to anything that the caller may change or expects to free.
-    overwrite = require_bool(request.overwrite, "overwrite")
-    request = replace(request, tree=None, draft=None, metadata=metadata, overwrite=overwrite)
-    save = PreparedSave(
-        request,
-        group,
-        store,
-        draft,
-        plan,
-        reuse,
-        agreement,
-        state,
-        options,
-        clock,
-        Latch(),
-        threaded,
-        copies,
-    )
-    if save.is_collective and not threaded:
+    request = replace(request, tree=None, draft=None, metadata=metadata)
+    if plan.is_collective and not threaded:
         raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
-    return save
+    return PreparedSave(request, group, draft, plan, reuse, agreement, state, options, clock, threaded)
 
 
-def _cached_plan(
-    draft: Draft, options: Options, group: Group, domains: Domains | None
-) -> tuple[SavePlan, Copies | None]:
-    """The plan of a tree and of its copies. Reuses the last plan for a similar tree."""
-    made_for = (options, group.index, group.count, domains)
+def _cached_plan(draft: Draft, destination: Destination, options: Options, group: Group) -> SavePlan:
+    """The plan of a tree. Reuses the last plan for a similar tree."""
+    made_for = (options, group.index, group.count, destination.plan_key)
     if not draft.plan_cache or draft.plan_cache[0][0] != made_for:
-        plan: SavePlan
-        copies: Copies | None = None
-        if domains is None:
-            plan = plan_save(draft.arrays, options, group.index, group.count)
-        else:
-            plan, copies = plan_spread(draft, options, group.index, domains)
-        draft.plan_cache[:] = [(made_for, plan, copies)]
-    return draft.plan_cache[0][1:]
-
-
-def plan_spread(draft: Draft, options: Options, process: int, domains: Domains) -> tuple[SavePlan, Copies]:
-    """The plan of a spread save, and of its copies in other failure domains."""
-    plans = functools.partial(plan_save, draft.arrays, options, processes=len(domains.by_process))
-    return plan_copies(plans(process=process), domains, process, lambda other: plans(process=other))
+        draft.plan_cache[:] = [(made_for, destination.plan(draft.arrays, options, group.index, group.count))]
+    return draft.plan_cache[0][1]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import datetime
 import functools
-import hashlib
-import zlib
-from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
 from jaxckpt._job.rendezvous import Meeting
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.checks import FORMAT, VERSION
-from jaxckpt._model.records import Manifest, StackRecord
-from jaxckpt._pipeline.events import log_unlinked
+from jaxckpt._model.records import Manifest, StackRecord, StepRecord
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import PreparedSave, SaveRequest, require_readable
+from jaxckpt._save.prepare import PreparedSave, require_readable
 from jaxckpt._save.write_plan import SavePlan
-from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import PeersDisagreeError, show_path
 
 StoredObject = tuple[int, str, int, str, str]
@@ -58,86 +53,38 @@ class PublishResult(msgspec.Struct, frozen=True):
     manifest_sha256: str
 
 
-def publish(
-    meeting: Meeting, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
-) -> PublishResult:
-    """Process 0 publishes the manifest after all have written their share."""
-    clock, watchdog = save.clock, meeting.group.watchdog
-    with clock.timed("barrier"):
-        texts = _gather_shares(meeting, share)
-    published = PublishResult(0, 0, "")  # replaced by the result of process 0
-    if transaction is not None:
-        shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = build_manifest(save_id, save.plan, save.draft, save.request, shares)
-        if save.options.sync:
-            with clock.timed("sync"), watchdog.operation(f"syncing {meeting.group.call.where}"):
-                transaction.sync(manifest.decoded_stacks)
-        with clock.timed("publish"):
-            content = _encode(manifest)
-            meeting.group.require_not_cancelled()
-            meeting.group.end_cancellation()
-            with watchdog.operation(f"publishing {meeting.group.call.where}"):
-                transaction.commit(content, sync=save.options.sync)
-            reused_bytes = sum(share.linked_bytes for share in shares)
-            published = PublishResult(_stored_bytes(manifest), reused_bytes, hashlib.sha256(content).hexdigest())
-            unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
-            for reason, n_bytes in unlinked.items():
-                log_unlinked(save.store.url, n_bytes, reason)
-    with clock.timed("barrier"):
-        return msgspec.json.decode(meeting.broadcast(msgspec.json.encode(published).decode()), type=PublishResult)
-
-
-def publish_own(
-    meeting: Meeting, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
-) -> PublishResult:
-    """Every process publishes the same manifest in its own folder, after all have written their share. Any one manifest
-    then proves that the whole checkpoint was written."""
-    assert transaction is not None, "each process has its own"
-    clock, watchdog = save.clock, meeting.group.watchdog
-    with clock.timed("barrier"):
-        texts = _gather_shares(meeting, share)
-    content = ""
-    if texts:
-        meeting.group.require_not_cancelled()
-        meeting.group.end_cancellation()
-        shares = [msgspec.json.decode(text, type=Share) for text in texts]
-        manifest = build_manifest(save_id, save.plan, save.draft, save.request, shares)
-        content = base64.b64encode(zlib.compress(_encode(manifest))).decode()
-    with clock.timed("barrier"):
-        content = zlib.decompress(base64.b64decode(meeting.broadcast(content)))
-        meeting.start_next()
-    manifest = manifests.decode(content, meeting.group.call.where)
-    with clock.timed("publish"), watchdog.operation(f"publishing {meeting.group.call.where}"):
-        if save.options.sync:
-            transaction.sync(manifest.decoded_stacks)
-        transaction.commit(content, sync=save.options.sync)
-    with clock.timed("barrier"):
-        meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
-    return PublishResult(_stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
-
-
-def _gather_shares(meeting: Meeting, share: Share) -> list[str]:
+def gather_shares(meeting: Meeting, share: Share) -> list[Share]:
     """The shares of all processes, in process 0. The others cannot cancel any more, because it may publish then."""
     texts = meeting.gather(msgspec.json.encode(share).decode())
     if meeting.group.index != 0:
         meeting.group.end_cancellation()
-    return texts
+    return [msgspec.json.decode(text, type=Share) for text in texts]
 
 
-def _encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     content = manifests.encode(manifest)
     require_readable(content, "the manifest")
     return content
 
 
-def _stored_bytes(manifest: Manifest) -> int:
+def stored_bytes(manifest: Manifest) -> int:
     return sum(length for record in manifest.stacks for length, _ in record.objects.values())
 
 
-def build_manifest(
-    save_id: str, plan: SavePlan, draft: Draft, request: SaveRequest, shares: Sequence[Share]
-) -> Manifest:
+def build_manifest(save_id: str, save: PreparedSave, shares: Sequence[Share]) -> Manifest:
     """The manifest of the files of every process. Raises PeersDisagreeError if copies of an object differ."""
+    return compose_manifest(save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step)
+
+
+def compose_manifest(
+    save_id: str,
+    plan: SavePlan,
+    draft: Draft,
+    shares: Sequence[Share],
+    metadata: Any = None,
+    step: StepRecord | None = None,
+) -> Manifest:
+    """The manifest of a planned save."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for process, share in enumerate(shares):
@@ -164,7 +111,7 @@ def build_manifest(
         save_id=save_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         libraries=_libraries(),
-        metadata=request.metadata,
+        metadata=metadata,
         tree=draft.structure,
         leaves=records,
         meshes=draft.table.meshes,
@@ -174,7 +121,7 @@ def build_manifest(
             for stack, found, compared in zip(plan.stacks, objects, contents, strict=True)
         ],
         process_states=[share.state for share in shares if share.state is not None],
-        step=request.step,
+        step=step,
         phase_seconds={phase: [share.phase_seconds[phase] for share in shares] for phase in shares[0].phase_seconds},
     )
 

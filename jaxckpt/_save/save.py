@@ -13,7 +13,9 @@ import contextlib
 import functools
 import os
 import time
+import uuid
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,26 +26,23 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Call, Group
-from jaxckpt._model import manifest as manifests
-from jaxckpt._model.file_names import data_folder
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.events import record_event
 from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._pipeline.threads import POLL_SECONDS, is_shutting_down, run_uninterrupted
+from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.async_saves import PendingSave
-from jaxckpt._save.claim import claim, claim_own, new_save_id, require_shared
 from jaxckpt._save.consistency import Fingerprint, require_agreement
-from jaxckpt._save.peers import Round, plan_rounds, stream_bytes, transfer_copies, transfers
+from jaxckpt._save.destination import Begun
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
-from jaxckpt._save.publish import PublishResult, publish, publish_own
+from jaxckpt._save.publish import PublishResult
 from jaxckpt._save.save_info import SaveInfo
-from jaxckpt._save.staging import StagedObject, exchanges, stage
-from jaxckpt._save.staging_queue import Handover
+from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.staging import StagedObject, stage
+from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._save.write import write
-from jaxckpt._save.write_plan import Object
 from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import PeerError, PeerFailedError, show_count
 
@@ -108,8 +107,10 @@ def save(
         128
     """
     with Group.for_call(options, Call.of("save", path)) as group:
-        request = SaveRequest(path, tree, mesh, specs, dtype, metadata, overwrite, process_state)
-        return start(request, options_or_default(options), group, background=False).wait()
+        options = options_or_default(options)
+        destination = SharedPath.at(path, options, overwrite=overwrite)
+        request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state)
+        return start(request, options, group, background=False).wait()
 
 
 def save_async(
@@ -153,8 +154,10 @@ def save_async(
         128
     """
     with Group.for_call(options, Call.of("save_async", path)) as group:
-        request = SaveRequest(path, tree, mesh, specs, dtype, metadata, overwrite, process_state, on_done=on_done)
-        return start(request, options_or_default(options), group, background=True)
+        options = options_or_default(options)
+        destination = SharedPath.at(path, options, overwrite=overwrite)
+        request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
+        return start(request, options, group, background=True)
 
 
 @jax.transfer_guard("allow")  # the caller has asked for these transfers
@@ -162,50 +165,52 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
     if background and request.deadline is None and options.when_busy == "skip" and _is_busy(group):
-        skipped = PendingSave(os.fspath(request.path), 0, start_time, group.watchdog)
+        skipped = PendingSave(request.destination.store.url, 0, start_time, group.watchdog)
         skipped.skip()
         return skipped
     save = prepare(request, options, group)
-    pending = PendingSave(save.store.url, save.written_bytes, start_time, group.watchdog)
+    pending = PendingSave(save.store.url, save.plan.written_bytes(group.index), start_time, group.watchdog)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
-    handover = Handover(max_bytes if save.threaded else None, request.deadline, group.watchdog)
-    is_limited = background and request.deadline is None and request.spread is None
+    staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, group.watchdog)
+    is_limited = background and request.deadline is None
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
-    work = functools.partial(_carry_out, save, handover)
+    beginning = Task(functools.partial(_begin, save))
+    work = functools.partial(_carry_out, save, beginning, staging_queue)
     if request.on_done is not None:
         work = functools.partial(run_and_notify, work, request.on_done)
     if background and not background_saves.unreported_saves():
         background_saves.finish_at_exit()
-    feed_start = time.perf_counter()
-
-    def begin() -> None:
-        if not group.is_handed_over:
-            save.clock.add("device_to_host", time.perf_counter() - feed_start)
-            background_saves.submit_save(
-                pending, work, awaited=not background, is_last_step=request.deadline is not None
-            )
-            group.is_handed_over = True
-
     calls: CollectiveCalls[Any, Any] | None = None
     try:
         if group.count > 1:
-            begin()  # sends heartbeats while this process stages
+            _hand_over(save, pending, work, awaited=not background)  # sends heartbeats while this process stages
         # Exchanges are collective, so no process may begin them before all have finished their preparations.
-        if save.is_collective and not _await_claim(save):
+        begun = _await_begun(save, beginning) if save.plan.is_collective else None
+        if begun is not None:
+            calls = save.destination.exchange(save, begun)
+        elif save.plan.is_collective:
             pending.wait()  # raises the reason
-        calls = _collective_calls(save)
-        with contextlib.closing(_stage(save, calls, background=background)) as staged:
-            handover.feed(staged, begin)
-        if save.is_collective:
+        feed_start = time.perf_counter()
+        with staging_queue, contextlib.closing(_stage(save, begun, calls, background=background)) as staged:
+            for obj in staged:
+                if not staging_queue.fits(obj) and not group.is_handed_over:  # late, because it slows down this thread
+                    save.clock.add("device_to_host", time.perf_counter() - feed_start)
+                    _hand_over(save, pending, work, awaited=not background)
+                if not staging_queue.put(obj):
+                    break
+        if not group.is_handed_over:
+            save.clock.add("device_to_host", time.perf_counter() - feed_start)
+            _hand_over(save, pending, work, awaited=not background)
+        if calls is not None:
             calls.join()  # if the thread that writes has failed, it takes no more objects
         save.draft.values.clear()  # everything is staged, so the leaves are released
         if not background:
             pending.wait()
     except BaseException as error:
-        handover.cancel(error)
-        if save.is_collective and group.is_handed_over and not isinstance(error, PeerFailedError):
-            _join_calls(save, calls)
+        staging_queue.cancel(error)
+        if save.plan.is_collective and group.is_handed_over and not isinstance(error, PeerFailedError):
+            _join_calls(save, beginning, calls)
         group.is_handed_over = background_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
@@ -215,48 +220,52 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
     return pending
 
 
-def _await_claim(save: PreparedSave) -> bool:
-    """Wait until all processes have claimed the path. Returns False if they will not."""
-    stall_error = save.group.watchdog.stall_error
-    while not save.claim_ended.wait(POLL_SECONDS) and not stall_error():
-        pass
-    return bool(save.transfer.data) and not stall_error()
+def _hand_over(
+    save: PreparedSave, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool
+) -> None:
+    """Submit the save to the thread that writes."""
+    is_last_step = save.request.deadline is not None
+    background_saves.submit_save(pending, work, awaited=awaited, is_last_step=is_last_step)
+    save.group.is_handed_over = True
 
 
-def _collective_calls(save: PreparedSave) -> CollectiveCalls[Any, Any]:
-    """The exchanges between the processes, after all have claimed the path: of leaves that are stored in another layout
-    (`mesh=`), or of the copies of a local step, which has no `mesh=`."""
-    if save.copies:
-        return transfers(save.copies, save.transfer.rounds, save.group.index)
-    return exchanges(save.plan, save.draft)
+def _await_begun(save: PreparedSave, beginning: Task[_Started]) -> Begun | None:
+    """Wait until all processes have claimed the path. None if they will not."""
+    while not beginning.wait(POLL_SECONDS):
+        if save.group.watchdog.stall_error():
+            return None
+    try:
+        return beginning.result().begun
+    except BaseException:
+        return None
 
 
-def _join_calls(save: PreparedSave, calls: CollectiveCalls[Any, Any] | None) -> None:
+def _join_calls(save: PreparedSave, beginning: Task[_Started], calls: CollectiveCalls[Any, Any] | None) -> None:
     """Make the remaining exchanges after an error: the other processes begin them as soon as the path is claimed."""
 
     def join() -> None:
-        if _await_claim(save):
-            (calls or _collective_calls(save)).join()
+        begun = _await_begun(save, beginning)
+        if begun is not None:
+            (calls or save.destination.exchange(save, begun)).join()
 
     with contextlib.suppress(Exception):  # no error may hide the first one
         run_uninterrupted(join)
 
 
-def _stage(save: PreparedSave, calls: CollectiveCalls[Any, Any], *, background: bool) -> Generator[StagedObject]:
-    """The data that this process writes. Makes the calls of `_collective_calls`."""
-    staged = stage(
+def _stage(
+    save: PreparedSave, begun: Begun | None, calls: CollectiveCalls[Any, Any] | None, *, background: bool
+) -> Generator[StagedObject]:
+    """The data that this process writes."""
+    own = stage(
         save.plan,
         save.draft,
         save.reuse.originals,
-        None if save.copies else calls,
+        calls,
         hold=background or not save.threaded,
         stack_bytes=save.options.host_bytes // 2,
         whole_shards=background and save.options.staging_bytes is None,
     )
-    if not save.copies:
-        return staged
-    keep_state = functools.partial(_keep_state, save)
-    return transfer_copies(staged, save.plan.stacks, save.copies, calls, save.group.index, save.state, keep_state)
+    return save.destination.staged(save, begun, own, calls)
 
 
 def _is_busy(group: Group) -> bool:
@@ -286,47 +295,39 @@ def run_and_notify(
 
 
 @jax.transfer_guard("allow")
-def _carry_out(save: PreparedSave, handover: Handover, pending: PendingSave) -> SaveInfo:
+def _carry_out(
+    save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: PendingSave
+) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
-    group, clock = save.group, save.clock
-    group.require_not_cancelled = handover.require_not_cancelled
+    group, destination = save.group, save.destination
+    group.require_not_cancelled = staging_queue.require_not_cancelled
     with (
         group,
-        contextlib.closing(handover),
+        contextlib.closing(staging_queue),
         display_progress("save", pending.progress.total_bytes, save.options.progress) as display,
     ):
-        try:
-            save_id, transaction = _agree_and_begin(save)
-        except BaseException:
-            handover.close()
-            raise
-        finally:
-            save.claim_ended.set()
-        data = data_folder(save_id)
+        beginning.run()
+        started = beginning.result()
+        begun, transaction = started.begun, started.transaction
         with transaction or contextlib.nullcontext():
             with group.meeting("saving") as meeting:
                 try:
-                    share, written = write(save, data, handover, pending.rate_limiter, _make_report(pending, display))
-                    handover.require_not_cancelled()
+                    report = _make_report(pending, display)
+                    share, written = write(save, begun.data, staging_queue, pending.rate_limiter, report)
+                    staging_queue.require_not_cancelled()
                 except BaseException:
-                    handover.close()
+                    staging_queue.close()
                     if group.index == 0:  # so that the data is not deleted while the others still write
                         with contextlib.suppress(PeerError):
                             meeting.gather("")
                     raise
-                publish_here = publish_own if save.request.spread else publish
-                published = publish_here(meeting, save, save_id, transaction, share)
-            save.reuse.keep(data, save.plan.stacks, written)
-            with clock.timed("publish"):
+                published = destination.publish(meeting, save, begun, transaction, share)
+            save.reuse.keep(begun.data, save.plan.stacks, written)
+            with save.clock.timed("publish"):
                 if transaction is not None:
                     transaction.close()
-                if save.request.spread is not None:
-                    replicas = {*save.copies.replicas} if save.copies else set[Object]()
-                    own = [obj for obj in save.plan.objects if obj not in replicas]
-                    save.request.spread.on_published(save_id, own)
-                if group.index == 0 and save.request.on_published is not None:
-                    save.request.on_published()
-        info = _info(save, save_id, published)
+                destination.finish(save, begun)
+        info = _info(save, begun.save_id, published)
     seconds = pending.with_times(info).seconds
     record_event(
         "save",
@@ -350,60 +351,48 @@ def _make_report(pending: PendingSave, display: Report) -> Report:
     return report
 
 
-class _Decisions(msgspec.Struct, frozen=True):
-    """The decisions of process 0."""
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What process 0 needs to know from a process before a save begins."""
 
-    save_id: str
-
-    kept: str = ""
-    """For a spread save: the argument of `Spread.clear`, which says which step stays in each process's folder."""
-
-    rounds: list[Round] = []
-    """For a spread save: the exchange between the processes."""
+    fingerprint: Fingerprint
+    terms: list[int]
 
 
-def _agree_and_begin(save: PreparedSave) -> tuple[str, Transaction | None]:
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A save whose path is claimed."""
+
+    begun: Begun
+    transaction: Transaction | None
+    """The transaction of this process, if it has one."""
+
+
+def _begin(save: PreparedSave) -> _Started:
     """Before any data is written, check that all processes save the same tree, create the data folder, and check that
-    all processes see it. Returns the id of the save, and the transaction of this process, if it has one: process 0
-    publishes.
-
-    A save that is spread over folders of the processes has a data folder in each of them. This also plans the exchange
-    of data between the processes.
-    """
+    all processes see it."""
     transaction: Transaction | None = None
-    group, clock, spread = save.group, save.clock, save.request.spread
-    looking = "preparing each process's folder" if spread else "looking for the checkpoint's folder"
+    group, clock, destination = save.group, save.clock, save.destination
     try:
         with group.meeting("preparing to save") as meeting:
             own, value_groups = save.agreement() if save.agreement else (Fingerprint({}, []), [])
-            mine = own, stream_bytes(save.copies, save.state) if save.copies else []
+            offer = _Offer(own, destination.offer(save))
             with clock.timed("barrier"):
-                texts = meeting.gather(msgspec.json.encode(mine).decode())
-            messages = [msgspec.json.decode(text, type=tuple[Fingerprint, list[int]]) for text in texts]
-            if len(messages) > 1:
-                require_agreement([fingerprint for fingerprint, _ in messages], value_groups)
-            terms = _Decisions(new_save_id())
-            if messages and spread and save.copies:
-                sizes = [n_bytes for _, n_bytes in messages]
-                rounds = plan_rounds(save.copies.channels, sizes, save.options.host_bytes // 8)
-                terms = _Decisions(terms.save_id, spread.choose_kept(), rounds)
-            elif messages:
-                with group.watchdog.operation(f"preparing {save.store.url}"):
-                    transaction = claim(save.store, save.plan.stacks, terms.save_id, overwrite=save.request.overwrite)
+                texts = meeting.gather(msgspec.json.encode(offer).decode())
+            begun = Begun(uuid.uuid4().hex, "")
+            if texts:
+                offers = [msgspec.json.decode(text, type=_Offer) for text in texts]
+                if len(offers) > 1:
+                    require_agreement([offer.fingerprint for offer in offers], value_groups)
+                terms, transaction = destination.begin(save, begun.save_id, [offer.terms for offer in offers])
+                begun = Begun(begun.save_id, terms)
             with clock.timed("barrier"):
-                terms = msgspec.json.decode(meeting.broadcast(msgspec.json.encode(terms).decode()), type=_Decisions)
-        with group.meeting(looking) as meeting:
-            if spread:
-                with group.watchdog.operation(f"preparing {save.store.url}"):
-                    spread.clear(terms.kept)
-                    transaction = claim_own(save.store, save.plan.stacks, terms.save_id)
-            else:
-                with group.watchdog.operation(f"looking for {save.store.url}"):
-                    require_shared(save.store, data_folder(terms.save_id), group.index)
+                begun = msgspec.json.decode(meeting.broadcast(msgspec.json.encode(begun).decode()), type=Begun)
+        with group.meeting("looking for the checkpoint's folder") as meeting:
+            transaction = destination.join(save, begun) or transaction
             with clock.timed("barrier"):
                 meeting.gather("")
                 require_not_cancelled = group.require_not_cancelled
-                if save.is_collective:  # the others begin their exchanges as soon as all have answered
+                if save.plan.is_collective:  # the others begin their exchanges as soon as all have answered
                     group.end_cancellation()
                 meeting.broadcast("")
                 group.require_not_cancelled = require_not_cancelled
@@ -411,13 +400,7 @@ def _agree_and_begin(save: PreparedSave) -> tuple[str, Transaction | None]:
         if transaction is not None:
             transaction.close()
         raise
-    save.transfer.rounds, save.transfer.data = terms.rounds, data_folder(terms.save_id)
-    return terms.save_id, transaction
-
-
-def _keep_state(save: PreparedSave, process: int, state: bytes) -> None:
-    """Write a copy of the state of another process into this process's data folder."""
-    save.store.put(f"{save.transfer.data}/{manifests.state_file_name(process)}", state, sync=save.options.sync)
+    return _Started(begun, transaction)
 
 
 def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInfo:

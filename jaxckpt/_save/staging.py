@@ -125,13 +125,14 @@ def stage(
     plan: SavePlan,
     draft: Draft,
     originals: Container[Object] = (),
-    calls: Exchanges | None = None,
+    calls: CollectiveCalls[Any, Any] | None = None,
     *,
     hold: bool,
     stack_bytes: int,
     whole_shards: bool = False,
 ) -> Generator[StagedObject]:
-    """The data of each object that this process writes, except `originals`. Makes the `calls` of `exchanges`.
+    """The data of each object that this process writes, except `originals`. If leaves are exchanged, makes the `calls`
+    of `exchanges`.
 
     With `hold`, yielded data is safe from changes to the leaves. JAX stacks at most `stack_bytes` of it. With
     `whole_shards`, a shard may be copied to the host for several objects at once.
@@ -154,7 +155,7 @@ def stage(
             else:
                 sources = _by_row(obj, values)
                 yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
-    if calls is None:
+    if calls is None or not any(plan.exchanged):
         return
     for number, index, _ in calls:
         parts = calls.run_next()

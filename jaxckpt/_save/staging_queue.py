@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from jaxckpt._pipeline.threads import POLL_SECONDS, RunningCall
 from jaxckpt._pipeline.watchdog import Watchdog
@@ -19,7 +20,7 @@ class _End:
     error: BaseException | None = None
 
 
-class Handover:
+class StagingQueue:
     """Objects in order, with a limit on the bytes of copies. The caller's thread puts them, and another takes them."""
 
     def __init__(self, max_bytes: int | None, deadline: float | None, watchdog: Watchdog) -> None:
@@ -41,40 +42,23 @@ class Handover:
 
     # The thread that feeds -------------------------------------------------------------------------------
 
-    def feed(self, staged: Iterable[StagedObject], begin: Callable[[], None]) -> None:
-        """Put all objects. `begin` starts the other thread as late as possible, because it slows down this thread.
+    def __enter__(self) -> Self:
+        return self
 
-        An error before `begin` ends the save. After `begin`, the other thread is notified and also raises the error.
-        """
-        begun = False
-        end = _End()
-        try:
-            for one in staged:
-                if not begun and not self._fits(one):
-                    begin()
-                    begun = True
-                if not self._make_room(one):
-                    break  # the queue is closed, or the deadline has passed
-                self._items.put(one)
-                self._held_bytes += one.copied_bytes
-            else:
-                self._items.put(end)
-                if not begun:
-                    begin()
-        except BaseException as error:
-            self._items.put(_End(error))
-            raise
-        finally:
-            self._feeder.mark_ended()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Put the end. If an error ends the block, the other thread raises it too."""
+        self._items.put(_End(error))
+        self._feeder.mark_ended()
 
-    def _fits(self, staged: StagedObject) -> bool:
+    def fits(self, staged: StagedObject) -> bool:
+        """Whether an object fits, or must wait until others are written."""
         return (
             self._max_bytes is None or not self._held_bytes or self._held_bytes + staged.copied_bytes <= self._max_bytes
         )
 
-    def _make_room(self, staged: StagedObject) -> bool:
-        """Wait until an object fits. Returns whether it does."""
-        while not self._fits(staged) and not self._closed and not self._watchdog.stall_error():
+    def put(self, staged: StagedObject) -> bool:
+        """Put an object, when it fits. Returns False if the queue is closed, or the deadline has passed."""
+        while not self.fits(staged) and not self._closed and not self._watchdog.stall_error():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
                 self._items.put(_End(TimeoutError("the data was copied but not written before the deadline")))
@@ -83,7 +67,11 @@ class Handover:
                 self._held_bytes -= self._freed.get(timeout=left)
             except queue.Empty:
                 continue
-        return not self._closed and not self._watchdog.stall_error()
+        if self._closed or self._watchdog.stall_error():
+            return False
+        self._items.put(staged)
+        self._held_bytes += staged.copied_bytes
+        return True
 
     @property
     def closed(self) -> bool:

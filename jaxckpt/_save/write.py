@@ -19,7 +19,7 @@ from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.publish import Share
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.staging import StagedObject
-from jaxckpt._save.staging_queue import Handover
+from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._save.write_plan import WRITE_MEMORY_FACTOR, Object
 from jaxckpt._store.objects import ArrayWriter, Pending
 
@@ -27,12 +27,12 @@ WrittenObjects = list[tuple[Object, WrittenObject]]
 
 
 def write(
-    save: PreparedSave, data: str, handover: Handover, rate_limiter: RateLimiter, report: Report
+    save: PreparedSave, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter, report: Report
 ) -> tuple[Share, WrittenObjects]:
     """Write this process's objects as their data arrives, and its state. Returns what it tells process 0, and each
     object with its record."""
     with save.clock.timed("write"):
-        written = _write_objects(save, data, handover, rate_limiter, report)
+        written = _write_objects(save, data, staging_queue, rate_limiter, report)
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_file_name(save.group.index)}"
@@ -49,19 +49,19 @@ def write(
 
 
 def _write_objects(
-    save: PreparedSave, data: str, handover: Handover, rate_limiter: RateLimiter, report: Report
+    save: PreparedSave, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter, report: Report
 ) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, clock, watchdog = save.store, save.clock, save.group.watchdog
     with watchdog.operation(f"reading the checkpoint before {store.url}"):
         reuse = save.reuse.with_stored_base()
-    writer = _Writer(save, reuse, data, handover, rate_limiter)
+    writer = _Writer(save, reuse, data, staging_queue, rate_limiter)
     budget = Budget(save.options.host_bytes // WRITE_MEMORY_FACTOR)
     written: WrittenObjects = []
-    moved = pipeline(_timed(handover, clock), writer.n_bytes, writer.begin, budget, join=True)
+    moved = pipeline(_timed(staging_queue, clock), writer.n_bytes, writer.begin, budget, join=True)
     with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
         for staged, record in moved:
-            handover.mark_written(staged)
+            staging_queue.mark_written(staged)
             report(staged.obj.n_bytes)
             written.append((staged.obj, record))
     if save.options.sync:
@@ -89,12 +89,12 @@ class _Writer:
     """Begins to write objects, or to link them."""
 
     def __init__(
-        self, save: PreparedSave, reuse: Reuse, data: str, handover: Handover, rate_limiter: RateLimiter
+        self, save: PreparedSave, reuse: Reuse, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter
     ) -> None:
         self._save = save
         self._reuse = reuse
         self._data = data
-        self._handover = handover
+        self._staging_queue = staging_queue
         self._rate_limiter = rate_limiter
         self._writers: dict[int, ArrayWriter] = {}
 
@@ -107,7 +107,7 @@ class _Writer:
         if obj.stack not in self._writers:
             self._writers[obj.stack] = save.store.array_writer(self._data, stack, sync=save.options.sync)
         if self._rate_limiter.bytes_per_second is not None and obj not in self._reuse.originals:
-            self._rate_limiter.wait(obj.n_bytes, self._handover.require_not_cancelled)
+            self._rate_limiter.wait(obj.n_bytes, self._staging_queue.require_not_cancelled)
         with save.clock.timed("device_to_host"):
             pending, source = self._reuse.begin_object(staged, stack, self._writers[obj.stack], self._data)
         return _WritingObject(obj.n_bytes, pending, source, save.group.watchdog, save.store.url)

@@ -115,6 +115,15 @@ class SavePlan:
     objects: tuple[Object, ...]
     """The objects that this process writes, by stack and grid index."""
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether the processes exchange data while they stage it."""
+        return any(self.exchanged)
+
+    def written_bytes(self, process: int) -> int:
+        """Bytes of array data that a process writes. Subclasses know only those of this process."""
+        return self.process_bytes[process]
+
 
 def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
     """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes."""

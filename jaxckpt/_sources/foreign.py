@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 
 from jaxckpt._model.grid import Box, Spec
@@ -15,8 +17,12 @@ from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import Manifest, MeshRecord
 from jaxckpt._pipeline.workers import JoinedWork, submit
-from jaxckpt._sources.source import Source
+from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
 from jaxckpt._store.objects import ArrayReader, Pending
+
+if TYPE_CHECKING:
+    from jaxckpt._job.rendezvous import Meeting
+    from jaxckpt._options import Options
 
 
 class ArrayData(abc.ABC):
@@ -119,6 +125,14 @@ class ForeignCheckpoint:
 
     origin: Source | None = field(default=None, repr=False)
     """The checkpoint of which this one is a view."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(self.manifest)).hexdigest()
+
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+        """The origin reads for a view only what each process can read itself."""
+        return all_arrived() if self.origin is None else self.origin.arrivals((), options, meeting)
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Collection, Sequence
-
-import msgspec
 
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
@@ -17,7 +14,6 @@ from jaxckpt._run_folder.steps import is_step, resolve_name, resolve_step, run_a
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.formats import ForeignStep, Format, formats
 from jaxckpt._sources.source import NativeCheckpoint, Source
-from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import (
@@ -32,8 +28,8 @@ Location = str | os.PathLike[str] | ForeignCheckpoint
 `jaxckpt.rank_files`."""
 
 
-def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
-    """The source at a location, and a digest of its manifest, which is composed for another library's checkpoint.
+def source_at(location: Location, options: Options) -> NativeCheckpoint | ForeignCheckpoint:
+    """The source at a location.
 
     A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps. The
     run may be of another library, without "best".
@@ -42,28 +38,28 @@ def source_at(location: Location, options: Options) -> tuple[NativeCheckpoint | 
     hangs for `options.timeout_seconds`.
     """
     if isinstance(location, ForeignCheckpoint):
-        return location, _digest(location)
+        return location
     store = store_at(location, options)
     return run_watched(f"opening {store.url}", options.timeout_seconds, lambda: _open_source(location, store, options))
 
 
 def _open_source(
     location: str | os.PathLike[str], store: Store, options: Options
-) -> tuple[NativeCheckpoint | ForeignCheckpoint, str]:
+) -> NativeCheckpoint | ForeignCheckpoint:
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
-        return _open_native(store, options)
+        return NativeCheckpoint.at(store, options.manifest_sha256)
     except NotACheckpointError:
         for _ in range(_TRIES):
             if (step := resolve_step(store)) is None:
                 break
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
-                return _open_native(step, options)
+                return NativeCheckpoint.at(step, options.manifest_sha256)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
         foreign = None if options.manifest_sha256 else _open_foreign(location, store, options)
         if foreign is None:
             raise
-        return foreign, _digest(foreign)
+        return foreign
 
 
 _TRIES = 5
@@ -76,11 +72,6 @@ def step_of(source: Source, hint: str) -> tuple[NativeCheckpoint, Store, int]:
     if not isinstance(source, NativeCheckpoint) or above is None or not is_step(above[1]):
         raise InputError(f"{source.url} is not a step in a run's directory: {hint}")
     return source, above[0], int(above[1])
-
-
-def _open_native(store: Store, options: Options) -> tuple[NativeCheckpoint, str]:
-    manifest, content = load_manifest(store, options.manifest_sha256)
-    return NativeCheckpoint(store, manifest), hashlib.sha256(content).hexdigest()
 
 
 def _open_foreign(
@@ -143,7 +134,3 @@ def _recognizes(form: Format, path: str, names: Collection[str]) -> bool:
     except Exception as error:  # formats of other packages must not keep the others from being recognized
         _log.warning("the checkpoint format %s failed to look at %s: %r", form.name, path, error)
         return False
-
-
-def _digest(source: NativeCheckpoint | ForeignCheckpoint) -> str:
-    return hashlib.sha256(msgspec.json.encode(source.manifest)).hexdigest()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
 from jaxckpt._model.records import Manifest
@@ -20,6 +22,16 @@ from jaxckpt.errors import (
     show_path,
 )
 
+if TYPE_CHECKING:
+    from jaxckpt._job.rendezvous import Meeting
+    from jaxckpt._options import Options
+
+StackBoxes = tuple[int, Sequence[Box]]
+"""The number of a stack, and boxes of it that are read together."""
+
+Arrivals = contextlib.AbstractContextManager[Iterator[None]]
+"""In the context, the iterator yields when the data of each read, in order, can be read in this process."""
+
 
 class Source(Protocol):
     """The source of a restore, a plan, a comparison or a conversion."""
@@ -31,6 +43,16 @@ class Source(Protocol):
 
     @property
     def manifest(self) -> Manifest: ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest. Processes that open the same checkpoint have the same digest."""
+        ...
+
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+        """The arrivals of the data for these reads, which other processes may have to send. Every process of the
+        meeting enters the context, with its own reads."""
+        ...
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Raise DataError unless the small files that describe these stacks are as they were saved."""
@@ -52,10 +74,21 @@ class NativeCheckpoint:
 
     store: Store
     manifest: Manifest
+    digest: str
+
+    @classmethod
+    def at(cls, store: Store, digest: str | None = None) -> Self:
+        """The checkpoint at a path. If the digest of its manifest is given, it must match. Raises NotACheckpointError,
+        ManifestError."""
+        manifest, content = load_manifest(store, digest)
+        return cls(store, manifest, hashlib.sha256(content).hexdigest())
 
     @property
     def url(self) -> str:
         return self.store.url
+
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+        return all_arrived()
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
@@ -85,6 +118,11 @@ class NativeCheckpoint:
             return "replaced by another"
         stacks = {stack.name for stack in now.stacks}
         return "stripped of some of its leaves" if any(s.name not in stacks for s in self.manifest.stacks) else None
+
+
+def all_arrived() -> Arrivals:
+    """The arrivals of data that each process can read itself."""
+    return contextlib.nullcontext(itertools.repeat(None))
 
 
 def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:

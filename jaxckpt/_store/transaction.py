@@ -1,6 +1,6 @@
 """Turns data at a path into a checkpoint. This is the only code that publishes.
 
-    with begin(store, save_id, previous) as transaction:        # in one process
+    with begin(store, save_id, previous, stacks) as transaction:        # in one process
         …                                                       # every process writes to `transaction.data`
         transaction.commit(manifest)
 
@@ -48,11 +48,6 @@ class Transaction:
         self._is_shared = False
         self._is_committed = False
         self._is_closed = False
-
-    def create_arrays(self, stacks: Iterable[Stack]) -> None:
-        """Write every stack's zarr.json."""
-        for stack in stacks:
-            self.store.create_array(self.data, stack)
 
     def sync(self, stacks: Iterable[Stack]) -> None:
         """Make each zarr.json, the data folder, and every folder above it durable."""
@@ -111,15 +106,33 @@ class Transaction:
                 store.unlock(self.handle)
 
 
-def begin(store: Store, save_id: str, previous: bytes | None) -> Transaction:
-    """Sweep the remains of dead saves, and create a data folder for a save that will replace the manifest `previous`.
+def begin(store: Store, save_id: str, previous: bytes | None, stacks: Iterable[Stack]) -> Transaction:
+    """Sweep the remains of dead saves, and create a data folder, with every stack's zarr.json, for a save that will
+    replace the manifest `previous`.
 
     Raises StorageError.
     """
     has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
-    transaction = store.begin_save(save_id, previous)
+    transaction = _create_arrays(store.begin_save(save_id, previous), stacks)
     if has_leftovers:
         transaction.expect_leftovers()
+    return transaction
+
+
+def begin_own(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transaction:
+    """The same in the folder of one process of several that publish the checkpoint, each in its own folder."""
+    transaction = store.begin_save(save_id, store.read(MANIFEST))
+    transaction.share()
+    return _create_arrays(transaction, stacks)
+
+
+def _create_arrays(transaction: Transaction, stacks: Iterable[Stack]) -> Transaction:
+    try:
+        for stack in stacks:
+            transaction.store.create_array(transaction.data, stack)
+    except BaseException:
+        transaction.close()
+        raise
     return transaction
 
 

@@ -18,7 +18,7 @@ import jaxckpt
 # The moments of a save at which a saver can stop itself. Each is a function call.
 MOMENTS = {
     "planning": ("_save.prepare", "_cached_plan"),
-    "looking at the path": ("_save.claim", "_previous_manifest"),
+    "looking at the path": ("_save.shared_path", "_previous_manifest"),
     "making its folder": ("_store.folder.Folder", "begin_save"),
     "making arrays": ("_store.folder.Folder", "create_array"),
     "writing": ("_store.files.FileWriter", "write"),

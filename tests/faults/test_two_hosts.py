@@ -22,7 +22,7 @@ from reliability import Fault
 
 from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER, data_folder_of
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._save.claim import claim
+from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._store import folder as _folder
 from jaxckpt._store.folder import Folder
 from jaxckpt.errors import JaxckptError
@@ -190,7 +190,7 @@ class TwoHosts(RuleBasedStateMachine):
 
     def _save(self, save_id: str, overwrite: bool) -> None:
         try:
-            transaction = claim(self.store, [], save_id, overwrite=overwrite)
+            transaction = SharedPath(self.store, overwrite=overwrite).claim([], save_id)
         except JaxckptError:
             return
         except Crashed:

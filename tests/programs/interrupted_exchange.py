@@ -13,14 +13,14 @@ from joined import args, process_id
 from sharded_tree import check, make, mesh_of
 
 import jaxckpt
+from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.rendezvous import Meeting
-from jaxckpt._restore.shared_exchange import Interconnect
 from jaxckpt._save import staging
-from jaxckpt._save.staging_queue import Handover
+from jaxckpt._save.staging_queue import StagingQueue
 
 tree, columns = make(mesh_of(2, 2)), P(None, "data")
 options = jaxckpt.Options(timeout_seconds=60, object_bytes=64 << 10, chunk_bytes=16 << 10)
-replicate, broadcast, cancel = staging.replicate_box, Meeting.broadcast, Handover.cancel
+replicate, broadcast, cancel = staging.replicate_box, Meeting.broadcast, StagingQueue.cancel
 cancelled = threading.Event()
 exchanged = 0
 
@@ -44,8 +44,8 @@ def interrupt_claim(meeting: Meeting, text: str) -> str:
     return broadcast(meeting, text)
 
 
-def note_cancel(handover: Handover, error: BaseException) -> None:
-    cancel(handover, error)
+def note_cancel(staging_queue: StagingQueue, error: BaseException) -> None:
+    cancel(staging_queue, error)
     cancelled.set()
 
 
@@ -64,7 +64,7 @@ save("exchange")
 if process_id == 1:
     staging.replicate_box = replicate
     Meeting.broadcast = interrupt_claim  # type: ignore[method-assign]
-    Handover.cancel = note_cancel  # type: ignore[method-assign]
+    StagingQueue.cancel = note_cancel  # type: ignore[method-assign]
 save("claim")
 Meeting.broadcast = broadcast  # type: ignore[method-assign]
 save("last")

@@ -7,20 +7,17 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from joined import args, process_id
 from sharded_tree import check, make, mesh_of
 
 import jaxckpt
+from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.rendezvous import Meeting
-from jaxckpt._save import peers
-from jaxckpt._save.peers import Permutations
+from jaxckpt._local_tier import process_folders
 
 tree = make(mesh_of(2, 2))
 options = jaxckpt.Options(timeout_seconds=60, host_bytes=1 << 20, object_bytes=64 << 10, chunk_bytes=16 << 10)
@@ -41,18 +38,18 @@ def interrupted_at(call: Callable[..., Any], number: int, *, during: str = "") -
     return counted
 
 
-def failing_copies() -> Any:
-    """NumPy without memory for the second copy of data that was received."""
-    calls = 0
+def failing_copy() -> Callable[..., Any]:
+    """`Interconnect._to_host` without memory for the second copy of data that was received."""
+    to_host, calls = Interconnect._to_host, 0
 
-    def copy(array: Any) -> Any:
+    def copy(interconnect: Interconnect, array: Any) -> Any:
         nonlocal calls
-        calls += isinstance(array, jax.Array)
+        calls += 1
         if calls == 2:
             raise RuntimeError("no memory")
-        return np.asarray(array)
+        return to_host(interconnect, array)
 
-    return SimpleNamespace(**{**vars(np), "asarray": copy})
+    return copy
 
 
 def attempt(name: str, call: Callable[[], object], patch: Any = None) -> None:
@@ -81,15 +78,17 @@ def restore() -> None:
 
 
 def patched_run() -> Any:
-    return mock.patch.object(Permutations, "run", interrupted_at(Permutations.run, 2))
+    return mock.patch.object(Interconnect, "permute", interrupted_at(Interconnect.permute, 2))
 
 
 with checkpointer() as checkpoints:
     attempt("interrupted save", lambda: checkpoints.save(1, tree), patched_run())
-    prepared = interrupted_at(peers._Incoming.__init__, 1)
-    patch = mock.patch.object(peers._Incoming, "__init__", prepared)
+    prepared = interrupted_at(process_folders._IncomingCopies.__init__, 1)
+    patch = mock.patch.object(process_folders._IncomingCopies, "__init__", prepared)
     attempt("interrupted preparations", lambda: checkpoints.save(1, tree), patch)
-    attempt("failed save", lambda: checkpoints.save(1, tree), mock.patch.object(peers, "np", failing_copies()))
+    attempt(
+        "failed save", lambda: checkpoints.save(1, tree), mock.patch.object(Interconnect, "_to_host", failing_copy())
+    )
     attempt("save", lambda: checkpoints.save(2, tree))
 if process_id == 0:
     shutil.rmtree(f"{args}/local-0")

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._save import peers, publish
+from jaxckpt._devices.interconnect import Interconnect
+from jaxckpt._local_tier import process_folders
 from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
 
@@ -42,11 +43,11 @@ def around(holder: Any, name: str, *, after: bool = False) -> None:
 
 match args["phase"]:
     case "pass":
-        around(peers.Permutations, "run")
+        around(Interconnect, "permute")
     case "write":
         around(FileWriter, "_write")
     case "written":
-        around(publish.manifests, "decode")  # all processes have written, and the manifest has arrived
+        around(process_folders.manifests, "decode")  # all processes have written, and the manifest has arrived
     case "publish":
         around(Folder, "publish")
     case "published":

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from processes import free_port
 
 import jaxckpt
-import jaxckpt._runs.local
+import jaxckpt._local_tier.tier
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks
 
@@ -44,13 +44,13 @@ SPECS = {
 SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "replicated": (77,)}
 
 PHASES: dict[str, tuple[str, int]] = {
-    "sweeping": ("_runs.local.LocalTier._delete_other_steps", 1),
-    "before the exchange": ("_save.save.claim_own", 1),
+    "sweeping": ("_local_tier.tier.LocalTier.delete_other_steps", 1),
+    "before the exchange": ("_local_tier.process_folders.begin_own", 1),
     "writing": ("_store.files.FileWriter.write", 1),
-    "before the barrier": ("_save.save.publish_own", 1),
+    "before the barrier": ("_local_tier.process_folders.ProcessFolders.publish", 1),
     "publishing": ("_store.folder.Folder.publish", 1),
     "between the barriers": ("_job.rendezvous.Meeting.barrier", 1),
-    "flushing": ("_runs.flush.Flush._copy", 1),
+    "flushing": ("_local_tier.flush.Flush._copy", 1),
 }
 """For each phase: (function, number of its call in the save of step DIES_AT) at which the victim is killed."""
 

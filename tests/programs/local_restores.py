@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._restore import fetch, passing
+from jaxckpt._devices.interconnect import Interconnect
+from jaxckpt._local_tier import peer_reads
 
 preadv = os.preadv
 counts: list[int] = []
@@ -41,24 +43,34 @@ class Lines(logging.Handler):
 
 logging.getLogger("jaxckpt").addHandler(Lines())
 logging.getLogger("jaxckpt").setLevel(logging.INFO)
-arrivals: list[passing.PeerReads] = []
 fault = ""
+exchanged = {"got": 0, "passed": 0}
+run_next_batch, permute = peer_reads._PeerReads._run_next_batch, Interconnect.permute
 
 
-class Counted(passing.PeerReads):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        arrivals.append(self)
-
-    def _run_next_round(self) -> None:
-        if fault and process_id == 1 and self._n_rounds_done == 1:
-            if fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("in the middle")
-        super()._run_next_round()
+def run_or_fail(reads: peer_reads._PeerReads) -> None:
+    if fault and process_id == 1 and reads._n_batches_done == 1:
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("in the middle")
+    run_next_batch(reads)
 
 
-fetch.PeerReads = Counted
+def counted_permute(interconnect: Interconnect, pairs: Any, n_bytes: int, sent: Any) -> Any:
+    exchanged["passed"] += 0 if sent is None else n_bytes
+    return permute(interconnect, pairs, n_bytes, sent)
+
+
+class CountedParts(peer_reads.Incoming):
+    def add(self, received: Any) -> Iterator[Any]:
+        for part in super().add(received):
+            exchanged["got"] += len(part)
+            yield part
+
+
+peer_reads._PeerReads._run_next_batch = run_or_fail  # type: ignore[method-assign]
+Interconnect.permute = counted_permute  # type: ignore[method-assign]
+peer_reads.Incoming = CountedParts  # type: ignore[misc]
 devices = np.array(jax.devices())
 line, square = Mesh(devices, ("data",)), Mesh(devices.reshape(-1, 2), ("data", "model"))
 LAYOUTS: dict[str, tuple[Mesh, Any]] = {
@@ -99,7 +111,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         for path, leaf in saved.leaves.items()
         if fnmatch.fnmatch(path, case.get("select", "*"))
     }
-    for some in (counts, lines, arrivals):
+    exchanged.update(got=0, passed=0)
+    for some in (counts, lines):
         some.clear()
     options = jaxckpt.Options(
         host_bytes=case.get("host_bytes", 256 << 20), timeout_seconds=20, **case.get("options", {})
@@ -117,8 +130,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             "metrics": steps.metrics(number),
             "state": steps.process_state("at", resplit=lambda states, count: states[:count]),
             "read": n_bytes,
-            "got": sum(one.received_bytes for one in arrivals),
-            "passed": sum(one.sent_bytes for one in arrivals),
+            **exchanged,
             "lines": [line for line in lines if not line.startswith("INFO restored")],
         }
     return found

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._save import peers
+from jaxckpt._devices.interconnect import Interconnect
 
 mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
 
@@ -51,7 +51,7 @@ def tree(name: str, step: int, size: int) -> dict[str, Any]:
 
 
 passed = 0
-run = peers.Permutations.run
+run = Interconnect.permute
 
 
 def counted(self: Any, pairs: Any, n_bytes: int, given: Any) -> Any:
@@ -60,7 +60,7 @@ def counted(self: Any, pairs: Any, n_bytes: int, given: Any) -> Any:
     return run(self, pairs, n_bytes, given)
 
 
-peers.Permutations.run = counted
+Interconnect.permute = counted
 
 
 def run_one(given: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sharded_tree import check, make, mesh_of, put, value
 import jaxckpt
 from jaxckpt._job.rendezvous import Meeting
 from jaxckpt._save import save
-from jaxckpt._save.staging_queue import Handover
+from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileReader, FileWriter
 
 OPTIONS = jaxckpt.Options(timeout_seconds=60)
@@ -193,7 +193,7 @@ def ctrl_c_while_the_other_is_missing(folder: str) -> None:
 
 def interrupt_broadcast(what: str) -> None:
     """Interrupt this process once, when it waits for the answer of process 0 in a meeting."""
-    cancelled, cancel = threading.Event(), Handover.cancel
+    cancelled, cancel = threading.Event(), StagingQueue.cancel
 
     def interrupted(meeting: Meeting, text: str) -> str:
         if meeting.what.startswith(what):
@@ -202,13 +202,13 @@ def interrupt_broadcast(what: str) -> None:
             assert cancelled.wait(30)  # in the thread that writes
         return broadcast(meeting, text)
 
-    def note_cancel(handover: Handover, error: BaseException) -> None:
-        Handover.cancel = cancel  # type: ignore[method-assign]
-        cancel(handover, error)
+    def note_cancel(staging_queue: StagingQueue, error: BaseException) -> None:
+        StagingQueue.cancel = cancel  # type: ignore[method-assign]
+        cancel(staging_queue, error)
         cancelled.set()
 
     Meeting.broadcast = interrupted  # type: ignore[method-assign]
-    Handover.cancel = note_cancel  # type: ignore[method-assign]
+    StagingQueue.cancel = note_cancel  # type: ignore[method-assign]
 
 
 def attempt_interrupted(call: Callable[[], Any]) -> None:

@@ -32,7 +32,7 @@ from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import async_saves as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import prepare as _prepare
-from jaxckpt._save.staging_queue import Handover
+from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
@@ -595,10 +595,12 @@ def test_an_object_added_just_before_the_feeder_ends_is_received() -> None:
         def get_nowait(self) -> Any:
             return super().get(False)
 
-    def fed() -> Handover:
-        made = Handover(None, None, Watchdog(60))
+    def fed() -> StagingQueue:
+        made = StagingQueue(None, None, Watchdog(60))
         made._items = Late()
-        made.feed([SimpleNamespace(copied_bytes=0, n=n) for n in range(3)], lambda: None)  # type: ignore[list-item]
+        with made:
+            for number in range(3):
+                assert made.put(SimpleNamespace(copied_bytes=0, n=number))  # type: ignore[arg-type]
         return made
 
     assert [one.n for one in fed()] == [0, 1, 2]  # type: ignore[attr-defined]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 PHASES = {
     "plan agreement": ("save", "_save.prepare.compute_fingerprint"),
-    "folder check": ("save", "_save.save.require_shared"),
+    "folder check": ("save", "_save.shared_path.require_shared"),
     "writing": ("save", "_store.files.FileWriter.write"),
-    "before the barrier": ("save", "_save.save.publish"),
+    "before the barrier": ("save", "_save.shared_path.SharedPath.publish"),
     "publishing": ("save", "_job.rendezvous.Meeting.broadcast"),  # just after process 0 published
     "writing in the background": ("save_async", "_store.files.FileWriter.write"),
-    "before the barrier in the background": ("save_async", "_save.save.publish"),
+    "before the barrier in the background": ("save_async", "_save.shared_path.SharedPath.publish"),
     "opening": ("restore", "_sources.open_source.load_manifest"),
     "reading": ("restore", "_store.files.FileReader.read"),
 }

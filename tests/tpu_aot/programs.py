@@ -28,8 +28,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt._devices import device_to_host, exchange
-from jaxckpt._restore import batched_placement, placement, shared_exchange
+from jaxckpt._devices import device_to_host, exchange, interconnect
+from jaxckpt._restore import batched_placement, placement
 from jaxckpt._save import staging
 
 MESHES = {"v5e:2x4": (2, 4), "v5e:16x16": (16, 16)}
@@ -151,7 +151,7 @@ def shared_reads(topology: str, devices: list[Any]) -> Iterator[tuple[str, str, 
         along = NamedSharding(mesh, P(mesh.axis_names))
         words = jax.ShapeDtypeStruct((GIVEN_WORDS[topology] * mesh.size,), np.uint32, sharding=along)
         starts = jax.ShapeDtypeStruct((mesh.size,), np.int32, sharding=along)
-        yield name, "uint32", shared_exchange.gatherer(mesh, givers), [words, starts]
+        yield name, "uint32", interconnect.gatherer(mesh, givers), [words, starts]
 
 
 def compiled(topology: str) -> Iterator[Compiled]:

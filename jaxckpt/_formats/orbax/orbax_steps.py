@@ -38,7 +38,6 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
 from jaxckpt._sources.formats import ForeignStep
 from jaxckpt._sources.source import NativeCheckpoint
-from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.objects import ArrayReader
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import DataError, NotACheckpointError, show_count, show_lines
@@ -327,7 +326,7 @@ def _has_lost_manifest(path: str, names: Collection[str]) -> bool:
 
 def _native(path: str) -> NativeCheckpoint:
     store = store_at(path, Options())
-    return NativeCheckpoint(store, load_manifest(store)[0])
+    return NativeCheckpoint.at(store)
 
 
 def _open_jaxckpt_item(path: str) -> tuple[Tree, dict[str, Any]]:

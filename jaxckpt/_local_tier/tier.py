@@ -12,7 +12,6 @@ it deletes all except one older step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -25,14 +24,12 @@ from typing import Any, Self
 import msgspec
 
 from jaxckpt._job.rendezvous import Group, Meeting
+from jaxckpt._local_tier.copies import Domains, plan_local_save
+from jaxckpt._local_tier.flush import Flush
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options, require_rate, require_whole_number
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
-from jaxckpt._runs.flush import Flush
-from jaxckpt._save.copies import Domains
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import Spread, plan_spread
-from jaxckpt._save.write_plan import Object
 from jaxckpt._store.claims import parse_note
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
@@ -74,7 +71,7 @@ class _LocalAgreement(msgspec.Struct, frozen=True):
     domains: list[str]
 
 
-class _KeptStep(msgspec.Struct, frozen=True):
+class KeptStep(msgspec.Struct, frozen=True):
     """The older step that stays in the local folders when a step is saved."""
 
     can_delete_others: bool
@@ -274,13 +271,13 @@ class LocalTier:
             )
         return True
 
-    def spread(self, step: int, flush: Flush | None) -> Spread:
-        """The `Spread` for saving a step in the local folders. Publication sets the save id and objects of `flush`."""
+    def record_begun(self, step: int) -> None:
+        """Note that a step is being saved in the local folders."""
         self._begun_step = step
-        published = functools.partial(self._record_published, step, flush)
-        return Spread(
-            self.domains, functools.partial(self._choose_kept_step, step), self._delete_other_steps, published
-        )
+
+    def record_saved(self, step: int, save_id: str) -> None:
+        """Note that a step was saved in the local folders."""
+        self._last_saved = step, save_id
 
     def child(self, step: int) -> Folder:
         """The folder of this process's share of a step."""
@@ -288,21 +285,20 @@ class LocalTier:
 
     def plan(self, draft: Draft, options: Options) -> LocalBytes:
         """The size of a local step of a tree in this process."""
-        plan, copies = plan_spread(draft, options, self._index, self.domains)
-        return LocalBytes(plan.process_bytes[self._index], copies.written_bytes, copies.sent_bytes)
+        plan = plan_local_save(draft.arrays, options, self._index, self.domains)
+        return LocalBytes(plan.process_bytes[self._index], plan.copied_bytes, plan.sent_bytes)
 
-    def _choose_kept_step(self, step: int) -> str:
-        """The older step that stays. Process 0."""
+    def choose_kept_step(self, step: int) -> KeptStep:
+        """The older step that stays when this step is saved. Process 0."""
         kept = self.newest
         if kept is not None and kept[0] > step:
             kept = None  # a run that restarts from an older step discards the newer ones
         known, is_ours = self._is_examined or self._last_saved is not None, self._last_saved is not None
-        return msgspec.json.encode(_KeptStep(known, is_ours, *(kept or (-1, "")))).decode()
+        return KeptStep(known, is_ours, *(kept or (-1, "")))
 
-    def _delete_other_steps(self, text: str) -> None:
-        """Delete all steps except the one that stays. `text` is the result of `_choose_kept_step`."""
+    def delete_other_steps(self, kept: KeptStep) -> None:
+        """Delete all steps except the one that stays."""
         self._claim()  # the folder may have been deleted, and its steps do not count without the note
-        kept = msgspec.json.decode(text, type=_KeptStep)
         if kept.can_delete_others:
             _trim(self.own_folder, kept)
         if kept.has_saved and not self._is_swept:
@@ -311,11 +307,6 @@ class LocalTier:
                     _log.info("%s is deleted: no process of this job uses it", folder.url)
                     self.folder.delete(f"process-{process}")
             self._is_swept = True
-
-    def _record_published(self, step: int, flush: Flush | None, save_id: str, owned: Sequence[Object]) -> None:
-        self._last_saved = step, save_id
-        if flush is not None:
-            flush.save_id, flush.owned = save_id, owned
 
 
 def _run_id(directory: Store) -> str:
@@ -333,7 +324,7 @@ def _read_note(own: Folder) -> dict[str, Any] | None:
     return None if content is None else parse_note(content)
 
 
-def _trim(own: Folder, kept: _KeptStep) -> None:
+def _trim(own: Folder, kept: KeptStep) -> None:
     """Delete all saves in a process's folder except one. For each, delete the manifest first."""
     for name in filter(is_step, own.names()):
         child = own.child(name)

@@ -1,24 +1,24 @@
 """Which process holds a copy of which object: a pure function from save plan and failure domains to a frozen plan.
 
-A save that is spread over folders of its processes writes each object to its owner's folder, and `copies` more times to
-folders in other failure domains. Processes that hold the object's data by its sharding come first, and write it from
-their own replica. The remaining copies are sent to the owner's peers over the devices' interconnect.
+A local save writes each object to its owner's folder, and `copies` more times to folders in other failure domains.
+Processes that hold the object's data by its sharding come first, and write it from their own replica. The remaining
+copies are sent to the owner's peers over the devices' interconnect.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
+from jaxckpt._devices.interconnect import Pairs
+from jaxckpt._local_tier.streams import plan_channels
 from jaxckpt._model.grid import cell_shape
-from jaxckpt._save.write_plan import Object, SavePlan
+from jaxckpt._options import Options
+from jaxckpt._save.write_plan import ArrayLeaf, Object, SavePlan, plan_save
 from jaxckpt.errors import InputError, show_count
-
-Channel = tuple[tuple[int, int], ...]
-"""(sender, receiver) pairs of processes. Each process sends to at most one other and receives from at most one other,
-so one permutation transfers the data of all pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Domains:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """The copies that one process writes, sends and receives in a save."""
+class CopiedPlan(SavePlan):
+    """What a process writes in a local save. `objects` are its own, and its replicas of objects of other processes."""
 
-    replicas: tuple[Object, ...]
+    replicas: frozenset[Object]
     """Objects of other processes that it writes from its own replica of their data."""
 
-    channels: tuple[Channel, ...]
+    channels: tuple[Pairs, ...]
     """The channels of the whole job."""
 
     sent: tuple[tuple[Object, ...], ...]
@@ -55,21 +55,37 @@ class Copies:
     """The objects that it receives over each channel, in order."""
 
     @property
+    def is_collective(self) -> bool:
+        return bool(self.channels)
+
+    @property
+    def own(self) -> list[Object]:
+        """The objects that this process writes for the job, not as copies."""
+        return [obj for obj in self.objects if obj not in self.replicas]
+
+    @property
     def sent_bytes(self) -> int:
         return sum(obj.n_bytes for obj in itertools.chain(*self.sent))
 
     @property
-    def written_bytes(self) -> int:
+    def copied_bytes(self) -> int:
         """Bytes of the copies that this process holds for others."""
         return sum(obj.n_bytes for obj in itertools.chain(self.replicas, *self.received))
 
+    def written_bytes(self, process: int) -> int:
+        return self.process_bytes[process] + self.copied_bytes
 
-def plan_copies(
-    plan: SavePlan, domains: Domains, process: int, plan_of: Callable[[int], SavePlan]
-) -> tuple[SavePlan, Copies]:
-    """The plan with everything that this process writes from its own data, and its copies. `plan_of` returns the plan
-    of another process."""
-    peers, channels = _peers(domains), _channels(domains)
+
+def plan_local_save(arrays: Iterable[ArrayLeaf], options: Options, process: int, domains: Domains) -> CopiedPlan:
+    """The plan of one process for a local save."""
+    arrays = list(arrays)
+    return plan_copies(lambda other: plan_save(arrays, options, other, len(domains.by_process)), domains, process)
+
+
+def plan_copies(plan_of: Callable[[int], SavePlan], domains: Domains, process: int) -> CopiedPlan:
+    """The plan of a process with its copies. `plan_of` returns the plan of a process without copies."""
+    plan, peers = plan_of(process), _peers(domains)
+    channels = plan_channels((p, peers[p][turn]) for turn in range(domains.copies) for p in range(len(peers)))
     channel_of = {pair: channel for channel, pairs in enumerate(channels) for pair in pairs}
     sent: list[list[Object]] = [[] for _ in channels]
     received: list[list[Object]] = [[] for _ in channels]
@@ -87,8 +103,15 @@ def plan_copies(
                 replicas.append(obj)
             elif process in by_peer:
                 received[channel_of[owner, process]].append(obj)
-    copies = Copies(tuple(replicas), channels, tuple(map(tuple, sent)), tuple(map(tuple, received)))
-    return replace(plan, objects=(*plan.objects, *replicas)), copies
+    planned: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    planned["objects"] = *plan.objects, *replicas
+    return CopiedPlan(
+        **planned,
+        replicas=frozenset(replicas),
+        channels=channels,
+        sent=tuple(map(tuple, sent)),
+        received=tuple(map(tuple, received)),
+    )
 
 
 def _holders(plan: SavePlan, obj: Object) -> tuple[int, ...]:
@@ -154,18 +177,3 @@ def _peers(domains: Domains) -> tuple[tuple[int, ...], ...]:
             taken[label] += 1
         chosen[process] = tuple(found)
     return tuple(chosen[process] for process in range(count))
-
-
-@lru_cache(maxsize=64)
-def _channels(domains: Domains) -> tuple[Channel, ...]:
-    """The transfers from each process to its peers, in as few permutations as possible."""
-    channels: list[tuple[dict[int, int], set[int]]] = []
-    for turn in range(domains.copies):
-        for process, peers in enumerate(_peers(domains)):
-            peer = peers[turn]
-            free = next((one for one in channels if process not in one[0] and peer not in one[1]), None)
-            if free is None:
-                channels.append(free := ({}, set()))
-            free[0][process] = peer
-            free[1].add(peer)
-    return tuple(tuple(sorted(pairs.items())) for pairs, _ in channels)

@@ -22,11 +22,10 @@ from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._runs.directory import Directory
 from jaxckpt._save.async_saves import PendingSave, finish_at_exit, submit_save
-from jaxckpt._save.claim import claim, require_shared
 from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._save.shared_path import SharedPath, require_shared
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import load_manifest
@@ -43,21 +42,16 @@ class Flush:
     source: Folder
     """This process's share of the step."""
 
-    directory: Directory
-    store: Store
+    destination: SharedPath
     group: Group
     options: Options
     bytes_per_second: float | None
     """Largest rate in bytes per second."""
 
     on_done: Callable[[SaveInfo], object] | None
-    overwrite: bool = False
-    on_published: Callable[[], None] | None = None
-    """Process 0 calls this after the step is published."""
-
     save_id: str = ""
     owned: Sequence[Object] = ()
-    """The objects that this process owns. These and the save id are set when the local save is published."""
+    """The objects that this process owns. These and the save id are known when the local save is published."""
 
     pending: PendingSave | None = None
     cancelled: BaseException | None = None
@@ -75,6 +69,14 @@ class Flush:
         submit_save(self.pending, work, awaited=False, detached=True)
         self.pending.mark_returned()
         return self.pending
+
+    @property
+    def store(self) -> Store:
+        return self.destination.store
+
+    def set_source(self, save_id: str, owned: Sequence[Object]) -> None:
+        """Note the local save and the objects that this process owns in it."""
+        self.save_id, self.owned = save_id, owned
 
     @property
     def is_running(self) -> bool:
@@ -102,9 +104,7 @@ class Flush:
                 transaction: Transaction | None = None
                 if group.index == 0:
                     with group.watchdog.operation(f"preparing {self.store.url}"):
-                        self.directory.require_same_folder()
-                        stacks = manifest.decoded_stacks
-                        transaction = claim(self.store, stacks, manifest.save_id, overwrite=self.overwrite)
+                        transaction = self.destination.claim(manifest.decoded_stacks, manifest.save_id)
                         transactions.enter_context(transaction)
                 meeting.broadcast("")
             with group.meeting("flushing a local step") as meeting:
@@ -126,8 +126,7 @@ class Flush:
                 meeting.broadcast("")
             if transaction is not None:
                 transaction.close()
-                if self.on_published is not None:
-                    self.on_published()
+                self.destination.record_published(manifest.step)
         return replace(info, path=self.store.url)
 
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:

@@ -1,6 +1,6 @@
-"""The files of a save in folders of several processes, and which process sends what to which. Pure data.
+"""The files of a local step, and which process sends what to which. Pure data.
 
-reports of all folders ─▶ candidates, newest first ─▶ holders of each file ─▶ requests ─▶ hops between processes
+reports of all folders ─▶ candidates, newest first ─▶ holders of each file ─▶ requests, by sender and receiver
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -23,12 +23,8 @@ from jaxckpt._model.stacks import Stack
 Availability = np.ndarray[Any, np.dtype[np.uint8]]
 """[process, file / 8]: one bit per file, set if the process can read it."""
 
-PARCEL_ALIGNMENT_BYTES = 16
-"""Sent data begins at multiples of this, so that elements of all dtypes are aligned."""
-
 MAX_SENDERS = 4
-"""The most senders for one process, if more processes have its data, because each distance between two processes needs
-a separate program."""
+"""The most senders for one process, if more processes have its data, because each of them needs a separate program."""
 
 
 class Candidate(NamedTuple):
@@ -110,27 +106,6 @@ def missing_files(held: Availability, count: int) -> list[int]:
     return np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(held), count=count) == 0).tolist()
 
 
-# Passing on -----------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Parcel:
-    """The data that one process sends to another in one program."""
-
-    requests: list[tuple[FileRequest, int, int]]
-    """Requests, each with the offset and the number of its bytes."""
-
-    n_bytes: int = 0
-
-    def add(self, request: FileRequest, n_bytes: int) -> None:
-        self.requests.append((request, self.n_bytes, n_bytes))
-        self.n_bytes += -(-n_bytes // PARCEL_ALIGNMENT_BYTES) * PARCEL_ALIGNMENT_BYTES
-
-
-Hop = dict[tuple[int, int], Parcel]
-"""The parcels of one program, by sender and receiver. No process sends or receives twice."""
-
-
 def choose_sender(number: int, receiver: int, held: Availability) -> int:
     """The process that reads a file for `receiver`: one of the next few processes that have it. The number of the file
     decides which."""
@@ -139,23 +114,12 @@ def choose_sender(number: int, receiver: int, held: Availability) -> int:
     return int(holders[(first + number % min(MAX_SENDERS, len(holders))) % len(holders)])
 
 
-def plan_hops(
-    wanted: Sequence[Iterable[FileRequest]], held: Availability, bytes_of: Callable[[FileRequest], int], max_bytes: int
-) -> list[Hop]:
-    """The hops that send each process its requests, in parcels of at most `max_bytes` or of one request."""
-    parcels: dict[tuple[int, int], list[Parcel]] = {}
-    for receiver, asked in enumerate(wanted):
-        for request in asked:
-            some = parcels.setdefault((choose_sender(request[0], receiver, held), receiver), [])
-            size = bytes_of(request)
-            if not some or some[-1].n_bytes + size > max_bytes:
-                some.append(Parcel([]))
-            some[-1].add(request, size)
-    by_distance: dict[int, dict[tuple[int, int], list[Parcel]]] = {}
-    for (sender, receiver), some in parcels.items():
-        by_distance.setdefault((receiver - sender) % len(wanted), {})[sender, receiver] = some
-    return [
-        {pair: some[turn] for pair, some in sorted(alike.items()) if turn < len(some)}
-        for _, alike in sorted(by_distance.items())
-        for turn in range(max(map(len, alike.values())))
-    ]
+def requests_by_pair(
+    asked: Sequence[Iterable[FileRequest]], held: Availability
+) -> dict[tuple[int, int], list[FileRequest]]:
+    """What each process sends to each other one, given the requests of each process, in order."""
+    by_pair: dict[tuple[int, int], list[FileRequest]] = {}
+    for receiver, requests in enumerate(asked):
+        for request in requests:
+            by_pair.setdefault((choose_sender(request[0], receiver, held), receiver), []).append(request)
+    return by_pair

@@ -6,28 +6,28 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._local_tier.peer_reads import arriving
+from jaxckpt._local_tier.step_files import Availability, FileRequest, Files, split_request
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent, slices_within
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import indexed_objects_of
+from jaxckpt._options import Options
 from jaxckpt._pipeline.workers import CompletedWork, JoinedWork, MappedWork
-from jaxckpt._restore.surviving import Availability, FileRequest, Files, split_request
+from jaxckpt._sources.source import Arrivals, StackBoxes
 from jaxckpt._store.objects import ArrayReader, Objects, Pending
 from jaxckpt._store.storage_errors import clean_error_text
 from jaxckpt.errors import DataError, StorageError
 
 
-class DamagedError(Exception):
-    """A process could not read a file of its folders, but others may have a copy. Every process raises this."""
-
-
 @dataclass(frozen=True, slots=True)
-class PooledCheckpoint:
+class UnionCheckpoint:
     """A jaxckpt checkpoint in several folders, of which this process sees some."""
 
     url: str
@@ -54,14 +54,28 @@ class PooledCheckpoint:
     damaged: dict[str, str] = field(default_factory=dict[str, str])
     """Problems of files that this process has read, by path."""
 
+    def options_to_read(self, options: Options) -> Options:
+        """The options for reading it: half of the memory is for data that the processes send to each other."""
+        return replace(options, host_bytes=max(1, options.host_bytes // 2), read="each")
+
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check nothing: local steps are read only by jaxckpt, which uses no zarr.json."""
 
     def change_since_open(self) -> str | None:
         return None
 
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+        """Each process reads its own folders, and sends the others what they lack."""
+        assert meeting is not None, "local steps are restored by all processes"
+        needed = [self.missing_requests(self.manifest.stacks[stack], boxes) for stack, boxes in reads]
+        return arriving(self, needed, options, meeting)
+
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
-        return _PooledReader(self, self.manifest.stacks[stack])
+        return _UnionReader(self, self.manifest.stacks[stack])
+
+    def state_arrivals(self, processes: Iterable[int], options: Options, meeting: Meeting) -> Arrivals:
+        """The arrival of the states of these processes."""
+        return arriving(self, [self.missing_state_requests(processes)], options, meeting)
 
     def path(self, number: int) -> str:
         """The path from which this process reads a file."""
@@ -107,7 +121,7 @@ class PooledCheckpoint:
                     target[...] = np.frombuffer(self.read_state(file - self.files.starts[-1]), np.uint8)
                 continue
             dtype = DTYPES[self.files.stacks[number].dtype]
-            reader = _PooledReader(self, self.files.stacks[number])
+            reader = _UnionReader(self, self.files.stacks[number])
             begun += reader.read([(box, data.view(dtype).reshape(extent(box))) for (_, box), data in some])
         return begun
 
@@ -127,10 +141,10 @@ class PooledCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _PooledReader(ArrayReader):
+class _UnionReader(ArrayReader):
     """Reads boxes of a stack, from the folders that this process sees, and otherwise from the received data."""
 
-    source: PooledCheckpoint
+    source: UnionCheckpoint
     record: StackRecord
     readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader])
     """Readers by the index of the folder."""

@@ -20,18 +20,16 @@ from processes import PASSED, PROGRAMS, run_processes
 from strategies import stacks
 
 import jaxckpt
-from jaxckpt._model.grid import intersection, volume
-from jaxckpt._model.stacks import Stack
-from jaxckpt._restore.surviving import (
-    PARCEL_ALIGNMENT_BYTES,
+from jaxckpt._local_tier.step_files import (
     Candidate,
     FileRequest,
     candidates,
-    choose_sender,
     missing_files,
-    plan_hops,
+    requests_by_pair,
     split_request,
 )
+from jaxckpt._model.grid import intersection, volume
+from jaxckpt._model.stacks import Stack
 
 COUNT = 5
 
@@ -63,34 +61,22 @@ def test_missing_files_are_those_that_no_process_holds(found: tuple[np.ndarray[A
 
 
 @given(holdings(), st.data())
-def test_hops_pass_each_request_once_from_a_holder(
+def test_each_request_is_sent_once_by_a_process_that_has_the_file(
     found: tuple[np.ndarray[Any, Any], int], data: st.DataObject
 ) -> None:
     held, count = found
     there = np.unpackbits(held, axis=1, count=count).astype(bool)
-    wanted: list[list[FileRequest]] = []
+    asked: list[list[FileRequest]] = []
     for process in range(COUNT):
         lacking = [number for number in range(count) if not there[process, number]]
-        asked = data.draw(st.lists(st.sampled_from(lacking), unique=True)) if lacking else []
-        wanted.append([(number, ((0, 7 * number + 1),)) for number in asked])
-    most = data.draw(st.sampled_from([1, 64, 1 << 20]))
-    passed = plan_hops(wanted, held, lambda request: volume(request[1]), most)
-    got: dict[int, list[FileRequest]] = collections.defaultdict(list)
-    for hop in passed:
-        assert len({giver for giver, _ in hop}) == len({getter for _, getter in hop}) == len(hop)
-        assert len({(getter - giver) % COUNT for giver, getter in hop}) == 1
-        for (giver, getter), parcel in hop.items():
-            end = 0
-            for request, start, size in parcel.requests:
-                assert there[giver, request[0]]
-                assert giver == choose_sender(request[0], getter, held)
-                assert start == -(-end // PARCEL_ALIGNMENT_BYTES) * PARCEL_ALIGNMENT_BYTES
-                assert size == volume(request[1])
-                end = start + size
-            assert end <= parcel.n_bytes <= max(most, end + PARCEL_ALIGNMENT_BYTES)
-            assert parcel.n_bytes <= most or len(parcel.requests) == 1
-            got[getter] += [request for request, _, _ in parcel.requests]
-    assert [sorted(got[process]) for process in range(COUNT)] == [sorted(asked) for asked in wanted]
+        numbers = data.draw(st.lists(st.sampled_from(lacking), unique=True)) if lacking else []
+        asked.append([(number, ((0, 7 * number + 1),)) for number in numbers])
+    by_receiver: dict[int, list[FileRequest]] = collections.defaultdict(list)
+    for (sender, receiver), requests in requests_by_pair(asked, held).items():
+        assert all(there[sender, number] for number, _ in requests)
+        assert requests == [request for request in asked[receiver] if request in requests], "in their order"
+        by_receiver[receiver] += requests
+    assert [sorted(by_receiver[process]) for process in range(COUNT)] == [sorted(requests) for requests in asked]
 
 
 @given(stacks(), st.data())

@@ -6,14 +6,15 @@ import collections
 import functools
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxckpt._local_tier.copies import CopiedPlan, Domains, plan_copies
+from jaxckpt._local_tier.streams import Incoming, Outgoing, plan_channels, plan_rounds
 from jaxckpt._model.grid import Layout
 from jaxckpt._options import Options
-from jaxckpt._save.copies import Copies, Domains, plan_copies
-from jaxckpt._save.peers import plan_rounds
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt.errors import InputError
 
@@ -36,21 +37,22 @@ def jobs(draw: st.DrawFn) -> tuple[Domains, list[ArrayLeaf]]:
     return Domains(tuple(labels), copies), leaves
 
 
-def planned(domains: Domains, leaves: list[ArrayLeaf]) -> list[tuple[SavePlan, SavePlan, Copies]]:
+def planned(domains: Domains, leaves: list[ArrayLeaf]) -> list[tuple[SavePlan, CopiedPlan]]:
     count = len(domains.by_process)
     plans = [plan_save(leaves, OPTIONS, process, count) for process in range(count)]
-    return [(plans[p], *plan_copies(plans[p], domains, p, plans.__getitem__)) for p in range(count)]
+    return [(plans[p], plan_copies(plans.__getitem__, domains, p)) for p in range(count)]
 
 
 @given(jobs())
 def test_every_object_is_in_as_many_domains_as_requested(job: tuple[Domains, list[ArrayLeaf]]) -> None:
     domains, leaves = job
     held = collections.defaultdict(list)
-    for process, (own, written, copies) in enumerate(planned(domains, leaves)):
-        assert written.objects == (*own.objects, *copies.replicas)
-        for obj in (*written.objects, *(obj for received in copies.received for obj in received)):
+    for process, (own, copied) in enumerate(planned(domains, leaves)):
+        assert copied.own == [*own.objects]
+        assert {*copied.objects} == {*own.objects, *copied.replicas}
+        for obj in (*copied.objects, *(obj for received in copied.received for obj in received)):
             held[obj].append(process)
-    everything = {obj for own, _, _ in planned(domains, leaves) for obj in own.objects}
+    everything = {obj for own, _ in planned(domains, leaves) for obj in own.objects}
     assert held.keys() == everything
     for processes in held.values():
         labels = [domains.by_process[process] for process in processes]
@@ -60,13 +62,13 @@ def test_every_object_is_in_as_many_domains_as_requested(job: tuple[Domains, lis
 @given(jobs())
 def test_both_ends_of_a_channel_agree(job: tuple[Domains, list[ArrayLeaf]]) -> None:
     domains, leaves = job
-    plans = planned(domains, leaves)
-    for _, _, copies in plans:
-        assert copies.channels == plans[0][2].channels
-    for number, pairs in enumerate(plans[0][2].channels):
+    plans = [copied for _, copied in planned(domains, leaves)]
+    for copied in plans:
+        assert copied.channels == plans[0].channels
+    for number, pairs in enumerate(plans[0].channels):
         assert len({giver for giver, _ in pairs}) == len({getter for _, getter in pairs}) == len(pairs)
         for giver, getter in pairs:
-            assert plans[giver][2].sent[number] == plans[getter][2].received[number]
+            assert plans[giver].sent[number] == plans[getter].received[number]
 
 
 @given(jobs())
@@ -82,8 +84,8 @@ def test_only_data_that_no_other_domain_holds_is_sent(job: tuple[Domains, list[A
         # Cells that share some holders may form one object, which only the common holders have completely.
         and all(a == b or set(a).isdisjoint(b) for a, b in itertools.combinations(leaf.layout.holders, 2))
     ]
-    for _, _, copies in planned(domains, replicated):
-        assert copies.sent_bytes == 0
+    for _, copied in planned(domains, replicated):
+        assert copied.sent_bytes == 0
 
 
 @pytest.mark.parametrize(("labels", "copies"), [("abcd", 1), ("abcdefgh", 3), ("aabbccdd", 2), ("aaabbbc", 1)])
@@ -91,14 +93,14 @@ def test_peers_share_the_copies_evenly(labels: str, copies: int) -> None:
     count = len(labels)
     leaf = ArrayLeaf(0, "float32", (count * 1000,), Layout((count,), tuple((p,) for p in range(count))))
     plans = planned(Domains(tuple(labels), copies), [leaf])
-    assert {found.written_bytes for _, _, found in plans} == {copies * 4000}
-    assert {found.sent_bytes for _, _, found in plans} == {copies * 4000}
+    assert {copied.copied_bytes for _, copied in plans} == {copies * 4000}
+    assert {copied.sent_bytes for _, copied in plans} == {copies * 4000}
 
 
 def test_domains_of_unequal_size() -> None:
     leaf = ArrayLeaf(0, "float32", (4000,), Layout((4,), tuple((p,) for p in range(4))))
     plans = planned(Domains(("a", "a", "a", "b"), 1), [leaf])
-    assert [found.written_bytes for _, _, found in plans] == [4000, 0, 0, 12000]
+    assert [copied.copied_bytes for _, copied in plans] == [4000, 0, 0, 12000]
 
 
 def test_too_few_domains_are_an_error() -> None:
@@ -114,7 +116,8 @@ def test_too_few_domains_are_an_error() -> None:
     st.integers(1, 5000),
 )
 def test_rounds_carry_all_streams(streams: list[int], max_bytes: int) -> None:
-    rounds = plan_rounds([((0, 1), (1, 2), (2, 0))], [[n_bytes] for n_bytes in streams], max_bytes)
+    channel = (0, 1), (1, 2), (2, 0)
+    rounds = plan_rounds([channel], dict(zip(channel, streams, strict=True)), max_bytes)
     for giver, n_bytes in enumerate(streams):
         room = sum(one.n_bytes for one in rounds if giver in one.senders)
         assert n_bytes <= room
@@ -123,6 +126,25 @@ def test_rounds_carry_all_streams(streams: list[int], max_bytes: int) -> None:
 
 def test_a_round_is_filled_up_by_a_few_percent_at_most() -> None:
     total = 100_000_003
-    rounds = plan_rounds([((0, 1), (1, 0))], [[total], [total - 9]], 32 << 20)
+    rounds = plan_rounds([((0, 1), (1, 0))], {(0, 1): total, (1, 0): total - 9}, 32 << 20)
     assert sum(one.n_bytes for one in rounds) / total < 1.01
     assert functools.reduce(max, (one.n_bytes for one in rounds)) == 32 << 20
+
+
+@given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] != pair[1])))
+def test_channels_have_every_pair_once(pairs: set[tuple[int, int]]) -> None:
+    channels = plan_channels(sorted(pairs))
+    assert sorted(itertools.chain(*channels)) == sorted(pairs)
+    for channel in channels:
+        assert len({sender for sender, _ in channel}) == len({receiver for _, receiver in channel}) == len(channel)
+
+
+@given(st.lists(st.binary(max_size=50), max_size=9), st.integers(1, 60))
+def test_a_stream_arrives_in_its_parts(parts: list[bytes], round_bytes: int) -> None:
+    outgoing, incoming = Outgoing(), Incoming(map(len, parts))
+    for part in parts:
+        outgoing.add(np.frombuffer(part, np.uint8))
+    received = [*incoming.add(outgoing.take(0))]
+    while outgoing.waiting_bytes:
+        received += incoming.add(outgoing.take(round_bytes))
+    assert [part.tobytes() for part in received] == parts

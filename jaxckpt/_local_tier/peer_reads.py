@@ -1,0 +1,212 @@
+"""Sends each process the data that is not in its own folders, for a step in folders of several processes.
+
+The data is sent in the order in which each process needs it:
+
+requests of all ─▶ each batch: processes meet ─▶ streams: senders read, programs send ─▶ receivers keep the data
+
+A batch has about as many bytes as a process may hold until it needs them. A process that cannot read its data reports
+that in the next meeting. All processes then raise DamagedError, and none uses the data that was sent instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxckpt._devices.interconnect import Interconnect
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._local_tier.step_files import FileRequest, requests_by_pair
+from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, RoundCalls, plan_channels, plan_rounds, round_calls
+from jaxckpt._model.pieces import Array, aligned_empty
+from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import JoinedWork, StorageThread
+from jaxckpt._restore.read_plan import max_read_bytes
+from jaxckpt.errors import JaxckptError
+
+if TYPE_CHECKING:
+    from jaxckpt._local_tier.union_source import UnionCheckpoint
+
+
+class DamagedError(Exception):
+    """A process could not read a file of its folders, but others may have a copy. Every process raises this."""
+
+
+@contextlib.contextmanager
+def arriving(
+    source: UnionCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, meeting: Meeting
+) -> Generator[Iterator[None]]:
+    """The arrivals of the data that each read of this process needs from others, in order. Every process."""
+    peers = _PeerReads(source, needed, options, meeting)
+    peers.agree()
+    try:
+        yield peers.arrivals()
+    except JaxckptError:
+        if source.damaged:
+            peers.raise_failures()
+        raise
+    peers.finish()
+
+
+class _PeerReads:
+    """The batches of requests of all processes, from the view of one of them."""
+
+    def __init__(
+        self, source: UnionCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, meeting: Meeting
+    ) -> None:
+        self._source = source
+        self._options = options
+        self._meeting = meeting
+        self._process = meeting.group.index
+        self._required_batches = [0] * len(needed)
+        """For each read, the number of batches that must precede it."""
+
+        self._batches: list[list[FileRequest]] = []
+        """The requests of this process."""
+
+        self._batches_by_process: list[list[list[FileRequest]]] = []
+        self._n_batches_done = 0
+        self._failure: Exception | None = None
+        most = max_read_bytes(options.host_bytes)
+        batch_bytes = most
+        for read, requests in enumerate(needed):
+            n_bytes = sum(map(source.files.request_bytes, requests))
+            if not n_bytes:
+                continue
+            if not self._batches or batch_bytes + n_bytes > most:
+                self._batches.append([])
+                batch_bytes = 0
+            self._batches[-1] += requests
+            batch_bytes += n_bytes
+            self._required_batches[read] = len(self._batches)
+
+    def agree(self) -> None:
+        """Exchange the requests of all processes."""
+        own = zlib.compress(json.dumps(self._batches).encode(), 1) if self._batches else b""
+
+        def gather_sizes() -> list[list[int]]:
+            texts = self._meeting.gather(str(len(own)))
+            sizes = json.loads(self._broadcast(f"[{','.join(texts)}]"))
+            return [sizes] if any(sizes) else []
+
+        def exchange(sizes: list[int], _: object) -> list[bytes]:
+            return _gather_texts(Interconnect(self._process), own, sizes)
+
+        with CollectiveCalls[list[int], list[bytes]]((), exchange) as calls:
+            calls.extend(gather_sizes)
+            for _ in calls:
+                self._batches_by_process = [_decode_requests(text) if text else [] for text in calls.run_next()]
+
+    def arrivals(self) -> Iterator[None]:
+        for n_batches in self._required_batches:
+            while self._n_batches_done < n_batches:
+                self._run_next_batch()
+            yield
+        while True:  # reads of data that this process has
+            yield
+
+    def finish(self) -> None:
+        """Run the batches that only other processes need. Raises the failures of all."""
+        while self._n_batches_done < max(map(len, self._batches_by_process), default=0):
+            self._run_next_batch()
+        self.raise_failures()
+
+    def _run_next_batch(self) -> None:
+        """Send and receive the data of the next batch. Every process."""
+        batch = [
+            batches[self._n_batches_done] if self._n_batches_done < len(batches) else []
+            for batches in self._batches_by_process
+        ]
+        self._n_batches_done += 1
+        source, process = self._source, self._process
+        by_pair = requests_by_pair(batch, source.availability)
+        channels = plan_channels(sorted(by_pair))
+        stream_bytes = {pair: sum(map(source.files.request_bytes, requests)) for pair, requests in by_pair.items()}
+        rounds = plan_rounds(channels, stream_bytes, source.max_bytes)
+
+        def agree() -> Sequence[Any]:
+            self.raise_failures()
+            return rounds
+
+        with (
+            StorageThread(self._options.timeout_seconds) as aside,
+            round_calls(channels, (), process) as calls,
+        ):
+            calls.extend(agree)
+            sending = {pair: (Outgoing(), iter(requests)) for pair, requests in by_pair.items() if pair[0] == process}
+            receiving = {
+                pair: (Incoming(map(source.files.request_bytes, requests)), iter(requests))
+                for pair, requests in by_pair.items()
+                if pair[1] == process
+            }
+            self._run_rounds(calls, channels, sending, receiving, aside)
+
+    def _run_rounds(
+        self,
+        calls: RoundCalls,
+        channels: Sequence[Sequence[Pair]],
+        sending: dict[Pair, tuple[Outgoing, Iterator[FileRequest]]],
+        receiving: dict[Pair, tuple[Incoming, Iterator[FileRequest]]],
+        aside: StorageThread,
+    ) -> None:
+        for planned in calls:
+            pairs = [pair for pair in channels[planned.channel] if pair[0] in planned.senders]
+            sent = None
+            for pair in sending.keys() & pairs:
+                outgoing, requests = sending[pair]
+                for part in self._read(requests, planned.n_bytes - outgoing.waiting_bytes, aside):
+                    outgoing.add(part)
+                sent = outgoing.take(planned.n_bytes)
+            received = calls.run_next(sent)
+            for pair in receiving.keys() & pairs:
+                incoming, requests = receiving[pair]
+                assert received is not None
+                for part in incoming.add(received):
+                    self._source.received[next(requests)] = part
+
+    def _read(self, requests: Iterator[FileRequest], n_bytes: int, aside: StorageThread) -> list[Array]:
+        """Read the next requests, of at least `n_bytes` together, if there are so many."""
+        wanted: list[tuple[FileRequest, Array]] = []
+        while n_bytes > 0 and (request := next(requests, None)) is not None:
+            size = self._source.files.request_bytes(request)
+            wanted.append((request, aligned_empty((size,), np.dtype(np.uint8))))
+            n_bytes -= size
+        try:  # the others wait in a program, so any error is reported in the next meeting
+            aside.run(f"reading from {self._source.url}", lambda: JoinedWork(self._source.serve(wanted)).result())
+        except Exception as error:
+            self._failure = self._failure or error
+        return [data for _, data in wanted]
+
+    def raise_failures(self) -> None:
+        """Raise the error of this process's reads, if any. Raise DamagedError in all processes if a file of any of them
+        could not be read."""
+        if self._failure is not None and not self._source.damaged:
+            raise self._failure
+        damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
+        of_all = self._broadcast("; ".join(filter(None, self._meeting.gather(damaged))))
+        if of_all:
+            raise DamagedError(of_all)
+
+    def _broadcast(self, text: str) -> str:
+        """The text of process 0, after all have gathered."""
+        agreed = self._meeting.broadcast(text)
+        self._meeting.start_next()
+        return agreed
+
+
+def _gather_texts(interconnect: Interconnect, text: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The text of each process; every process receives all of them."""
+    spans = {process: (0, size) for process, size in enumerate(sizes) if size}
+    n_bytes = interconnect.rounded_bytes(max(sizes))
+    received = interconnect.gather(spans, n_bytes, len(spans), np.frombuffer(text, np.uint8))
+    return [received[process][:size].tobytes() if size else b"" for process, size in enumerate(sizes)]
+
+
+def _decode_requests(text: bytes) -> list[list[FileRequest]]:
+    batches: Any = json.loads(zlib.decompress(text))
+    return [[(number, tuple(map(tuple, box))) for number, box in requests] for requests in batches]

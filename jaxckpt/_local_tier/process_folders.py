@@ -1,0 +1,214 @@
+"""Folders of the processes, as the destination of a local save: each process publishes the manifest in its own folder.
+
+own objects ─▶ own folder
+           └─▶ streams ─▶ folders of processes in other failure domains
+
+After all have written their shares, every process publishes the same manifest. Any one manifest then proves that the
+whole step was written.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import zlib
+from collections.abc import Generator, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._local_tier.copies import CopiedPlan, plan_local_save
+from jaxckpt._local_tier.flush import Flush
+from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, Round, RoundCalls, plan_rounds, round_calls
+from jaxckpt._local_tier.tier import KeptStep, LocalTier
+from jaxckpt._model import manifest as manifests
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import extent
+from jaxckpt._model.pieces import Bytes
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options
+from jaxckpt._save.destination import Begun
+from jaxckpt._save.prepare import PreparedSave, SaveRequest
+from jaxckpt._save.publish import PublishResult, Share, build_manifest, encode_manifest, gather_shares, stored_bytes
+from jaxckpt._save.staging import StagedObject
+from jaxckpt._save.write_plan import ArrayLeaf, Object
+from jaxckpt._store.store import Store
+from jaxckpt._store.transaction import Transaction, begin_own
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What process 0 decides for a local save."""
+
+    kept: KeptStep
+    state_bytes: list[int]
+    """Length of the state of each process."""
+
+    rounds: list[Round]
+    """The rounds that send the copies."""
+
+
+def _decode_terms(begun: Begun) -> _Terms:
+    return msgspec.json.decode(begun.terms, type=_Terms)
+
+
+class ProcessFolders:
+    """The folders of a local step, from the view of one process."""
+
+    def __init__(self, tier: LocalTier, step: int, flush: Flush | None) -> None:
+        """`flush` follows the save, if the step is also stored."""
+        self.store: Store = tier.child(step)
+        self._tier = tier
+        self._step = step
+        self._flush = flush
+
+    @property
+    def plan_key(self) -> Hashable:
+        return self._tier.domains
+
+    def check(self, request: SaveRequest) -> None:
+        if self._flush is not None:
+            self._flush.destination.check(request)
+
+    def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> CopiedPlan:
+        return plan_local_save(arrays, options, process, self._tier.domains)
+
+    def offer(self, save: PreparedSave) -> list[int]:
+        """The length of this process's state, and the bytes of the objects that it sends over each channel."""
+        return [len(save.state or b""), *(sum(obj.n_bytes for obj in sent) for sent in _plan(save).sent)]
+
+    def begin(self, save: PreparedSave, save_id: str, offers: Sequence[list[int]]) -> tuple[str, Transaction | None]:
+        channels = _plan(save).channels
+        stream_bytes: dict[Pair, int] = {}
+        for number, pairs in enumerate(channels):
+            for sender, receiver in pairs:
+                state_bytes, *sent_bytes = offers[sender]
+                stream_bytes[sender, receiver] = state_bytes + sent_bytes[number]
+        rounds = plan_rounds(channels, stream_bytes, save.options.host_bytes // 8)
+        terms = _Terms(self._tier.choose_kept_step(self._step), [offer[0] for offer in offers], rounds)
+        return msgspec.json.encode(terms).decode(), None
+
+    def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
+        with save.group.watchdog.operation(f"preparing {self.store.url}"):
+            self._tier.delete_other_steps(_decode_terms(begun).kept)
+            return begin_own(self.store, begun.save_id, save.plan.stacks)
+
+    def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
+        """The rounds that send the copies."""
+        return round_calls(_plan(save).channels, _decode_terms(begun).rounds, save.group.index)
+
+    def staged(
+        self,
+        save: PreparedSave,
+        begun: Begun | None,
+        own: Generator[StagedObject],
+        calls: CollectiveCalls[Any, Any] | None,
+    ) -> Generator[StagedObject]:
+        """Also the objects that other processes send. Their states are written immediately."""
+        if begun is None or calls is None:
+            return own
+        return self._send_copies(save, begun, own, calls)
+
+    def _send_copies(
+        self, save: PreparedSave, begun: Begun, own: Generator[StagedObject], calls: RoundCalls
+    ) -> Generator[StagedObject]:
+        process, plan = save.group.index, _plan(save)
+        state_bytes = _decode_terms(begun).state_bytes
+        outgoing: dict[int, Outgoing] = {}
+        incoming: dict[int, _IncomingCopies] = {}
+        sent: dict[Object, list[Outgoing]] = {}
+        for channel, pairs in enumerate(plan.channels):
+            for sender, receiver in pairs:
+                if sender == process:
+                    outgoing[channel] = Outgoing()
+                    outgoing[channel].add(np.frombuffer(save.state or b"", np.uint8))
+                    for obj in plan.sent[channel]:
+                        sent.setdefault(obj, []).append(outgoing[channel])
+                if receiver == process:
+                    has_state = save.state is not None
+                    incoming[channel] = _IncomingCopies(sender, state_bytes[sender], plan.received[channel], has_state)
+        with contextlib.closing(own):
+            for planned in calls:
+                stream = outgoing[planned.channel] if process in planned.senders else None
+                while (
+                    stream is not None
+                    and stream.waiting_bytes < planned.n_bytes
+                    and (staged := next(own, None)) is not None
+                ):
+                    for target in sent.get(staged.obj, ()):
+                        target.add(replace(staged, groups=[*staged.groups]))
+                    yield staged
+                received = calls.run_next(None if stream is None else stream.take(planned.n_bytes))
+                if received is not None:
+                    yield from self._keep(save, begun, incoming[planned.channel], received)
+            yield from own
+
+    def _keep(
+        self, save: PreparedSave, begun: Begun, incoming: _IncomingCopies, received: Bytes
+    ) -> Generator[StagedObject]:
+        """Write a complete state to this process's data folder. Yields complete objects."""
+        for part in incoming.stream.add(received):
+            if incoming.has_state:
+                incoming.has_state = False
+                name = f"{begun.data}/{manifests.state_file_name(incoming.sender)}"
+                self.store.put(name, part.tobytes(), sync=save.options.sync)
+            else:
+                yield _staged_copy(next(incoming.objects), part, save.plan.stacks)
+
+    def publish(
+        self, meeting: Meeting, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+    ) -> PublishResult:
+        assert transaction is not None, "each process has its own"
+        clock, group = save.clock, meeting.group
+        with clock.timed("barrier"):
+            shares = gather_shares(meeting, share)
+        packed = ""
+        if shares:
+            group.require_not_cancelled()
+            group.end_cancellation()
+            manifest = build_manifest(begun.save_id, save, shares)
+            packed = base64.b64encode(zlib.compress(encode_manifest(manifest))).decode()
+        with clock.timed("barrier"):
+            content = zlib.decompress(base64.b64decode(meeting.broadcast(packed)))
+            meeting.start_next()
+        manifest = manifests.decode(content, group.call.where)
+        with clock.timed("publish"), group.watchdog.operation(f"publishing {group.call.where}"):
+            if save.options.sync:
+                transaction.sync(manifest.decoded_stacks)
+            transaction.commit(content, sync=save.options.sync)
+        with clock.timed("barrier"):
+            meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
+        return PublishResult(stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
+
+    def finish(self, save: PreparedSave, begun: Begun) -> None:
+        self._tier.record_saved(self._step, begun.save_id)
+        if self._flush is not None:
+            self._flush.set_source(begun.save_id, _plan(save).own)
+
+
+class _IncomingCopies:
+    """The copies that a process receives from another one: its state, if states are saved, then objects."""
+
+    def __init__(self, sender: int, state_bytes: int, objects: Sequence[Object], has_state: bool) -> None:
+        self.sender = sender
+        self.objects = iter(objects)
+        self.has_state = has_state
+        """Whether the next part is the state."""
+
+        self.stream = Incoming([*[state_bytes] * has_state, *(obj.n_bytes for obj in objects)])
+
+
+def _plan(save: PreparedSave) -> CopiedPlan:
+    assert isinstance(save.plan, CopiedPlan)
+    return save.plan
+
+
+def _staged_copy(obj: Object, data: Bytes, stacks: Sequence[Stack]) -> StagedObject:
+    """An object that another process has sent."""
+    dtype = np.dtype(DTYPES[stacks[obj.stack].dtype])
+    array = data.view(dtype).reshape(extent(obj.box))
+    return StagedObject(obj, dtype, extent(obj.box)[0], [[(obj.box, array, ...)]], obj.n_bytes)

@@ -1,0 +1,230 @@
+"""Recovery: whether the local folders of all processes together hold a whole step.
+
+each process: its steps ─▶ process 0: saves, newest first ─▶ each process: its files ─▶ the first complete save
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import logging
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._local_tier.peer_reads import DamagedError
+from jaxckpt._local_tier.step_files import Availability, Candidate, Files, missing_files
+from jaxckpt._local_tier.tier import LocalTier
+from jaxckpt._local_tier.union_source import UnionCheckpoint
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.manifest import decode
+from jaxckpt._model.records import Manifest, StepRecord
+from jaxckpt._options import Options
+from jaxckpt._restore.read_plan import max_read_bytes
+from jaxckpt._run_folder.steps import is_step, step_name
+from jaxckpt._store.folder import Folder
+from jaxckpt.errors import CorruptError, ManifestError, StorageError
+
+_log = logging.getLogger("jaxckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """A step that the local folders hold together."""
+
+    source: UnionCheckpoint
+
+    has_all_copies: bool
+    """Whether every file has all its copies, for the current number of processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """The folder of a local step that this process sees."""
+
+    folder_id: str
+    """The id of its parent folder."""
+
+    folder: Folder
+    step: int
+
+    content: bytes | None
+    """The manifest of the step."""
+
+    candidate: Candidate | None
+
+
+class Recovery:
+    """Finds whole steps in the local folders of a run. Every process creates one."""
+
+    def __init__(self, tier: LocalTier, options: Options) -> None:
+        self._tier = tier
+        self._options = options
+        self._unusable_files = set[str]()
+        """Files that this process could not read, by their paths."""
+
+        self._agreed_manifest: Manifest | None = None
+        """The step that was agreed on last."""
+
+    def steps(self) -> Iterator[LocalStep]:
+        """The steps in the local folders that this process sees."""
+        for name, process in self._tier.folders().values():
+            try:
+                steps = list(filter(is_step, process.names()))
+            except StorageError as error:
+                _log.warning("the local folder %s is not used: %s", process.url, error)
+                continue
+            yield from (_read_step(name, process.child(step), int(step)) for step in steps)
+
+    def find_whole(
+        self,
+        meeting: Meeting,
+        url: str,
+        candidate: Candidate,
+        sender: int | None,
+        local_steps: Sequence[LocalStep],
+        *,
+        allow_peers: bool,
+    ) -> WholeStep | None:
+        """A save in the local folders of all processes; None unless it is complete. Every process.
+
+        `url` is the run. `sender` is the process that sends the manifest to those that lack it, if any does. Without
+        `allow_peers`, the step counts only if each process sees all of its files.
+        """
+        process = meeting.group.index
+        content = next((one.content for one in local_steps if one.candidate == candidate), None)
+        if sender is not None:
+            texts = meeting.gather(_packed(content) if content is not None and process == sender else "")
+            content = _unpacked(meeting.broadcast(texts[sender] if texts else ""))
+            meeting.start_next()
+        url = f"{url}/{step_name(candidate.step)} (local)"
+        if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
+            raise ManifestError(f"the manifest of {url} was lost or changed in transit")
+        manifest = decode(content, url)
+        files = Files.of(manifest)
+        of_step = [one for one in local_steps if one.step == candidate.step]
+        folder_numbers = np.full(len(files.keys), -1)
+        numbers = {key: number for number, key in enumerate(files.keys)}
+        nothing = _bits([], len(folder_numbers))
+        usable: dict[str, Availability] = {}
+        for number, one in enumerate(of_step):
+            there = self._usable(one.folder, manifest.data_folder, files, numbers)
+            folder_numbers[there] = number
+            usable[one.folder_id] = usable.get(one.folder_id, nothing) | _bits(there, len(folder_numbers))
+        texts = meeting.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
+        held = [
+            {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in some.items()}
+            for some in json.loads(meeting.broadcast(f"[{','.join(texts)}]"))
+        ]
+        by_folder: dict[str, Availability] = {}
+        for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
+            by_folder[name] = by_folder.get(name, bits) & bits
+        # A process is asked only for files that it can read. Another process may see more files in the same folder.
+        readable = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
+        lacking = missing_files(readable if allow_peers else np.bitwise_and.reduce(readable)[None], len(folder_numbers))
+        if lacking:
+            if process == 0:
+                why = (
+                    "no local folder holds" if allow_peers else "one process does not see, which rename=Rules(…) needs,"
+                )
+                _log.warning(
+                    "local step %d is not used: %s %d of its %d files, %s for example",
+                    *(candidate.step, why, len(lacking), len(folder_numbers), files.keys[lacking[0]]),
+                )
+            return None
+        for one in of_step:
+            if one.candidate != candidate and manifest.data_folder in one.folder.names():
+                _publish_manifest(one.folder, manifest.data_folder, content, sync=self._options.sync)
+        if process == 0:
+            _log.info("step %d is complete in the local folders of %d processes", candidate.step, len(by_folder))
+        self._agreed_manifest = manifest
+        max_bytes = max(1, max_read_bytes(self._options.host_bytes) // 4)
+        folders = [one.folder for one in of_step]
+        source = UnionCheckpoint(
+            url, manifest, candidate.digest, files, folders, folder_numbers.tolist(), readable, max_bytes
+        )
+        counts = sum(
+            (np.unpackbits(bits, count=len(folder_numbers)).astype(int) for bits in by_folder.values()),
+            np.zeros(len(folder_numbers), int),
+        )
+        has_all_copies = bool((counts > self._tier.domains.copies).all())
+        return WholeStep(source, has_all_copies and len(by_folder) == meeting.group.count)
+
+    def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
+        """The files of a save that exist with the right length and have not failed to be read."""
+        there = {
+            numbers[key]: key
+            for key in folder.files_below(data)
+            if key in numbers and f"{folder.url}/{key}" not in self._unusable_files
+        }
+        try:
+            misfits = folder.check_lengths({key: files.lengths[number] for number, key in there.items()})
+        except StorageError as error:
+            _log.warning("the local folder %s is not used: %s", folder.url, error)
+            return []
+        for key, why in misfits.items():
+            _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
+        return [number for number, key in there.items() if key not in misfits]
+
+    def mark_damaged(self, source: UnionCheckpoint, error: DamagedError) -> None:
+        """Note damaged files of a local step, so that copies in other processes are used."""
+        _log.warning("local files of %s are damaged, and are not used: %s", source.url, error)
+        self._unusable_files.update(source.damaged)
+
+    def record(self, step: int) -> StepRecord | None:
+        """The record of the step that was agreed on last, or of the last one that this Checkpointer saved."""
+        record = None if self._agreed_manifest is None else self._agreed_manifest.step
+        if record is None or record.number != step:
+            newest = self._tier.newest
+            ours = (one for one in self.steps() if one.candidate and one.candidate[:2] == newest)
+            record = next((decode(one.content or b"", one.folder.url).step for one in ours), None)
+        return record if record is not None and record.number == step else None
+
+
+def _read_step(process: str, folder: Folder, step: int) -> LocalStep:
+    """The local folder of a step. A manifest that is damaged, or of another step, counts as missing."""
+    try:
+        content = folder.read(MANIFEST)
+        if content is None:
+            return LocalStep(process, folder, step, None, None)
+        manifest = decode(content, folder.url)
+        if manifest.step is not None and manifest.step.number == step:
+            found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
+            return LocalStep(process, folder, step, content, found)
+        why = "it is of another step"
+    except (CorruptError, StorageError) as error:
+        why = str(error)
+    _log.warning("the manifest in %s is not used: %s", folder.url, why)
+    return LocalStep(process, folder, step, None, None)
+
+
+def _publish_manifest(folder: Folder, data: str, content: bytes, *, sync: bool) -> None:
+    """Publish the manifest of a complete save in a folder that has its data but lacks the manifest, so that the save
+    does not depend on one copy of the manifest."""
+    name = f"{data}/{MANIFEST}.{uuid.uuid4().hex}"
+    try:
+        folder.put(name, content, sync=sync)
+        folder.rename(name, MANIFEST)
+    except StorageError as error:
+        _log.warning("the manifest is not in all local folders: %s", error)
+
+
+def _bits(numbers: Sequence[int], count: int) -> Availability:
+    """One bit per file, set for some of them."""
+    there = np.zeros(count, bool)
+    there[numbers] = True
+    return np.packbits(there)
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content, 1)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))

@@ -1,0 +1,167 @@
+"""A path that all processes see, as the destination of a save: process 0 claims it and publishes the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Generator, Hashable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
+from jaxckpt._model.records import StepRecord
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options, require_bool
+from jaxckpt._pipeline.events import log_unlinked
+from jaxckpt._run_folder.steps import is_link, is_step, resolve_step
+from jaxckpt._save.destination import Begun
+from jaxckpt._save.prepare import PreparedSave, SaveRequest
+from jaxckpt._save.publish import PublishResult, Share, build_manifest, encode_manifest, gather_shares, stored_bytes
+from jaxckpt._save.staging import StagedObject, exchanges
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._store.objects import Objects
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import Path, store_at
+from jaxckpt._store.transaction import Transaction, begin
+from jaxckpt.errors import CheckpointExistsError, PathNotSharedError, show_count
+
+
+class SharedPath:
+    """A path that all processes see. Process 0 publishes there."""
+
+    def __init__(self, store: Store, *, overwrite: bool) -> None:
+        self.store = store
+        self.overwrite = require_bool(overwrite, "overwrite")
+        """Whether a checkpoint at the path is replaced."""
+
+    @classmethod
+    def at(cls, path: Path, options: Options, *, overwrite: bool) -> SharedPath:
+        """The destination at a path or URL. Raises InputError, StorageError."""
+        return cls(store_at(path, options, to_write=True), overwrite=overwrite)
+
+    @property
+    def plan_key(self) -> Hashable:
+        return None
+
+    def check(self, request: SaveRequest) -> None:
+        return
+
+    def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
+        return plan_save(arrays, options, process, processes)
+
+    def offer(self, save: PreparedSave) -> list[int]:
+        return []
+
+    def begin(self, save: PreparedSave, save_id: str, offers: Sequence[list[int]]) -> tuple[str, Transaction | None]:
+        with save.group.watchdog.operation(f"preparing {self.store.url}"):
+            return "", self.claim(save.plan.stacks, save_id)
+
+    def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
+        """Check that the path may be written, and begin a transaction there, with every stack's zarr.json. Process 0.
+
+        Raises CheckpointExistsError, StorageError.
+        """
+        return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
+
+    def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
+        with save.group.watchdog.operation(f"looking for {self.store.url}"):
+            require_shared(self.store, begun.data, save.group.index)
+        return None
+
+    def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
+        """The leaves that are stored in another layout (`mesh=`)."""
+        return exchanges(save.plan, save.draft)
+
+    def staged(
+        self,
+        save: PreparedSave,
+        begun: Begun | None,
+        own: Generator[StagedObject],
+        calls: CollectiveCalls[Any, Any] | None,
+    ) -> Generator[StagedObject]:
+        return own
+
+    def publish(
+        self, meeting: Meeting, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+    ) -> PublishResult:
+        clock, group = save.clock, save.group
+        with clock.timed("barrier"):
+            shares = gather_shares(meeting, share)
+        result = PublishResult(0, 0, "")  # replaced by the result of process 0
+        if transaction is not None:
+            manifest = build_manifest(begun.save_id, save, shares)
+            if save.options.sync:
+                with clock.timed("sync"), group.watchdog.operation(f"syncing {self.store.url}"):
+                    transaction.sync(manifest.decoded_stacks)
+            with clock.timed("publish"):
+                content = encode_manifest(manifest)
+                group.require_not_cancelled()
+                group.end_cancellation()
+                with group.watchdog.operation(f"publishing {self.store.url}"):
+                    transaction.commit(content, sync=save.options.sync)
+            linked_bytes = sum(share.linked_bytes for share in shares)
+            result = PublishResult(stored_bytes(manifest), linked_bytes, hashlib.sha256(content).hexdigest())
+            unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
+            for reason, n_bytes in unlinked.items():
+                log_unlinked(self.store.url, n_bytes, reason)
+        with clock.timed("barrier"):
+            return msgspec.json.decode(meeting.broadcast(msgspec.json.encode(result).decode()), type=PublishResult)
+
+    def finish(self, save: PreparedSave, begun: Begun) -> None:
+        if save.group.index == 0:
+            self.record_published(save.request.step)
+
+    def record_published(self, step: StepRecord | None) -> None:
+        """Do what follows from the publication of a checkpoint, which may be a step of a run. Process 0."""
+
+
+_ORBAX_NOTE = "_CHECKPOINT_METADATA"
+"""The file that an ocp.Checkpointer may write at any time into the folder of its handler."""
+
+
+def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
+    """The manifest that this save will replace. Raises CheckpointExistsError if it may not replace it."""
+    if store.is_file():
+        raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
+    names = store.names()
+    if MANIFEST in names:
+        if not overwrite:
+            raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
+        if is_link(store):
+            raise CheckpointExistsError(
+                f"{store.url} is a symbolic link to {os.path.realpath(store.folder)}, and overwriting it would replace"
+                " the checkpoint there: give that path, or delete the link first"
+            )
+        return store.read(MANIFEST)
+    steps = [name for name in names if is_step(name)]
+    if steps:
+        raise CheckpointExistsError(
+            f"{store.url} is the directory of a run, with {show_count(len(steps), 'step')}, and is not overwritten:"
+            " save a"
+            f" step with Checkpointer.save, replace one with save({store.url + '/' + steps[-1]!r}, …, overwrite=True),"
+            " or give another folder"
+        )
+    if not names and "@" in store.url and resolve_step(store) is not None:
+        raise CheckpointExistsError(f"{store.url} names a step of a run, so nothing can be saved there: give a folder")
+    foreign = [name for name in names if not is_data_folder(name) and name != _ORBAX_NOTE]
+    # A trainer may have created folders for its other files in advance.
+    foreign = [name for name in foreign if not store.is_empty_folder(name)]
+    if foreign:
+        raise CheckpointExistsError(
+            f"{store.url} holds other files ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''});"
+            " give a new or empty folder"
+        )
+    return None
+
+
+def require_shared(store: Objects, data: str, process: int) -> None:
+    """Raise PathNotSharedError unless this process sees the data folder that process 0 has created."""
+    if store.read(f"{data}/{WRITER}") is None:
+        raise PathNotSharedError(
+            f"process {process} does not see {store.url}/{data}, which process 0 has just created."
+            " All processes must use one shared folder or object store."
+        )
