@@ -19,8 +19,8 @@ from jaxckpt._pipeline.phases import Clock
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.consistency import Agreement, compute_fingerprint
 from jaxckpt._save.describe import Draft, DraftCache, describe
-from jaxckpt._save.destination import Destination
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
+from jaxckpt._save.save_destination import Destination
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt._store.objects import MAX_FILE_BYTES

@@ -120,7 +120,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     with jaxckpt.Checkpointer(args["path"], local=case["hosts"][process_id], options=options) as steps:
         counts.clear()
         tree = steps.restore(case.get("step"), target, select=case.get("select"))
-        n_bytes = sum(counts)
+        n_bytes, of_restore = sum(counts), dict(exchanged)
         assert set(tree) == set(target)
         compare(tree, host)
         number = steps._restored_step
@@ -130,7 +130,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             "metrics": steps.metrics(number),
             "state": steps.process_state("at", resplit=lambda states, count: states[:count]),
             "read": n_bytes,
-            **exchanged,
+            **of_restore,
             "lines": [line for line in lines if not line.startswith("INFO restored")],
         }
     return found

@@ -31,7 +31,7 @@ import jaxckpt
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import async_saves as _background
 from jaxckpt._save import describe as _draft
-from jaxckpt._save import prepare as _prepare
+from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileWriter
 
@@ -480,13 +480,13 @@ def test_a_tree_is_not_kept_alive_after_its_save(tmp_path: Path) -> None:
 
 def test_a_checkpointer_plans_once_for_similar_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    made = _prepare.plan_save
+    made = _shared_path.plan_save
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return made(*arguments)
 
-    monkeypatch.setattr(_prepare, "plan_save", counted)
+    monkeypatch.setattr(_shared_path, "plan_save", counted)
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         for step, (shape, plans) in enumerate([((16, 256), 1), ((16, 256), 1), ((8, 8), 2), ((8, 8), 2)]):
             tree = {"w": jax.device_put(jnp.full(shape, step, jnp.float32), jax.devices()[0])}
