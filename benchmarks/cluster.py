@@ -1,12 +1,13 @@
 """A save and a restore in a job of thousands of processes, by simulation: requests, bytes and seconds of each phase.
 
     python benchmarks/cluster.py      # 64, 4,096 and 16,384 processes; a few minutes
-    python benchmarks/meetings.py     # requests per second of JAX's coordination service, on this machine
+    python benchmarks/coordination.py     # requests per second of JAX's coordination service, on this machine
 
-The real code runs for: the planner, for one process at the full size of the job; the meetings of the processes, message
-by message, with a coordination service in memory; and in process 0 the agreement on 16,384 trees, and the manifest of
-all objects with its encoding and the decoding that each process does. The simulation counts requests to the store and
-the coordination service. tests/test_cluster.py compares these counts with those of real jobs of 2, 4 and 8 processes.
+The real code runs for: the planner, for one process at the full size of the job; the rendezvous of the processes,
+message by message, with a coordination service in memory; and in process 0 the agreement on 16,384 trees, and the
+manifest of all objects with its encoding and the decoding that each process does. The simulation counts requests to the
+store and the coordination service. tests/test_cluster.py compares these counts with those of real jobs of 2, 4 and 8
+processes.
 
 Stated rates convert counts to seconds. Each phase takes as long as its slowest limit:
 
@@ -16,7 +17,7 @@ Stated rates convert counts to seconds. Each phase takes as long as its slowest 
                 one write per second of one object (cloud.google.com/storage/docs/request-rate, …/quotas)
     latency     50 ms for a request for a small object: an assumption for both stores
     network     25 Gb/s for each process, including process 0, which runs the coordination service: an assumption
-    service     as measured by meetings.py
+    service     as measured by coordination.py
 
 The state is that of a dense model of 70 billion parameters (the shapes of Llama 3 70B) with Adam: parameters in
 bfloat16, two moments in float32, 706 GB, in 2,170 leaves, or in 37 if the layers are scanned. A process has 4 devices.
@@ -47,7 +48,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import msgspec
 import numpy as np
-from meetings import NETWORK_BYTES, meet, wait
+from coordination import NETWORK_BYTES, meet, wait
 from workloads import nested
 
 from jaxckpt import Options
@@ -294,7 +295,7 @@ def simulate(job: Job) -> dict[str, Any]:
     else:
         result["decode_cpu"] = math.nan
     published = msgspec.json.encode(PublishResult(10**12, 0, "0" * 64)).decode()
-    result["meetings"] = {
+    result["rendezvous"] = {
         "agree": meet(job.processes, agreement_of, "0" * 32, first=True),
         "look": meet(job.processes, lambda _: "", ""),
         "publish": meet(job.processes, texts.__getitem__, published),
@@ -323,7 +324,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def phases(found: dict[str, Any], store: Rates) -> dict[str, float]:
     """Seconds of each phase of a save and of a restore."""
-    counts, met = found["requests"], found["meetings"]
+    counts, met = found["requests"], found["rendezvous"]
     writes, reads = _split(counts.save)
     seconds: dict[str, float] = {
         "save: plan": found["plan_save_cpu"],
@@ -362,9 +363,9 @@ def main() -> None:
         found = simulate(job_of(processes, scanned=scanned))
         seconds = {store.name: phases(found, store) for store in STORES}
         plain = found | {"requests": asdict(found["requests"])}
-        plain["meetings"] = {
+        plain["rendezvous"] = {
             name: vars(one) | {"requests": one.requests, "first": one.first, "seconds": one.seconds}
-            for name, one in found["meetings"].items()
+            for name, one in found["rendezvous"].items()
         }
         print(json.dumps(plain | {"seconds": seconds}))
         return

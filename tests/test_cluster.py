@@ -29,13 +29,13 @@ def cluster() -> Any:
 
 
 @pytest.fixture(scope="module")
-def meetings() -> Any:
-    return benchmark("meetings")
+def coordination() -> Any:
+    return benchmark("coordination")
 
 
 @pytest.mark.parametrize("processes", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_real_job_makes_the_requests_that_the_model_counts(
-    processes: int, cluster: Any, meetings: Any, s3: Bucket, run_processes: RunProcesses
+    processes: int, cluster: Any, coordination: Any, s3: Bucket, run_processes: RunProcesses
 ) -> None:
     program = PROGRAMS / "cluster_job.py"
     done = run_processes(program, processes=processes, devices_per_process=2, args=s3.url, timeout=120)
@@ -55,12 +55,12 @@ def test_a_real_job_makes_the_requests_that_the_model_counts(
     assert [one["bytes"] for one in each] == list(cluster.plan_for(job, 0).process_bytes)
 
     # The coordination service: exact counts of posts and deletions. A process that waits may have to ask again.
-    for call, names in meetings.CALLS.items():
-        met = [model["meetings"][name] for name in names]
+    for call, names in coordination.CALLS.items():
+        met = [model["rendezvous"][name] for name in names]
         for process, one in enumerate(each):
             counted = one[call]["requests"]
             wanted = sum(
-                (meeting.by_first if process == 0 else meeting.by_other for meeting in met),
+                (rendezvous.by_first if process == 0 else rendezvous.by_other for rendezvous in met),
                 start=type(met[0].by_first)(),
             )
             assert {kind: counted.get(kind, 0) for kind in ("set", "delete")} == {
@@ -70,62 +70,62 @@ def test_a_real_job_makes_the_requests_that_the_model_counts(
             assert counted.get("list", 0) >= wanted["list"] == (len(met) if process == 0 else 0)
         # Compare averages, because the job balances bytes and the model balances objects.
         given = np.mean([one[call]["given"] for one in each], axis=0)
-        assert given == pytest.approx([meeting.given_bytes for meeting in met], rel=0.2), "bytes of each text"
+        assert given == pytest.approx([rendezvous.given_bytes for rendezvous in met], rel=0.2), "bytes of each text"
 
 
 @pytest.mark.parametrize("count", [64, 65, 16_384])
-def test_the_first_process_reads_texts_in_blocks(meetings: Any, count: int) -> None:
+def test_the_first_process_reads_texts_in_blocks(coordination: Any, count: int) -> None:
     """It does not read them one by one, and gets them in the order of the processes."""
-    meeting = meetings.meet(count, lambda index: f"text {index}", "")
-    assert meeting.by_first["get"] + meeting.by_first["list"] <= count // 64 + 2  # its own text may arrive late
-    assert meeting.by_other.total() == 2
+    rendezvous = coordination.meet(count, lambda index: f"text {index}", "")
+    assert rendezvous.by_first["get"] + rendezvous.by_first["list"] <= count // 64 + 2  # its own text may arrive late
+    assert rendezvous.by_other.total() == 2
 
 
 @pytest.mark.parametrize("count", [2, 64, 1_000, 4_096, 16_384])
-def test_waiting_takes_little_memory_of_the_coordination_service(meetings: Any, count: int) -> None:
+def test_waiting_takes_little_memory_of_the_coordination_service(coordination: Any, count: int) -> None:
     """The service keeps each request whose key is not posted in time, which once took 460 MB per second of waiting."""
-    requests_per_second, kept_bytes = meetings.wait(count, 600.0)
+    requests_per_second, kept_bytes = coordination.wait(count, 600.0)
     assert requests_per_second <= max(2 * count, 4_000)
     assert kept_bytes <= 150e6
 
 
-def test_all_silent_processes_of_a_large_meeting_are_named(meetings: Any) -> None:
-    service, silent = meetings.Service(), (1, 64, 199)
+def test_all_silent_processes_of_a_large_rendezvous_are_named(coordination: Any) -> None:
+    service, silent = coordination.Service(), (1, 64, 199)
     for index in range(1, 200):
         if index not in silent:
-            with meetings.group_of(index, 200, service, first=True).meeting("simulated") as meeting:
-                meeting.gather("here")
-    first = meetings.group_of(0, 200, service, first=True)
+            with coordination.call_of(index, 200, service, first=True).rendezvous("simulated") as rendezvous:
+                rendezvous.gather("here")
+    first = coordination.call_of(0, 200, service, first=True)
     first.timeout_seconds = 0.4
     with (
         pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199 of 200 did not respond"),
-        first.meeting("simulated") as meeting,
+        first.rendezvous("simulated") as rendezvous,
     ):
-        meeting.gather("here")
+        rendezvous.gather("here")
     with (
         pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"),  # all others raise the same error
-        meetings.group_of(100, 200, service, first=True).meeting("simulated") as meeting,
+        coordination.call_of(100, 200, service, first=True).rendezvous("simulated") as rendezvous,
     ):
-        meeting.broadcast("")
+        rendezvous.broadcast("")
 
 
-def test_a_failure_in_a_large_meeting_is_quoted(meetings: Any) -> None:
-    service = meetings.Service()
+def test_a_failure_in_a_large_rendezvous_is_quoted(coordination: Any) -> None:
+    service = coordination.Service()
     for index in range(1, 130):
         with (
             contextlib.suppress(OSError),
-            meetings.group_of(index, 130, service, first=True).meeting("simulated") as meeting,
+            coordination.call_of(index, 130, service, first=True).rendezvous("simulated") as rendezvous,
         ):
             if index == 100:
                 raise OSError("no space left")
-            meeting.gather("here")
+            rendezvous.gather("here")
     with (
         pytest.raises(jaxckpt.PeerFailedError, match="process 100 failed with OSError: no space left"),
-        meetings.group_of(0, 130, service, first=True).meeting("simulated") as meeting,
+        coordination.call_of(0, 130, service, first=True).rendezvous("simulated") as rendezvous,
     ):
-        meeting.gather("here")
+        rendezvous.gather("here")
 
 
-def test_a_meeting_of_several_blocks_over_jaxs_own_service(run_processes: RunProcesses) -> None:
+def test_a_rendezvous_of_several_blocks_over_jaxs_own_service(run_processes: RunProcesses) -> None:
     (done,) = run_processes(PROGRAMS / "many_in_one.py", processes=1, devices_per_process=1)
     assert done.stdout == "done\n"

@@ -19,12 +19,12 @@ from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, 
 from jaxckpt._convert.destination import replacing, require_replaceable
 from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._formats.mindspore import mindspore_ranks
-from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._job.call import Call
 from jaxckpt._model.grid import Layout, Spec, mesh_layout
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import LayoutRecord, MeshRecord
 from jaxckpt._model.select import Select
-from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._pipeline.threads import Latch
 from jaxckpt._pipeline.watchdog import require_not_stalled
@@ -102,8 +102,8 @@ def convert(
         >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/convert.safetensors")
         {'w': array([0., 1., 2.])}
     """
-    with Group.for_call(options, Call.of("convert", destination)) as group:
-        options = options_or_default(options)
+    with Call.of("convert", destination, options) as call:
+        options = call.options
         overwrite = require_bool(overwrite, "overwrite")
         if chunk_bytes is not None:
             options = replace(options, chunk_bytes=chunk_bytes)
@@ -120,11 +120,11 @@ def convert(
         original = renamed_source(source_at(source, options), rules)
         narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
         if name == "jaxckpt":
-            _run_in_process_0(group, "verifying the source", functools.partial(_verify_checksums, narrow, options))
+            _run_in_process_0(call, "verifying the source", functools.partial(_verify_checksums, narrow, options))
             draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
             path = SharedPath.at(destination, options, overwrite=overwrite)
             request = SaveRequest(path, metadata=manifest.metadata, draft=draft, step=manifest.step)
-            start(request, options, group, background=False).wait()
+            start(request, options, call, background=False).wait()
             return
         if chunk_bytes is not None and name != "zarr":
             raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
@@ -132,7 +132,7 @@ def convert(
             raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
         assert target is not None
         write = functools.partial(_write_foreign, narrow, source, target, name, options, overwrite=overwrite)
-        _run_in_process_0(group, "converting", write)
+        _run_in_process_0(call, "converting", write)
 
 
 def integrate(
@@ -145,13 +145,13 @@ def integrate(
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
 
 
-def _run_in_process_0(group: Group, what: str, work: Callable[[], None]) -> None:
+def _run_in_process_0(call: Call, what: str, work: Callable[[], None]) -> None:
     """Run a function in process 0, after all processes have come this far. The others wait for its end."""
-    with group.meeting(what) as meeting:
-        meeting.gather("")
-        if group.index == 0:
+    with call.rendezvous(what) as rendezvous:
+        rendezvous.gather("")
+        if call.index == 0:
             work()
-        meeting.broadcast("")
+        rendezvous.broadcast("")
 
 
 def _write_foreign(

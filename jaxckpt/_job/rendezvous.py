@@ -1,14 +1,14 @@
-"""Meetings of the processes of one job, over JAX's own coordination service.
+"""Rendezvous of the processes of one job, over JAX's own coordination service.
 
-    with Group.current(options, Call.of("save", path)) as group, group.meeting("saving") as meeting:
-        texts = meeting.gather(mine)        # every process sends a text; process 0 gets all of them
-        if group.index == 0:
+    with call.rendezvous("saving") as rendezvous:
+        texts = rendezvous.gather(mine)             # every process sends a text; process 0 gets all of them
+        if call.index == 0:
             decision = decide(texts)
-        decision = meeting.share(decision)  # every process gets the decision of process 0
+        decision = rendezvous.broadcast(decision)   # every process gets the decision of process 0
 
 If one process raises inside the block, all raise, and the message names that process. The message also names a process
-that does not respond for `timeout_seconds`. During a meeting each process sends heartbeats, so a slow process counts as
-responding. A process that joins and then stops counts as dead after one minute, before JAX itself ends the job.
+that does not respond for `timeout_seconds`. During a rendezvous each process sends heartbeats, so a slow process counts
+as responding. A process that joins and then stops counts as dead after one minute, before JAX itself ends the job.
 
 JAX's service runs in one process, usually process 0. While that process is stopped, only calls with a timeout return,
 so a waiting process makes no other calls. A separate thread posts its texts and heartbeats.
@@ -24,20 +24,19 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxckpt._job.failures import combined_error, failure_message
-from jaxckpt._job.job import connected_job
-from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import RunningCall, Task, start_thread
-from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt.errors import InputError, PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
+from jaxckpt.errors import PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
+
+if TYPE_CHECKING:
+    from jaxckpt._job.call import Call
 
 T = TypeVar("T")
 
@@ -55,126 +54,16 @@ _BLOCK = 64
 """Number of processes whose texts process 0 gets in one request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call that every process makes."""
-
-    verb: str
-    """For example "save" or "restore"."""
-
-    where: str
-    """The path or URL that the call uses."""
-
-    number: int = 0
-    """The number of earlier calls of this kind in this process."""
-
-    @classmethod
-    def of(cls, verb: str, path: object) -> Call:
-        text = os.fspath(path) if isinstance(path, str | os.PathLike) else getattr(path, "url", type(path).__name__)
-        return cls(verb, str(text).rstrip("/"))
-
-
-_running_calls: list[tuple[RunningCall, Group]] = []
-"""The calls that are running, in any thread."""
-
-
 @dataclass(slots=True)
-class Group:
-    """The processes of the job during one call, which all of them must make, in the same order.
-
-        with Group.current(options, Call.of("save", path)) as group:  # the first thing that the function does
-            …
-
-    In a job of one process, which never needs JAX's backend, creating a Group does not start it. If the block raises,
-    the other processes are notified in the meeting in which they wait, so that all processes reach their next call
-    together.
-    """
-
-    index: int
-    """The number of this process: `device.process_index` of its devices."""
-
-    count: int
-    timeout_seconds: float
-    client: Any
-    prefix: str
-    call: Call
-    watchdog: Watchdog
-    """The storage operation of this process. If it stalls, the other processes are notified."""
-
-    n_meetings: int = 0
-    notified_error: BaseException | None = None
-    """The error that the other processes were notified of, if any."""
-
-    require_not_cancelled: Callable[[], None] = lambda: None
-    """Raises the reason if the call was cancelled. Called repeatedly while this process waits for others."""
-
-    is_handed_over: bool = False
-    """Whether another thread continues the call after the block, and notifies the others."""
-
-    repeats_earlier: bool = False
-    """Whether the error that ends this call is the error of an earlier background save."""
-
-    runs_service: bool = True
-    """Whether JAX's service runs in this process. Only process 0 needs to know."""
-
-    @classmethod
-    def for_call(cls, options: object, call: Call) -> Group:
-        """Count the call, even if its arguments are invalid. `options` are the user's, not validated yet.
-
-        Raises InputError if it is made from within another call, or if JAX has devices of several processes that are
-        not connected.
-        """
-        within = next((other for caller, other in _running_calls.copy() if caller.is_in_this_thread()), None)
-        if within is not None:
-            raise InputError(
-                f"{call.verb} of {call.where!r} was called from inside {within.call.verb} of {within.call.where!r}, by"
-                " a signal handler or a callback: set a flag there, and make the call after the other has returned"
-            )
-        timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
-        watchdog = Watchdog(timeout_seconds)
-        job = connected_job()
-        if job is None:
-            return cls(0, 1, timeout_seconds, None, "", call, watchdog)
-        number, n_alike = job.count_call(call)
-        call, prefix = replace(call, number=n_alike), f"jaxckpt/{number}"
-        return cls(
-            job.index, job.count, timeout_seconds, job.client, prefix, call, watchdog, runs_service=job.runs_service
-        )
-
-    def __enter__(self) -> Self:
-        _running_calls.append((RunningCall(depth=1), self))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Also removes calls that could not leave because of an interrupt.
-        for entry in _running_calls.copy():
-            if entry[0].is_in_this_thread() or not entry[0].is_running():
-                with contextlib.suppress(ValueError):  # another thread has
-                    _running_calls.remove(entry)
-        if error is not None and error is not self.notified_error and not self.is_handed_over and self.count > 1:
-            with contextlib.suppress(type(error)), self.meeting(f"calling {self.call.verb}"):
-                raise error
-
-    def end_cancellation(self) -> None:
-        """From now on, the call cannot be cancelled."""
-        self.require_not_cancelled = lambda: None
-
-    def meeting(self, what: str) -> Meeting:
-        """The next meeting. `what` names the activity in messages ("saving")."""
-        self.n_meetings += 1
-        return Meeting(self, what, f"{self.prefix}/{self.n_meetings}", is_first=self.n_meetings == 1)
-
-
-@dataclass(slots=True)
-class Meeting:
+class Rendezvous:
     """One round: all send a text, process 0 decides, all receive its text. Every process must call `gather` once, then
     `broadcast` once."""
 
-    group: Group
+    call: Call
     what: str
     key: str
     is_first: bool = False
-    """Whether this is the first meeting of its call, in which the processes also compare their calls."""
+    """Whether this is the first rendezvous of its call, in which the processes also compare their calls."""
 
     _has_sent: bool = False
     _has_broadcast: bool = False
@@ -190,13 +79,13 @@ class Meeting:
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _poster: Task[None] | None = None
     _running_call: RunningCall | None = None
-    """The call of the function that takes part in the meeting."""
+    """The call of the function that takes part in the rendezvous."""
 
     _post_error: Exception | None = None
     """The error that stopped the thread that posts."""
 
     def __enter__(self) -> Self:
-        if self.group.count > 1:
+        if self.call.count > 1:
             self._running_call = RunningCall(depth=1)
             self._poster = Task(self._run_poster)
             start_thread(self._poster.run, "jaxckpt-voice")
@@ -206,7 +95,7 @@ class Meeting:
         if self._poster is None or self._running_call is None:
             return
         if error is not None:
-            self.group.notified_error = error
+            self.call.notified_error = error
             self._notify(error)
         self._running_call.mark_ended()
         self._stop_posting(error)
@@ -214,20 +103,20 @@ class Meeting:
     def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
         if self._poster is not None and not self._is_service_lost:
-            self._poster.wait(self.group.timeout_seconds)
-        if error is None and self._post_error is not None and self.group.index == 0:
+            self._poster.wait(self.call.timeout_seconds)
+        if error is None and self._post_error is not None and self.call.index == 0:
             raise self._service_failed(
                 self._post_error
             ) from self._post_error  # the others never received the shared text
 
     def start_next(self) -> None:
-        """Become the next meeting, after all have gathered and shared, without a gap in the heartbeats."""
+        """Become the next rendezvous, after all have gathered and shared, without a gap in the heartbeats."""
         if self._poster is None:
             return
         self._stop_posting(None)
         if not self._poster.done():
-            raise self._service_failed(TimeoutError(f"no answer for {self.group.timeout_seconds:g} s"))
-        following = self.group.meeting(self.what)
+            raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
+        following = self.call.rendezvous(self.what)
         self.key, self.is_first, self._posts = following.key, False, following._posts
         self._has_sent = self._has_broadcast = self._is_service_lost = False
         self._n_posted = 0
@@ -235,8 +124,8 @@ class Meeting:
         start_thread(self._poster.run, "jaxckpt-voice")
 
     def _notify(self, error: BaseException) -> None:
-        """Notify the processes that wait for this one, in this meeting or in the next."""
-        if self._has_broadcast if self.group.index == 0 else self._has_sent:
+        """Notify the processes that wait for this one, in this rendezvous or in the next."""
+        if self._has_broadcast if self.call.index == 0 else self._has_sent:
             if self._is_failed or self._is_service_lost:
                 return  # all processes raise
             with contextlib.suppress(Exception):
@@ -244,12 +133,12 @@ class Meeting:
         self._post_failure(error)
 
     def _post_failure(self, error: BaseException) -> None:
-        """Notify the processes that still wait for this one in this meeting."""
-        repeats = self.group.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
-        failure = failure_message(self.group.index, error, repeats_earlier=repeats)
+        """Notify the processes that still wait for this one in this rendezvous."""
+        repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
+        failure = failure_message(self.call.index, error, repeats_earlier=repeats)
         if not self._has_sent:
             self._post("in", failure)
-        if self.group.index == 0 and not self._has_broadcast:
+        if self.call.index == 0 and not self._has_broadcast:
             self._post("out", failure)
 
     def gather(self, text: str) -> list[str]:
@@ -257,24 +146,24 @@ class Meeting:
 
         In process 0, raises PeerFailedError or PeerTimeoutError after all have answered or timed out.
         """
-        group = self.group
-        if group.count == 1:
+        call = self.call
+        if call.count == 1:
             return [text]
         self._post("in", {"ok": text})
         self._has_sent = True
-        if group.index != 0:
+        if call.index != 0:
             return []
         texts = self._gather_texts()
-        # Only process 0 reads these. All have answered this meeting, so all have left the previous one.
-        for folder in (f"{self.key}/in/", f"{group.prefix}/{group.n_meetings - 1}/"):
-            self._request(functools.partial(group.client.key_value_delete, folder))
+        # Only process 0 reads these. All have answered this rendezvous, so all have left the previous one.
+        for folder in (f"{self.key}/in/", f"{call.prefix}/{call.n_rendezvous - 1}/"):
+            self._request(functools.partial(call.client.key_value_delete, folder))
         return texts
 
     def broadcast(self, text: str) -> str:
         """Wait for the text of process 0; the texts of other processes are ignored. Raises if process 0 raised."""
-        if self.group.count == 1:
+        if self.call.count == 1:
             return text
-        if self.group.index == 0:
+        if self.call.index == 0:
             self._post("out", {"ok": text})
             self._has_broadcast = True
             return text
@@ -287,14 +176,14 @@ class Meeting:
 
     def _post(self, folder: str, message: dict[str, Any]) -> None:
         if self.is_first:
-            call = self.group.call
+            call = self.call
             message = {**message, "call": f"{call.verb} {call.where!r}", "number": call.number}
         self._posts.put((folder, json.dumps(message)))
 
     def _run_poster(self) -> None:
         """Post the texts, and heartbeats in between."""
-        group, beats = self.group, 0
-        interval = min(max(5.0, group.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, group.timeout_seconds / 4)
+        call, beats = self.call, 0
+        interval = min(max(5.0, call.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, call.timeout_seconds / 4)
         try:
             while True:
                 try:
@@ -302,7 +191,7 @@ class Meeting:
                 except queue.Empty:
                     gone = self._running_call is not None and not self._running_call.is_running()
                     # The caller may hang, or an interrupt may have ended it. The others must not wait for it.
-                    error = KeyboardInterrupt("interrupted") if gone else group.watchdog.stall_error()
+                    error = KeyboardInterrupt("interrupted") if gone else call.watchdog.stall_error()
                     if error is not None:
                         self._post_failure(error)
                         self._posts.put(None)
@@ -311,18 +200,18 @@ class Meeting:
                 if post is None:
                     break
                 self._set(*post)
-            if beats and group.index != 0:
-                group.client.key_value_delete(self._key_of("beat", group.index))
+            if beats and call.index != 0:
+                call.client.key_value_delete(self._key_of("beat", call.index))
         except Exception as error:
             self._post_error = error
 
     def _set(self, folder: str, text: str) -> None:
-        if self.group.index == 0 and folder != "in":
+        if self.call.index == 0 and folder != "in":
             self._n_posted += 1
             key = f"{self.key}/out/{self._n_posted}"
         else:
-            key = self._key_of(folder, self.group.index)
-        self.group.client.key_value_set(key, text, allow_overwrite=True)
+            key = self._key_of(folder, self.call.index)
+        self.call.client.key_value_set(key, text, allow_overwrite=True)
 
     def _key_of(self, folder: str, process: int) -> str:
         """The key under which a process posts in a folder."""
@@ -330,13 +219,13 @@ class Meeting:
 
     def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
-        number, since, has_joined = 1, time.monotonic(), self.group.n_meetings > 1
+        number, since, has_joined = 1, time.monotonic(), self.call.n_rendezvous > 1
         while True:
-            self.group.require_not_cancelled()
+            self.call.cancellation.check()
             waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
             # The more processes wait, the less often each asks. All receive a posted text immediately.
-            most = min(self.group.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
-            text = self._get(f"{self.key}/out/{number}", max(most, self.group.count / _REQUESTS_PER_SECOND))
+            most = min(self.call.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
+            text = self._get(f"{self.key}/out/{number}", max(most, self.call.count / _REQUESTS_PER_SECOND))
             if text is None:
                 if time.monotonic() - since > timeout_seconds:
                     self._is_service_lost = True
@@ -355,13 +244,13 @@ class Meeting:
 
         The timeouts run concurrently, from each process's last heartbeat: many dead processes take no longer than one.
         """
-        everyone = range(self.group.count)
+        everyone = range(self.call.count)
         blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
         answers = dict[int, str]()
         last_beats = dict.fromkeys(everyone, _LastBeat(None, time.monotonic()))
         timed_out: dict[int, float] = {}
         while blocks:
-            self.group.require_not_cancelled()
+            self.call.cancellation.check()
             block = blocks[0]
             answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
             block.difference_update(answers)
@@ -393,14 +282,14 @@ class Meeting:
 
     def _has_joined(self, last_beat: _LastBeat) -> bool:
         """Whether a process has joined this call."""
-        return last_beat.beat is not None or self.group.n_meetings > 1
+        return last_beat.beat is not None or self.call.n_rendezvous > 1
 
     def _timeout_seconds(self, has_joined: bool) -> float:
         """Seconds without a heartbeat after which a process counts as dead.
 
         A process that has not joined yet may be busy with something else. A process that has joined sends heartbeats.
         """
-        return min(self.group.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.group.timeout_seconds
+        return min(self.call.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.call.timeout_seconds
 
     def _timeout_failures(self, silent: dict[int, float]) -> list[dict[str, Any]]:
         """Failure messages for processes that did not respond, one for all that were silent for the same time."""
@@ -409,7 +298,7 @@ class Meeting:
             by_seconds.setdefault(seconds, []).append(process)
         return [
             {
-                "error": f"{process_names(processes)} of {self.group.count} did not respond for {seconds:g} s while"
+                "error": f"{process_names(processes)} of {self.call.count} did not respond for {seconds:g} s while"
                 f" {self.what}: dead, suspended, or not making the same call, which every process must make."
                 " Options.timeout_seconds sets how long to wait.",
                 "kind": PeerTimeoutError.__name__,
@@ -443,9 +332,9 @@ class Meeting:
         """The text posted under a key. Waits for this many seconds, at least a moment; None if nothing is posted."""
         if self._post_error is not None:
             raise self._service_failed(self._post_error) from self._post_error
-        milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.group.timeout_seconds / 4))
+        milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.call.timeout_seconds / 4))
         try:
-            return self.group.client.blocking_key_value_get(key, milliseconds)
+            return self.call.client.blocking_key_value_get(key, milliseconds)
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
@@ -453,14 +342,14 @@ class Meeting:
 
     def _read_posted(self, folder: str) -> dict[int, str]:
         """The texts posted in a folder so far, by process. Only for process 0."""
-        get: Callable[[str], list[tuple[str, str]]] = self.group.client.key_value_dir_get
+        get: Callable[[str], list[tuple[str, str]]] = self.call.client.key_value_dir_get
         found = self._request(functools.partial(get, f"{self.key}/{folder}/"))
         return {int(key.rpartition("/")[2]): text for key, text in found}
 
     def _request(self, request: Callable[[], T]) -> T:
         """The answer to a request that has no timeout. Only for process 0, in which the service usually runs."""
         try:
-            if self.group.runs_service:
+            if self.call.runs_service:
                 return request()
             task = Task(request)  # the process that runs the service may be stopped
             start_thread(task.run, "jaxckpt-request")

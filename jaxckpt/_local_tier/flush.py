@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxckpt._job.rendezvous import Group
+from jaxckpt._job.call import Call
 from jaxckpt._model import zarr
 from jaxckpt._model.manifest import state_file_name
 from jaxckpt._model.records import Manifest, StackRecord
@@ -43,7 +43,7 @@ class Flush:
     """This process's share of the step."""
 
     destination: SharedPath
-    group: Group
+    call: Call
     options: Options
     bytes_per_second: float | None
     """Largest rate in bytes per second."""
@@ -54,13 +54,12 @@ class Flush:
     """The objects that this process owns. These and the save id are known when the local save is published."""
 
     pending: PendingSave | None = None
-    cancelled: BaseException | None = None
     is_warned: bool = False
     """Whether skipped local steps have been logged."""
 
     def begin(self, local: PendingSave) -> PendingSave:
         """Start to wait for the local save and to copy its files."""
-        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.group.watchdog)
+        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.call.watchdog)
         self.pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_at_exit()
         work = functools.partial(self._run, local)
@@ -83,47 +82,41 @@ class Flush:
         """Whether its files are still needed."""
         return self.pending is not None and not self.pending.done
 
-    def check(self) -> None:
-        """Raise the reason if it was cancelled."""
-        if self.cancelled is not None:
-            raise self.cancelled
-
     def _run(self, local: PendingSave, pending: PendingSave) -> SaveInfo:
         """Wait for the local save, and copy it."""
-        group = self.group
-        group.require_not_cancelled = self.check
-        with group, contextlib.ExitStack() as transactions:
-            with group.meeting("preparing to flush a local step") as meeting:
+        call = self.call
+        with call, contextlib.ExitStack() as transactions:
+            with call.rendezvous("preparing to flush a local step") as rendezvous:
                 info = local.await_end()
-                self.check()
+                self.call.cancellation.check()
                 if info is None:
                     raise local.error or AssertionError("no outcome")
                 manifest, content = load_manifest(self.source)
                 assert manifest.save_id == self.save_id, self.source.url
-                meeting.gather("")
+                rendezvous.gather("")
                 transaction: Transaction | None = None
-                if group.index == 0:
-                    with group.watchdog.operation(f"preparing {self.store.url}"):
+                if call.index == 0:
+                    with call.watchdog.operation(f"preparing {self.store.url}"):
                         transaction = self.destination.claim(manifest.decoded_stacks, manifest.save_id)
                         transactions.enter_context(transaction)
-                meeting.broadcast("")
-            with group.meeting("flushing a local step") as meeting:
+                rendezvous.broadcast("")
+            with call.rendezvous("flushing a local step") as rendezvous:
                 try:
-                    require_shared(self.store, manifest.data_folder, group.index)
+                    require_shared(self.store, manifest.data_folder, call.index)
                     self._copy(manifest, pending)
                 except BaseException:
-                    if group.index == 0:  # so that the data is not deleted while the others still write
+                    if call.index == 0:  # so that the data is not deleted while the others still write
                         with contextlib.suppress(PeerError):
-                            meeting.gather("")
+                            rendezvous.gather("")
                     raise
-                meeting.gather("")
+                rendezvous.gather("")
                 if transaction is not None:
-                    with group.watchdog.operation(f"publishing {self.store.url}"):
+                    with call.watchdog.operation(f"publishing {self.store.url}"):
                         if self.options.sync:
                             transaction.sync(manifest.decoded_stacks)
-                        self.check()
+                        self.call.cancellation.check()
                         transaction.commit(content, sync=self.options.sync)
-                meeting.broadcast("")
+                rendezvous.broadcast("")
             if transaction is not None:
                 transaction.close()
                 self.destination.record_published(manifest.step)
@@ -134,24 +127,24 @@ class Flush:
         created_folders = set[str]()
         indices: dict[int, list[tuple[int, ...]]] = {}
         if manifest.process_states:
-            key = f"{manifest.data_folder}/{state_file_name(self.group.index)}"
+            key = f"{manifest.data_folder}/{state_file_name(self.call.index)}"
             self.store.put(key, self._read(key), sync=self.options.sync)
         for obj in self.owned:
-            self.check()
-            pending.rate_limiter.wait(obj.n_bytes, self.check)
+            self.call.cancellation.check()
+            pending.rate_limiter.wait(obj.n_bytes, self.call.cancellation.check)
             stack = manifest.decoded_stacks[obj.stack]
             key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
             content = self._read(key)
             _require_unchanged(f"{self.source.url}/{key}", content, stack, obj.index, manifest.stacks[obj.stack])
             folder, _, name = key.rpartition("/")
-            with self.group.watchdog.operation(f"writing to {self.store.url}"):
+            with self.call.watchdog.operation(f"writing to {self.store.url}"):
                 below = self.store.child(folder) if folder in created_folders else self.store.create_child(folder)
                 below.put(name, content, sync=self.options.sync)
             created_folders.add(folder)
             indices.setdefault(obj.stack, []).append(obj.index)
             pending.add_done_bytes(obj.n_bytes)
         if self.options.sync:
-            with self.group.watchdog.operation(f"syncing {self.store.url}"):
+            with self.call.watchdog.operation(f"syncing {self.store.url}"):
                 for number, found in indices.items():
                     self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], found)
 

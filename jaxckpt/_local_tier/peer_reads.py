@@ -5,7 +5,7 @@ The data is sent in the order in which each process needs it:
 requests of all ─▶ each batch: processes meet ─▶ streams: senders read, programs send ─▶ receivers keep the data
 
 A batch has about as many bytes as a process may hold until it needs them. A process that cannot read its data reports
-that in the next meeting. All processes then raise DamagedError, and none uses the data that was sent instead.
+that in the next rendezvous. All processes then raise DamagedError, and none uses the data that was sent instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.step_files import FileRequest, requests_by_pair
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, RoundCalls, plan_channels, plan_rounds, round_calls
 from jaxckpt._model.pieces import Array, aligned_empty
@@ -39,10 +39,10 @@ class DamagedError(Exception):
 
 @contextlib.contextmanager
 def arriving(
-    source: UnionCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, meeting: Meeting
+    source: UnionCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, rendezvous: Rendezvous
 ) -> Generator[Iterator[None]]:
     """The arrivals of the data that each read of this process needs from others, in order. Every process."""
-    peers = _PeerReads(source, needed, options, meeting)
+    peers = _PeerReads(source, needed, options, rendezvous)
     peers.agree()
     try:
         yield peers.arrivals()
@@ -57,12 +57,12 @@ class _PeerReads:
     """The batches of requests of all processes, from the view of one of them."""
 
     def __init__(
-        self, source: UnionCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, meeting: Meeting
+        self, source: UnionCheckpoint, needed: Sequence[Sequence[FileRequest]], options: Options, rendezvous: Rendezvous
     ) -> None:
         self._source = source
         self._options = options
-        self._meeting = meeting
-        self._process = meeting.group.index
+        self._rendezvous = rendezvous
+        self._process = rendezvous.call.index
         self._required_batches = [0] * len(needed)
         """For each read, the number of batches that must precede it."""
 
@@ -90,7 +90,7 @@ class _PeerReads:
         own = zlib.compress(json.dumps(self._batches).encode(), 1) if self._batches else b""
 
         def gather_sizes() -> list[list[int]]:
-            texts = self._meeting.gather(str(len(own)))
+            texts = self._rendezvous.gather(str(len(own)))
             sizes = json.loads(self._broadcast(f"[{','.join(texts)}]"))
             return [sizes] if any(sizes) else []
 
@@ -176,7 +176,7 @@ class _PeerReads:
             size = self._source.files.request_bytes(request)
             wanted.append((request, aligned_empty((size,), np.dtype(np.uint8))))
             n_bytes -= size
-        try:  # the others wait in a program, so any error is reported in the next meeting
+        try:  # the others wait in a program, so any error is reported in the next rendezvous
             aside.run(f"reading from {self._source.url}", lambda: JoinedWork(self._source.serve(wanted)).result())
         except Exception as error:
             self._failure = self._failure or error
@@ -188,14 +188,14 @@ class _PeerReads:
         if self._failure is not None and not self._source.damaged:
             raise self._failure
         damaged = "; ".join(f"{path}: {why}" for path, why in self._source.damaged.items())
-        of_all = self._broadcast("; ".join(filter(None, self._meeting.gather(damaged))))
+        of_all = self._broadcast("; ".join(filter(None, self._rendezvous.gather(damaged))))
         if of_all:
             raise DamagedError(of_all)
 
     def _broadcast(self, text: str) -> str:
         """The text of process 0, after all have gathered."""
-        agreed = self._meeting.broadcast(text)
-        self._meeting.start_next()
+        agreed = self._rendezvous.broadcast(text)
+        self._rendezvous.start_next()
         return agreed
 
 

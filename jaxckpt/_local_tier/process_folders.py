@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import CopiedPlan, plan_local_save
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, Round, RoundCalls, plan_rounds, round_calls
@@ -93,13 +93,13 @@ class ProcessFolders:
         return msgspec.json.encode(terms).decode(), None
 
     def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
-        with save.group.watchdog.operation(f"preparing {self.store.url}"):
+        with save.call.watchdog.operation(f"preparing {self.store.url}"):
             self._tier.delete_other_steps(_decode_terms(begun).kept)
             return begin_own(self.store, begun.save_id, save.plan.stacks)
 
     def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
         """The rounds that send the copies."""
-        return round_calls(_plan(save).channels, _decode_terms(begun).rounds, save.group.index)
+        return round_calls(_plan(save).channels, _decode_terms(begun).rounds, save.call.index)
 
     def staged(
         self,
@@ -116,7 +116,7 @@ class ProcessFolders:
     def _send_copies(
         self, save: PreparedSave, begun: Begun, own: Generator[StagedObject], calls: RoundCalls
     ) -> Generator[StagedObject]:
-        process, plan = save.group.index, _plan(save)
+        process, plan = save.call.index, _plan(save)
         state_bytes = _decode_terms(begun).state_bytes
         outgoing: dict[int, Outgoing] = {}
         incoming: dict[int, _IncomingCopies] = {}
@@ -160,28 +160,28 @@ class ProcessFolders:
                 yield _staged_copy(next(incoming.objects), part, save.plan.stacks)
 
     def publish(
-        self, meeting: Meeting, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
     ) -> PublishResult:
         assert transaction is not None, "each process has its own"
-        clock, group = save.clock, meeting.group
-        with clock.timed("barrier"):
-            shares = gather_shares(meeting, share)
+        call, phases = save.call, save.call.phases
+        with phases.timed("barrier"):
+            shares = gather_shares(rendezvous, share)
         packed = ""
         if shares:
-            group.require_not_cancelled()
-            group.end_cancellation()
+            call.cancellation.check()
+            call.cancellation.end()
             manifest = build_manifest(begun.save_id, save, shares)
             packed = base64.b64encode(zlib.compress(encode_manifest(manifest))).decode()
-        with clock.timed("barrier"):
-            content = zlib.decompress(base64.b64decode(meeting.broadcast(packed)))
-            meeting.start_next()
-        manifest = manifests.decode(content, group.call.where)
-        with clock.timed("publish"), group.watchdog.operation(f"publishing {group.call.where}"):
+        with phases.timed("barrier"):
+            content = zlib.decompress(base64.b64decode(rendezvous.broadcast(packed)))
+            rendezvous.start_next()
+        manifest = manifests.decode(content, call.where)
+        with phases.timed("publish"), call.watchdog.operation(f"publishing {call.where}"):
             if save.options.sync:
                 transaction.sync(manifest.decoded_stacks)
             transaction.commit(content, sync=save.options.sync)
-        with clock.timed("barrier"):
-            meeting.barrier()  # until all have published, the loss of one folder could lose the only manifest
+        with phases.timed("barrier"):
+            rendezvous.barrier()  # until all have published, the loss of one folder could lose the only manifest
         return PublishResult(stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
 
     def finish(self, save: PreparedSave, begun: Begun) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.step_files import Availability, Candidate, Files, missing_files
 from jaxckpt._local_tier.tier import LocalTier
@@ -84,7 +84,7 @@ class Recovery:
 
     def find_whole(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         url: str,
         candidate: Candidate,
         sender: int | None,
@@ -97,12 +97,12 @@ class Recovery:
         `url` is the run. `sender` is the process that sends the manifest to those that lack it, if any does. Without
         `allow_peers`, the step counts only if each process sees all of its files.
         """
-        process = meeting.group.index
+        process = rendezvous.call.index
         content = next((one.content for one in local_steps if one.candidate == candidate), None)
         if sender is not None:
-            texts = meeting.gather(_packed(content) if content is not None and process == sender else "")
-            content = _unpacked(meeting.broadcast(texts[sender] if texts else ""))
-            meeting.start_next()
+            texts = rendezvous.gather(_packed(content) if content is not None and process == sender else "")
+            content = _unpacked(rendezvous.broadcast(texts[sender] if texts else ""))
+            rendezvous.start_next()
         url = f"{url}/{step_name(candidate.step)} (local)"
         if content is None or hashlib.sha256(content).hexdigest() != candidate.digest:
             raise ManifestError(f"the manifest of {url} was lost or changed in transit")
@@ -117,10 +117,10 @@ class Recovery:
             there = self._usable(one.folder, manifest.data_folder, files, numbers)
             folder_numbers[there] = number
             usable[one.folder_id] = usable.get(one.folder_id, nothing) | _bits(there, len(folder_numbers))
-        texts = meeting.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
+        texts = rendezvous.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
         held = [
             {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in some.items()}
-            for some in json.loads(meeting.broadcast(f"[{','.join(texts)}]"))
+            for some in json.loads(rendezvous.broadcast(f"[{','.join(texts)}]"))
         ]
         by_folder: dict[str, Availability] = {}
         for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
@@ -154,7 +154,7 @@ class Recovery:
             np.zeros(len(folder_numbers), int),
         )
         has_all_copies = bool((counts > self._tier.domains.copies).all())
-        return WholeStep(source, has_all_copies and len(by_folder) == meeting.group.count)
+        return WholeStep(source, has_all_copies and len(by_folder) == rendezvous.call.count)
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
         """The files of a save that exist with the right length and have not failed to be read."""

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 import msgspec
 
-from jaxckpt._job.rendezvous import Group, Meeting
+from jaxckpt._job.call import Call
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import Domains, plan_local_save
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
@@ -165,14 +166,14 @@ class LocalTier:
         Domains(tuple(labels), self._copies).require_enough()
         return msgspec.json.encode(_LocalAgreement(_run_id(directory), labels)).decode()
 
-    def open(self, answer: str, directory: Store, meeting: Meeting) -> None:
+    def open(self, answer: str, directory: Store, rendezvous: Rendezvous) -> None:
         """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
         terms = msgspec.json.decode(answer, type=_LocalAgreement)
-        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, meeting.group.index
+        self.run_id, self._storage_url, self._index = terms.run_id, directory.url, rendezvous.call.index
         self.domains = Domains(tuple(terms.domains), self._copies)
         self.own_folder = self.folder.child(f"process-{self._index}")
         self._claim()
-        self._live_ids = set(json.loads(meeting.broadcast(json.dumps(meeting.gather(self._folder_id)))))
+        self._live_ids = set(json.loads(rendezvous.broadcast(json.dumps(rendezvous.gather(self._folder_id)))))
 
     def _claim(self) -> None:
         """Note in this process's folder that it belongs to the run, unless that is noted already.
@@ -229,16 +230,16 @@ class LocalTier:
         """(step, save id) of the local step that this Checkpointer saved last, or restored if it saved none."""
         return self._last_saved or self._restored
 
-    def delete(self, step: int, meeting: Meeting) -> None:
+    def delete(self, step: int, rendezvous: Rendezvous) -> None:
         """Delete a step in all local folders of the run.
 
         Every process calls this: otherwise the other folders could still hold the complete step.
         """
-        meeting.start_next()
+        rendezvous.start_next()
         for _, folder in self.folders().values():
             folder.child(step_name(step)).unpublish(sync=False)
             folder.delete(step_name(step))
-        meeting.barrier()
+        rendezvous.barrier()
 
     # Saving ----------------------------------------------------------------------------------------------
 
@@ -250,15 +251,15 @@ class LocalTier:
         `save`, because all must agree on which steps are due."""
         self._must_save_next = False
 
-    def is_blocked_by_flush(self, step: int, group: Group) -> bool:
+    def is_blocked_by_flush(self, step: int, call: Call) -> bool:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
         the folder would then hold a third step. Every process calls this."""
         flush = self.flush
         if flush is None or self._begun_step == flush.step <= step:
             return False
-        with group.meeting("asking whether a local step is still being flushed") as meeting:
-            meeting.gather("")
-            if meeting.broadcast("flushing" if flush.is_running else "free") == "free":
+        with call.rendezvous("asking whether a local step is still being flushed") as rendezvous:
+            rendezvous.gather("")
+            if rendezvous.broadcast("flushing" if flush.is_running else "free") == "free":
                 self.flush = None
                 return False
         if not flush.is_warned:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.peer_reads import arriving
 from jaxckpt._local_tier.step_files import Availability, FileRequest, Files, split_request
 from jaxckpt._model.dtypes import DTYPES
@@ -64,18 +64,18 @@ class UnionCheckpoint:
     def change_since_open(self) -> str | None:
         return None
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
         """Each process reads its own folders, and sends the others what they lack."""
-        assert meeting is not None, "local steps are restored by all processes"
+        assert rendezvous is not None, "local steps are restored by all processes"
         needed = [self.missing_requests(self.manifest.stacks[stack], boxes) for stack, boxes in reads]
-        return arriving(self, needed, options, meeting)
+        return arriving(self, needed, options, rendezvous)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         return _UnionReader(self, self.manifest.stacks[stack])
 
-    def state_arrivals(self, processes: Iterable[int], options: Options, meeting: Meeting) -> Arrivals:
+    def state_arrivals(self, processes: Iterable[int], options: Options, rendezvous: Rendezvous) -> Arrivals:
         """The arrival of the states of these processes."""
-        return arriving(self, [self.missing_state_requests(processes)], options, meeting)
+        return arriving(self, [self.missing_state_requests(processes)], options, rendezvous)
 
     def path(self, number: int) -> str:
         """The path from which this process reads a file."""

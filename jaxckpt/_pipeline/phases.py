@@ -10,7 +10,7 @@ from collections.abc import Generator
 PHASES: tuple[str, ...] = ("plan", "device_to_host", "write", "sync", "barrier", "publish")
 
 
-class Clock:
+class Phases:
     """Seconds of each phase. Time in a nested phase counts only for the nested phase."""
 
     def __init__(self) -> None:

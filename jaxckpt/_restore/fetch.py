@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxckpt._devices.shardings import PlannedSharding, process_layout
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.grid import Layout
 from jaxckpt._model.records import Manifest
 from jaxckpt._options import Options
@@ -29,13 +29,13 @@ def fetch(
     source: Source,
     goals: Mapping[int, Goal],
     options: Options,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
     *,
     tied: bool = False,
 ) -> dict[int, Any]:
     """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
 
-    In a meeting of processes that all call this, each checks some of the small files that describe stacks. They read
+    In a rendezvous of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".
     """
     representative: dict[int, int] = {}
@@ -47,18 +47,18 @@ def fetch(
         }
         goals = {number: goals[number] for number in representative.values()}
     stacks = source.manifest.decoded_stacks
-    process, processes = (meeting.group.index, meeting.group.count) if meeting is not None else (0, 1)
+    process, processes = (rendezvous.call.index, rendezvous.call.count) if rendezvous is not None else (0, 1)
     values: dict[int, Any] = {}
     for some in split_tied_goals(source.manifest, goals):
-        steps, shared, leaves = _plan_reads(source, some, options, values, meeting)
+        steps, shared, leaves = _plan_reads(source, some, options, values, rendezvous)
         total = sum(step.n_bytes for step in steps)
         total += sum(one.read.n_bytes for each in shared.values() for portions in each for one in portions)
         with detect_replacement(source, options), display_progress("restore", total, options.progress) as advance:
             require_metadata(source, leaves.stacks[process::processes], options)
-            if shared and meeting is not None:
-                gather(source, stacks, shared, options, leaves, advance, meeting)
+            if shared and rendezvous is not None:
+                gather(source, stacks, shared, options, leaves, advance, rendezvous)
             boxes = ((step.stack, planned.boxes) for step, planned in reads_of(steps))
-            with source.arrivals(boxes, options, meeting) as arrivals:
+            with source.arrivals(boxes, options, rendezvous) as arrivals:
                 read(source, stacks, steps, options, leaves, advance, arrivals)
         leaves.create_unread_leaves()
     for number, goal in goals.items():
@@ -84,7 +84,7 @@ def split_tied_goals(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapp
 
 
 def _plan_reads(
-    source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], meeting: Meeting | None
+    source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], rendezvous: Rendezvous | None
 ) -> tuple[list[ReadStep], dict[Partition, list[Round]], LeafBuilder]:
     """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and the
     builder that stores the results in `values`. Values in the manifest are stored immediately."""
@@ -105,14 +105,16 @@ def _plan_reads(
             wanted.append((WantedRows(stack, rows, destination.boxes, goal.cast, destination.kept), goal))
     wants = [want for want, _ in wanted]
     shared: dict[Partition, list[Round]] = {}
-    if options.read == "shared" and meeting is not None and meeting.group.count > 1:
-        group = meeting.group
-        laid_out = [(want, goal_layout(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
-        require_agreement(meeting, f"{wants_digest(laid_out)} {options.host_bytes}")  # the rounds also depend on this
-        meeting.start_next()
-        wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
+    if options.read == "shared" and rendezvous is not None and rendezvous.call.count > 1:
+        call = rendezvous.call
+        laid_out = [(want, goal_layout(goal, stacks[want.stack].shape, range(call.count))) for want, goal in wanted]
+        require_agreement(
+            rendezvous, f"{wants_digest(laid_out)} {options.host_bytes}"
+        )  # the rounds also depend on this
+        rendezvous.start_next()
+        wants, common = share(stacks, laid_out, call.index, call.count if needs_whole_job() else None)
         for partition, some in common.items():
-            members = members_of(partition, group.index)
+            members = members_of(partition, call.index)
             shared[partition] = plan_rounds(stacks, some, members, options.host_bytes) if some else []
     steps = plan_read(stacks, wants, options.host_bytes)
     return steps, shared, LeafBuilder(manifest, stacks, by_stack, destinations, values)

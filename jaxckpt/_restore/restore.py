@@ -14,7 +14,8 @@ from jax.sharding import Mesh, Sharding
 
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
-from jaxckpt._job.rendezvous import Call, Group, Meeting
+from jaxckpt._job.call import Call
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
@@ -123,9 +124,9 @@ def run_restore(
 ) -> Tree:
     """Restore what is requested. `source` is the checkpoint if it is already open. Every process."""
     start_time = time.perf_counter()
-    with Group.for_call(options, Call.of("restore", path)) as group:
-        options = options_or_default(options)
-        with group.meeting("opening the checkpoint") as meeting:
+    with Call.of("restore", path, options) as call:
+        options = call.options
+        with call.rendezvous("opening the checkpoint") as rendezvous:
             require_mesh(request.mesh)
             require_request(request)
             source = source or source_at(path, options)
@@ -133,9 +134,9 @@ def run_restore(
             source = source if request.rules is None else request.rules.over(source)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.goals.values())
-            _require_same_checkpoint(meeting.gather(f"{digest} {source.url}"), source.url)
-            chosen = meeting.broadcast(f"{digest} {source.url}")
-        with group.meeting("restoring") as meeting:
+            _require_same_checkpoint(rendezvous.gather(f"{digest} {source.url}"), source.url)
+            chosen = rendezvous.broadcast(f"{digest} {source.url}")
+        with call.rendezvous("restoring") as rendezvous:
             expected, _, url = chosen.partition(" ")
             if digest != expected:  # process 0 found a different newest step
                 source = source_at(url, options)
@@ -144,16 +145,16 @@ def run_restore(
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.to_initialize) if request.initial else []
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
-                _require_lossless(source, resolved, options, meeting)
-                values = fetch(source, resolved.goals, options, meeting, tied=request.tied)
+                _require_lossless(source, resolved, options, rendezvous)
+                values = fetch(source, resolved.goals, options, rendezvous, tied=request.tied)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
-            require_agreement(meeting, _global_goals_digest(resolved.goals) if group.count > 1 else "")
+            require_agreement(rendezvous, _global_goals_digest(resolved.goals) if call.count > 1 else "")
             if states:
-                meeting.start_next()
+                rendezvous.start_next()
                 for one, state in states:
                     one.set_state(state)
-                meeting.barrier()
+                rendezvous.barrier()
     record_event(
         "restore",
         time.perf_counter() - start_time,
@@ -161,13 +162,13 @@ def run_restore(
             f"restored {len(resolved.goals)} of the tree's {len(jax.tree.leaves(result))} leaves from {source.url},"
             f" which has {len(source.manifest.leaves)}"
         ),
-        log=group.index == 0,
+        log=call.index == 0,
         leaves=len(resolved.goals),
     )
     return result
 
 
-def _require_lossless(source: Source, resolved: Resolved, options: Options, meeting: Meeting) -> None:
+def _require_lossless(source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous) -> None:
     """Raise MismatchError if a cast that depends on the values of its leaf changes one of them.
 
     Every process reads these leaves, which are small, whole. Otherwise one process could refuse what others make.
@@ -177,7 +178,7 @@ def _require_lossless(source: Source, resolved: Resolved, options: Options, meet
     options = replace(options, progress=None)
     for start in range(0, len(unproven), n_at_once):
         numbers = unproven[start : start + n_at_once]
-        values = fetch(source, dict.fromkeys(numbers, host_goal("numpy")), options, meeting)
+        values = fetch(source, dict.fromkeys(numbers, host_goal("numpy")), options, rendezvous)
         for number in numbers:
             wanted = resolved.goals[number].cast
             lost = None if wanted is None else lost_value(values[number], wanted)

@@ -3,7 +3,7 @@
 each round:  read own portions ─▶ all processes meet ─▶ all-gather each piece ─▶ scatter into buffers ─▶ deliver
 
 The processes exchange plain bytes, so one program serves all shapes, dtypes and layouts, and host leaves. A process
-that fails raises in the meeting, before the others run a program in which they would wait forever.
+that fails raises in the rendezvous, before the others run a program in which they would wait forever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Array, Bytes, aligned_empty
@@ -43,14 +43,14 @@ from jaxckpt._store.objects import ArrayReader
 from jaxckpt.errors import PeersDisagreeError
 
 
-def require_agreement(meeting: Meeting, digest: str) -> None:
+def require_agreement(rendezvous: Rendezvous, digest: str) -> None:
     """Raise PeersDisagreeError unless all processes have the same digest of their request. Every process."""
-    if len(set(meeting.gather(digest))) > 1:
+    if len(set(rendezvous.gather(digest))) > 1:
         raise PeersDisagreeError(
             "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
             " with the same arguments and options"
         )
-    meeting.broadcast("")
+    rendezvous.broadcast("")
 
 
 def needs_whole_job() -> bool:
@@ -65,15 +65,15 @@ def gather(
     options: Options,
     delivery: Delivery,
     report: Report,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> None:
     """Run the rounds of this process's community in each partition. Every process calls this, even if it has none."""
-    process = meeting.group.index
+    process = rendezvous.call.index
     with StorageThread(options.timeout_seconds) as aside:
         for partition, rounds in planned.items():
             community: _Community | None = None
             if rounds:
-                together = partition if covers(partition, meeting.group.count) else (members_of(partition, process),)
+                together = partition if covers(partition, rendezvous.call.count) else (members_of(partition, process),)
                 community = _Community(source, stacks, rounds, Interconnect(process, together), options, aside)
             pending_rounds = iter(community.start_rounds() if community else ())
             current = next(pending_rounds, None)
@@ -82,9 +82,9 @@ def gather(
                     current.wait()
                 ahead = next(pending_rounds, None)  # read while the current round is sent
                 if community is not None:
-                    is_left = community.exchange(current, meeting, delivery, report)
+                    is_left = community.exchange(current, rendezvous, delivery, report)
                 else:
-                    is_left = _agree_on_programs(meeting, None) is not None
+                    is_left = _agree_on_programs(rendezvous, None) is not None
                 if not is_left:
                     break
                 current = ahead
@@ -97,12 +97,12 @@ _Program = tuple[int, int]
 same programs."""
 
 
-def _agree_on_programs(meeting: Meeting, offered: list[_Program] | None) -> list[_Program] | None:
+def _agree_on_programs(rendezvous: Rendezvous, offered: list[_Program] | None) -> list[_Program] | None:
     """Programs that are large enough for the offers of all processes; None if no process has a round left."""
-    found = [one for text in meeting.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
+    found = [one for text in rendezvous.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
     merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
-    agreed = json.loads(meeting.broadcast(json.dumps(merged if found else None)))
-    meeting.start_next()
+    agreed = json.loads(rendezvous.broadcast(json.dumps(merged if found else None)))
+    rendezvous.start_next()
     return agreed
 
 
@@ -180,7 +180,7 @@ class _Community:
         ]
 
     def exchange(
-        self, pending_round: _PendingRound | None, meeting: Meeting, delivery: Delivery, report: Report
+        self, pending_round: _PendingRound | None, rendezvous: Rendezvous, delivery: Delivery, report: Report
     ) -> bool:
         """Exchange the data of a round, if this process has one left, and deliver it.
 
@@ -192,7 +192,7 @@ class _Community:
             offered = [(self._interconnect.rounded_bytes(piece.span_bytes), len(piece.spans)) for piece in found]
 
         def agree() -> list[tuple[Transfer, _Program]] | None:
-            programs = _agree_on_programs(meeting, offered)
+            programs = _agree_on_programs(rendezvous, offered)
             if programs is None:
                 return None
             nothing = [Transfer([], {})] * (len(programs) - len(found))  # other communities have more

@@ -148,7 +148,7 @@ class Portion:
 
 
 Round = list[Portion]
-"""The reads of a community between two meetings of the job."""
+"""The reads of a community between two rendezvous of the job."""
 
 
 def plan_rounds(stacks: Sequence[Stack], wants: Sequence[WantedRows], members: Members, host_bytes: int) -> list[Round]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._job.call import Call
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalTier
 from jaxckpt._model.select import Select
@@ -142,17 +142,15 @@ class Checkpointer:
         local_bytes_per_second: float | None = None,
         options: Options | None = None,
     ) -> None:
-        with Group.for_call(options, Call.of("Checkpointer", directory)) as group:
+        with Call.of("Checkpointer", directory, options) as call:
             if on_preemption not in ("exit", "continue", "ignore"):
                 raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
             self._options = options_or_default(options)
             rules = RetentionPolicy.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
-            self._due = SaveSchedule(every, every_minutes, save_if, group.count)
+            self._due = SaveSchedule(every, every_minutes, save_if, call.count)
             self._directory = Directory(directory, rules, self._options)
             self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
-            self._preemption = PreemptionListener(
-                group.count, require_seconds(preemption_seconds, "preemption_seconds")
-            )
+            self._preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
             self._local = LocalTier.of(
                 local,
                 self._options,
@@ -178,20 +176,22 @@ class Checkpointer:
             self._restored_step: int | None = None
             self._is_training = False
             self._exited_cleanly = True
-            self._is_process_0 = group.index == 0
-            run_uninterrupted(functools.partial(self._open, group))
+            self._is_process_0 = call.index == 0
+            run_uninterrupted(functools.partial(self._open, call))
 
-    def _open(self, group: Group) -> None:
-        with group.meeting("opening the directory of steps") as meeting:
-            local = self._local.settings(group.count) if self._local else {"local": None}
+    def _open(self, call: Call) -> None:
+        with call.rendezvous("opening the directory of steps") as rendezvous:
+            local = self._local.settings(call.count) if self._local else {"local": None}
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
-            hosts = compare(meeting, {**local, **self._due.settings, **calls})
+            hosts = compare(rendezvous, {**local, **self._due.settings, **calls})
             if self._is_process_0:
                 self._deletion.open(self._directory.open())
-            terms = meeting.broadcast(self._local.terms(hosts, self._directory.store) if self._local and hosts else "")
+            terms = rendezvous.broadcast(
+                self._local.terms(hosts, self._directory.store) if self._local and hosts else ""
+            )
         if self._local is not None:
-            with group.meeting("opening the local folders") as meeting:
-                self._local.open(terms, self._directory.store, meeting)
+            with call.rendezvous("opening the local folders") as rendezvous:
+                self._local.open(terms, self._directory.store, rendezvous)
 
     def _require_step(self, step: object, verb: str) -> int:
         """The number of a step. Raises InputError in a way that keeps the calls of all processes synchronized."""
@@ -202,10 +202,10 @@ class Checkpointer:
             with self._begin_call(verb):
                 raise InputError(f"{error}{hint if verb == 'Checkpointer.restore' else ''}") from None
 
-    def _begin_call(self, verb: str, step: int | None = None) -> Group:
+    def _begin_call(self, verb: str, step: int | None = None) -> Call:
         """Begin a call that every process makes."""
         path = self._directory.url if step is None else self.path(step)
-        return Group.for_call(self._options, Call.of(verb, path))
+        return Call.of(verb, path, self._options)
 
     def _begin_training(self) -> None:
         """Note that this Checkpointer trains, and does not only read."""
@@ -302,20 +302,20 @@ class Checkpointer:
             InputError: The directory has no other step.
         """
         step = self._require_step(step, "Checkpointer.delete")
-        with self._begin_call("Checkpointer.delete", step) as group:
-            run_uninterrupted(functools.partial(self._delete_collectively, step, group))
+        with self._begin_call("Checkpointer.delete", step) as call:
+            run_uninterrupted(functools.partial(self._delete_collectively, step, call))
         self._saver.last_save.forget(step)
         self._saver.last_flush.forget(step)
 
-    def _delete_collectively(self, step: int, group: Group) -> None:
-        with group.meeting("deleting a step") as meeting:
+    def _delete_collectively(self, step: int, call: Call) -> None:
+        with call.rendezvous("deleting a step") as rendezvous:
             self._saver.wait()
-            meeting.gather("")
+            rendezvous.gather("")
             if self._is_process_0:
                 self._deletion.delete(step)
-            meeting.broadcast("")
+            rendezvous.broadcast("")
             if self._local is not None:
-                self._local.delete(step, meeting)
+                self._local.delete(step, rendezvous)
 
     @property
     def preempted(self) -> bool:
@@ -505,17 +505,17 @@ class Checkpointer:
             chosen = self._find_step(step)
             source = chosen.local_source or self._directory.child(self._step_finder.require_found(chosen))
             with (
-                self._begin_call("Checkpointer.process_state", chosen.step) as group,
-                group.meeting("restoring each process's own state") as meeting,
+                self._begin_call("Checkpointer.process_state", chosen.step) as call,
+                call.rendezvous("restoring each process's own state") as rendezvous,
             ):
                 try:
-                    state = restore_process_state(source, name, resplit, self._options, meeting)
+                    state = restore_process_state(source, name, resplit, self._options, rendezvous)
                 except DamagedError as error:
                     assert chosen.local_source is not None
                     self._step_finder.mark_damaged(chosen.local_source, error)
-                    meeting.barrier()
+                    rendezvous.barrier()
                     continue
-                meeting.barrier()
+                rendezvous.barrier()
             return state
 
     def _find_step(self, step: int | None, *, allow_peers: bool = True) -> LocatedStep:
@@ -525,8 +525,8 @@ class Checkpointer:
         """
         if step is not None:
             step = self._require_step(step, "Checkpointer.restore")
-        with self._begin_call("Checkpointer.restore") as group:
-            return self._step_finder.find(group, step, self._last_save.wait, allow_peers=allow_peers)
+        with self._begin_call("Checkpointer.restore") as call:
+            return self._step_finder.find(call, step, self._last_save.wait, allow_peers=allow_peers)
 
     # Inspecting ------------------------------------------------------------------------------------------
 

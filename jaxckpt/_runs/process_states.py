@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.manifest import decode_state
 from jaxckpt._options import Options
@@ -17,19 +17,19 @@ Resplit = Callable[[list[Any], int], Sequence[Any]]
 
 
 def restore_process_state(
-    source: Store | UnionCheckpoint, name: str, resplit: Resplit | None, options: Options, meeting: Meeting
+    source: Store | UnionCheckpoint, name: str, resplit: Resplit | None, options: Options, rendezvous: Rendezvous
 ) -> Any:
     """The value of `process_state[name]` for this process. Every process.
 
     Raises InputError, DataError; DamagedError if a local folder is damaged.
     """
-    process, processes = meeting.group.index, meeting.group.count
+    process, processes = rendezvous.call.index, rendezvous.call.count
     manifest = source.manifest if isinstance(source, UnionCheckpoint) else load_manifest(source)[0]
     # Each process reads only its own file out of thousands, unless all states must be divided again.
     is_same_count = len(manifest.process_states) == processes
     numbers = [process] if is_same_count else range(len(manifest.process_states))
     if isinstance(source, UnionCheckpoint):
-        with source.state_arrivals(numbers, options, meeting) as arrivals:
+        with source.state_arrivals(numbers, options, rendezvous) as arrivals:
             next(arrivals)
             states = [decode_state(source.read_state(number)) for number in numbers]
     else:

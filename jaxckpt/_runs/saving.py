@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._job.call import Call
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.process_folders import ProcessFolders
 from jaxckpt._local_tier.tier import LocalTier
@@ -60,7 +60,7 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
-        begin_call: Callable[..., Group],
+        begin_call: Callable[..., Call],
         *,
         force: bool,
     ) -> bool:
@@ -112,7 +112,7 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         destination: RunStep,
         request: SaveRequest,
-        begin_call: Callable[[], Group],
+        begin_call: Callable[[], Call],
         *,
         to_storage: bool,
         is_last_step: bool,
@@ -123,11 +123,11 @@ class Saver:
         if self.local is not None:
             # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
             # stored, so that processes that disagree on the step still make the same number of calls.
-            group = Group.for_call(self.options, Call.of("flush", destination.store.url))
+            call = Call.of("flush", destination.store.url, self.options)
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
-                flush = Flush(step, self.local.child(step), destination, group, self.options, rate, request.on_done)
-        with begin_call() as group:
+                flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
+        with begin_call() as call:
             options = self.options
             request = replace(
                 request,
@@ -138,7 +138,7 @@ class Saver:
                 deadline=self.preemption.deadline if is_last_step else None,
             )
             if self.local is not None:
-                if flush is None and self.local.is_blocked_by_flush(step, group):
+                if flush is None and self.local.is_blocked_by_flush(step, call):
                     return False
                 if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
                     self.last_flush.wait()
@@ -148,7 +148,7 @@ class Saver:
                 request = replace(request, destination=ProcessFolders(self.local, step, flush))
                 options = replace(options, max_bytes_per_second=None)
                 self.local.record_begun(step)
-            pending = start(request, options, group, background=not awaited)
+            pending = start(request, options, call, background=not awaited)
         if pending.skipped:
             return False
         self.last_save.set_pending(pending, step)
@@ -164,7 +164,7 @@ class Saver:
         need not be saved again. Saves of other steps get half of the time, because this one needs the other half."""
         flush = None if self.local is None else self.local.flush
         if flush is not None and (overwrite or flush.step != step):
-            flush.cancelled = JaxckptError("a newer step is flushed instead, since the job was preempted")
+            flush.call.cancellation.cancel(JaxckptError("a newer step is flushed instead, since the job was preempted"))
         for last in (self.last_save, self.last_flush):
             try:
                 last.hurry(self.preemption.seconds_left() / (1 if last.step == step and not overwrite else 2))

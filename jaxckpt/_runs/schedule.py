@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxckpt._job.rendezvous import Group
+from jaxckpt._job.call import Call
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import require_seconds, require_whole_number
 from jaxckpt._runs.metrics import recorded_metrics
@@ -21,8 +21,9 @@ class SaveSchedule:
     """Which steps are saved.
 
     In a job of several processes, the clock and the metrics of process 0 decide. For a predicate, the processes meet at
-    every step. For the clock they meet less often: at each meeting, process 0 announces the number of steps until the
-    next one, estimated from the duration of past steps. All processes count the same steps, so none misses a meeting.
+    every step. For the clock they meet less often: at each rendezvous, process 0 announces the number of steps until
+    the next one, estimated from the duration of past steps. All processes count the same steps, so none misses a
+    rendezvous.
     """
 
     def __init__(self, every: object, every_minutes: object, save_if: object, processes: int) -> None:
@@ -40,15 +41,15 @@ class SaveSchedule:
         self._is_single_process = processes == 1
         self._clock: Callable[[], float] = time.monotonic
         self._saved_at = self._met_at = self._clock()
-        self._steps_since_meeting = 0
-        self._steps_to_meeting = 1
+        self._steps_since_rendezvous = 0
+        self._steps_to_rendezvous = 1
         self._previous_prefix = ""
 
     def record_save(self) -> None:
         """Note that a save has begun, and restart the count of minutes."""
         self._saved_at = self._clock()
 
-    def is_due(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Group]) -> bool:
+    def is_due(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call]) -> bool:
         """Whether to save a step. Every process calls this at every step."""
         if self._every is not None and step % self._every == 0:
             return True
@@ -56,20 +57,20 @@ class SaveSchedule:
             return False
         if self._is_single_process:
             return self._is_due_here(step, metrics)
-        self._steps_since_meeting += 1
-        if self._steps_since_meeting < self._steps_to_meeting:
+        self._steps_since_rendezvous += 1
+        if self._steps_since_rendezvous < self._steps_to_rendezvous:
             return False
-        with begin_call() as group, group.meeting("deciding whether to save") as meeting:
-            meeting.gather("")
+        with begin_call() as call, call.rendezvous("deciding whether to save") as rendezvous:
+            rendezvous.gather("")
             answer = ""
-            if group.index == 0:
-                if self._previous_prefix:  # all processes have left that meeting
-                    group.client.key_value_delete(f"{self._previous_prefix}/")
-                self._previous_prefix = group.prefix
+            if call.index == 0:
+                if self._previous_prefix:  # all processes have left that rendezvous
+                    call.client.key_value_delete(f"{self._previous_prefix}/")
+                self._previous_prefix = call.prefix
                 due = self._is_due_here(step, metrics)
-                answer = json.dumps([due, self._plan_next_meeting()])
-            due, self._steps_to_meeting = json.loads(meeting.broadcast(answer))
-            self._steps_since_meeting = 0
+                answer = json.dumps([due, self._plan_next_rendezvous()])
+            due, self._steps_to_rendezvous = json.loads(rendezvous.broadcast(answer))
+            self._steps_since_rendezvous = 0
         return due
 
     def _is_due_here(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
@@ -79,7 +80,7 @@ class SaveSchedule:
             self._save_if, "save_if", StepRecord(step, recorded_metrics(metrics))
         )
 
-    def _plan_next_meeting(self) -> int:
+    def _plan_next_rendezvous(self) -> int:
         """The number of steps until the processes meet again.
 
         At most twice the last number, because the first steps may be fast (queued on the devices) or slow (compiled).
@@ -87,8 +88,8 @@ class SaveSchedule:
         if self._seconds is None or self._save_if is not None:
             return 1
         now = self._clock()
-        seconds_per_step = max((now - self._met_at) / self._steps_to_meeting, 1e-9)
+        seconds_per_step = max((now - self._met_at) / self._steps_to_rendezvous, 1e-9)
         self._met_at = now
         left = self._saved_at + self._seconds - now
         ahead = min(left if left > 0 else self._seconds, self._seconds / _CLOCK_CHECKS)
-        return max(1, min(2 * self._steps_to_meeting, int(ahead / seconds_per_step)))
+        return max(1, min(2 * self._steps_to_rendezvous, int(ahead / seconds_per_step)))

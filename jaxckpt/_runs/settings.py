@@ -7,14 +7,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxckpt._job.rendezvous import Meeting, process_names
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt.errors import PeersDisagreeError
 
 
-def compare(meeting: Meeting, settings: Mapping[str, Any]) -> Sequence[str]:
+def compare(rendezvous: Rendezvous, settings: Mapping[str, Any]) -> Sequence[str]:
     """Compare the settings, JSON values by name. Returns the name of each process's host in process 0, and nothing in
     the others. Every process calls this; process 0 raises PeersDisagreeError."""
-    sent = list(map(json.loads, meeting.gather(json.dumps([settings, socket.gethostname()]))))
+    sent = list(map(json.loads, rendezvous.gather(json.dumps([settings, socket.gethostname()]))))
     for name, first in settings.items():
         others = {process: given[name] for process, (given, _) in enumerate(sent) if given[name] != first}
         if others:

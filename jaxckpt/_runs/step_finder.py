@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxckpt._job.rendezvous import Group
+from jaxckpt._job.call import Call
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.recovery import Recovery
 from jaxckpt._local_tier.step_files import Candidate, candidates
@@ -52,7 +52,7 @@ class StepFinder:
     # Agreeing, every process -----------------------------------------------------------------------------
 
     def find(
-        self, group: Group, step: int | None, wait_for_save: Callable[[], object], *, allow_peers: bool = True
+        self, call: Call, step: int | None, wait_for_save: Callable[[], object], *, allow_peers: bool = True
     ) -> LocatedStep:
         """Find a step, by default the newest, after `wait_for_save`, which waits for a running save. Every process
         calls this.
@@ -61,22 +61,22 @@ class StepFinder:
         if each process sees all of its files. Raises DataError if the wanted step exists only in the local folders and
         is damaged there.
         """
-        with group.meeting("looking for the newest step") as meeting:
+        with call.rendezvous("looking for the newest step") as rendezvous:
             wait_for_save()
             self._directory.require_same_folder()
             if step is not None and self._recovery is None:
-                meeting.barrier()
+                rendezvous.barrier()
                 return LocatedStep(step)
             local_steps = [] if self._recovery is None else list(self._recovery.steps())
-            gathered = meeting.gather(json.dumps([one.candidate for one in local_steps if one.candidate]))
+            gathered = rendezvous.gather(json.dumps([one.candidate for one in local_steps if one.candidate]))
             storage_step, eligible = json.loads(
-                meeting.broadcast(self._encode_eligible(gathered, step) if gathered else "")
+                rendezvous.broadcast(self._encode_eligible(gathered, step) if gathered else "")
             )
             for candidate, sender in eligible:
                 assert self._recovery is not None
-                meeting.start_next()
+                rendezvous.start_next()
                 whole = self._recovery.find_whole(
-                    meeting, self._directory.url, Candidate(*candidate), sender, local_steps, allow_peers=allow_peers
+                    rendezvous, self._directory.url, Candidate(*candidate), sender, local_steps, allow_peers=allow_peers
                 )
                 if whole is not None:
                     return LocatedStep(candidate[0], whole.source, whole.has_all_copies)
@@ -85,7 +85,7 @@ class StepFinder:
                 f"step {step} is damaged or incomplete in the local folders, and {self._directory.url} does not have it"
                 "; see the log for details"
             )
-        if eligible and group.index == 0:
+        if eligible and call.index == 0:
             taken = (
                 "no step is left"
                 if storage_step is None

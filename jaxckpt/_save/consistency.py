@@ -59,7 +59,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ValueGroup:
-    """A group of compared values."""
+    """A call of compared values."""
 
     holders: frozenset[int]
     """The processes that hold the values; an empty set means all."""

@@ -10,12 +10,11 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._job.rendezvous import Group
+from jaxckpt._job.call import Call
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
-from jaxckpt._pipeline.phases import Clock
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.consistency import Agreement, compute_fingerprint
 from jaxckpt._save.describe import Draft, DraftCache, describe
@@ -67,7 +66,7 @@ class PreparedSave:
     """A planned save: everything that is needed to run it, except the data."""
 
     request: SaveRequest
-    group: Group
+    call: Call
     draft: Draft
     plan: SavePlan
     reuse: Reuse
@@ -81,7 +80,6 @@ class PreparedSave:
     """The content of the file for this process's state."""
 
     options: Options
-    clock: Clock
     threaded: bool
     """Whether a separate thread writes it. Otherwise the caller's thread does, after everything is staged."""
 
@@ -108,44 +106,44 @@ def require_on_done(on_done: object) -> None:
         raise InputError(f"on_done must be a function that takes a SaveInfo, found {on_done!r}")
 
 
-def prepare(request: SaveRequest, options: Options, group: Group) -> PreparedSave:
+def prepare(request: SaveRequest, options: Options, call: Call) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
-    destination, clock = request.destination, Clock()
+    destination = request.destination
     if request.deadline is not None:
         background_saves.hurry_saves(request.deadline)
     else:
         try:
             background_saves.await_saves()
         except Exception:
-            group.repeats_earlier = True
+            call.repeats_earlier = True
             raise
-    if group.index == 0:
+    if call.index == 0:
         destination.check(request)
     threaded = background_saves.ensure_thread()  # fails here if no thread can be started
-    with clock.timed("plan"):
+    with call.phases.timed("plan"):
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         require_readable(state or b"", "process_state")
         draft = request.draft or describe(
             request.tree, request.mesh, request.specs, options, request.components, request.draft_cache, request.dtype
         )
-        plan = _cached_plan(draft, destination, options, group)
+        plan = _cached_plan(draft, destination, options, call)
         reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)
         agreement: Callable[[], Agreement] | None = None
-        if group.count > 1:
+        if call.count > 1:
             names = None if request.process_state is None else list(request.process_state)
-            agreement = compute_fingerprint(draft, plan, request.metadata, names, group.index)
+            agreement = compute_fingerprint(draft, plan, request.metadata, names, call.index)
     # Keeps no reference to anything that the caller may change or expects to free.
     request = replace(request, tree=None, draft=None, metadata=metadata)
     if plan.is_collective and not threaded:
         raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
-    return PreparedSave(request, group, draft, plan, reuse, agreement, state, options, clock, threaded)
+    return PreparedSave(request, call, draft, plan, reuse, agreement, state, options, threaded)
 
 
-def _cached_plan(draft: Draft, destination: Destination, options: Options, group: Group) -> SavePlan:
+def _cached_plan(draft: Draft, destination: Destination, options: Options, call: Call) -> SavePlan:
     """The plan of a tree. Reuses the last plan for a similar tree."""
-    made_for = (options, group.index, group.count, destination.plan_key)
+    made_for = (options, call.index, call.count, destination.plan_key)
     if not draft.plan_cache or draft.plan_cache[0][0] != made_for:
-        draft.plan_cache[:] = [(made_for, destination.plan(draft.arrays, options, group.index, group.count))]
+        draft.plan_cache[:] = [(made_for, destination.plan(draft.arrays, options, call.index, call.count))]
     return draft.plan_cache[0][1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.checks import FORMAT, VERSION
 from jaxckpt._model.records import Manifest, StackRecord, StepRecord
@@ -53,11 +53,11 @@ class PublishResult(msgspec.Struct, frozen=True):
     manifest_sha256: str
 
 
-def gather_shares(meeting: Meeting, share: Share) -> list[Share]:
+def gather_shares(rendezvous: Rendezvous, share: Share) -> list[Share]:
     """The shares of all processes, in process 0. The others cannot cancel any more, because it may publish then."""
-    texts = meeting.gather(msgspec.json.encode(share).decode())
-    if meeting.group.index != 0:
-        meeting.group.end_cancellation()
+    texts = rendezvous.gather(msgspec.json.encode(share).decode())
+    if rendezvous.call.index != 0:
+        rendezvous.call.cancellation.end()
     return [msgspec.json.decode(text, type=Share) for text in texts]
 
 

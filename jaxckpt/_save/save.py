@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
+from jaxckpt._job.call import Call
 from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Call, Group
 from jaxckpt._model.tree import Tree
-from jaxckpt._options import Options, options_or_default
+from jaxckpt._options import Options
 from jaxckpt._pipeline.events import record_event
 from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
 from jaxckpt._pipeline.rate_limiter import RateLimiter
@@ -106,11 +106,10 @@ def save(
         >>> info.total_bytes
         128
     """
-    with Group.for_call(options, Call.of("save", path)) as group:
-        options = options_or_default(options)
-        destination = SharedPath.at(path, options, overwrite=overwrite)
+    with Call.of("save", path, options) as call:
+        destination = SharedPath.at(path, call.options, overwrite=overwrite)
         request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state)
-        return start(request, options, group, background=False).wait()
+        return start(request, call.options, call, background=False).wait()
 
 
 def save_async(
@@ -153,26 +152,25 @@ def save_async(
         >>> pending.wait().total_bytes
         128
     """
-    with Group.for_call(options, Call.of("save_async", path)) as group:
-        options = options_or_default(options)
-        destination = SharedPath.at(path, options, overwrite=overwrite)
+    with Call.of("save_async", path, options) as call:
+        destination = SharedPath.at(path, call.options, overwrite=overwrite)
         request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
-        return start(request, options, group, background=True)
+        return start(request, call.options, call, background=True)
 
 
 @jax.transfer_guard("allow")  # the caller has asked for these transfers
-def start(request: SaveRequest, options: Options, group: Group, *, background: bool) -> PendingSave:
+def start(request: SaveRequest, options: Options, call: Call, *, background: bool) -> PendingSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
-    if background and request.deadline is None and options.when_busy == "skip" and _is_busy(group):
-        skipped = PendingSave(request.destination.store.url, 0, start_time, group.watchdog)
+    if background and request.deadline is None and options.when_busy == "skip" and _is_busy(call):
+        skipped = PendingSave(request.destination.store.url, 0, start_time, call.watchdog)
         skipped.skip()
         return skipped
-    save = prepare(request, options, group)
-    pending = PendingSave(save.store.url, save.plan.written_bytes(group.index), start_time, group.watchdog)
+    save = prepare(request, options, call)
+    pending = PendingSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
-    staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, group.watchdog)
+    staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
     is_limited = background and request.deadline is None
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
     beginning = Task(functools.partial(_begin, save))
@@ -183,7 +181,7 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         background_saves.finish_at_exit()
     calls: CollectiveCalls[Any, Any] | None = None
     try:
-        if group.count > 1:
+        if call.count > 1:
             _hand_over(save, pending, work, awaited=not background)  # sends heartbeats while this process stages
         # Exchanges are collective, so no process may begin them before all have finished their preparations.
         begun = _await_begun(save, beginning) if save.plan.is_collective else None
@@ -194,13 +192,13 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         feed_start = time.perf_counter()
         with staging_queue, contextlib.closing(_stage(save, begun, calls, background=background)) as staged:
             for obj in staged:
-                if not staging_queue.fits(obj) and not group.is_handed_over:  # late, because it slows down this thread
-                    save.clock.add("device_to_host", time.perf_counter() - feed_start)
+                if not staging_queue.fits(obj) and not call.is_handed_over:  # late, because it slows down this thread
+                    save.call.phases.add("device_to_host", time.perf_counter() - feed_start)
                     _hand_over(save, pending, work, awaited=not background)
                 if not staging_queue.put(obj):
                     break
-        if not group.is_handed_over:
-            save.clock.add("device_to_host", time.perf_counter() - feed_start)
+        if not call.is_handed_over:
+            save.call.phases.add("device_to_host", time.perf_counter() - feed_start)
             _hand_over(save, pending, work, awaited=not background)
         if calls is not None:
             calls.join()  # if the thread that writes has failed, it takes no more objects
@@ -208,10 +206,10 @@ def start(request: SaveRequest, options: Options, group: Group, *, background: b
         if not background:
             pending.wait()
     except BaseException as error:
-        staging_queue.cancel(error)
-        if save.plan.is_collective and group.is_handed_over and not isinstance(error, PeerFailedError):
+        call.cancellation.cancel(error)
+        if save.plan.is_collective and call.is_handed_over and not isinstance(error, PeerFailedError):
             _join_calls(save, beginning, calls)
-        group.is_handed_over = background_saves.await_cleanup(pending)
+        call.is_handed_over = background_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
             error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
@@ -226,13 +224,13 @@ def _hand_over(
     """Submit the save to the thread that writes."""
     is_last_step = save.request.deadline is not None
     background_saves.submit_save(pending, work, awaited=awaited, is_last_step=is_last_step)
-    save.group.is_handed_over = True
+    save.call.is_handed_over = True
 
 
 def _await_begun(save: PreparedSave, beginning: Task[_Started]) -> Begun | None:
     """Wait until all processes have claimed the path. None if they will not."""
     while not beginning.wait(POLL_SECONDS):
-        if save.group.watchdog.stall_error():
+        if save.call.watchdog.stall_error():
             return None
     try:
         return beginning.result().begun
@@ -268,13 +266,13 @@ def _stage(
     return save.destination.staged(save, begun, own, calls)
 
 
-def _is_busy(group: Group) -> bool:
+def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
     busy = any(not pending.done for pending in background_saves.unreported_saves())
-    with group.meeting("deciding whether to save") as meeting:
-        meeting.gather("")
-        return meeting.broadcast("busy" if busy else "free") == "busy"
+    with call.rendezvous("deciding whether to save") as rendezvous:
+        rendezvous.gather("")
+        return rendezvous.broadcast("busy" if busy else "free") == "busy"
 
 
 # In the thread that writes --------------------------------------------------------------------------------
@@ -299,10 +297,9 @@ def _carry_out(
     save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: PendingSave
 ) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
-    group, destination = save.group, save.destination
-    group.require_not_cancelled = staging_queue.require_not_cancelled
+    call, destination = save.call, save.destination
     with (
-        group,
+        call,
         contextlib.closing(staging_queue),
         display_progress("save", pending.progress.total_bytes, save.options.progress) as display,
     ):
@@ -310,20 +307,20 @@ def _carry_out(
         started = beginning.result()
         begun, transaction = started.begun, started.transaction
         with transaction or contextlib.nullcontext():
-            with group.meeting("saving") as meeting:
+            with call.rendezvous("saving") as rendezvous:
                 try:
                     report = _make_report(pending, display)
                     share, written = write(save, begun.data, staging_queue, pending.rate_limiter, report)
-                    staging_queue.require_not_cancelled()
+                    call.cancellation.check()
                 except BaseException:
                     staging_queue.close()
-                    if group.index == 0:  # so that the data is not deleted while the others still write
+                    if call.index == 0:  # so that the data is not deleted while the others still write
                         with contextlib.suppress(PeerError):
-                            meeting.gather("")
+                            rendezvous.gather("")
                     raise
-                published = destination.publish(meeting, save, begun, transaction, share)
+                published = destination.publish(rendezvous, save, begun, transaction, share)
             save.reuse.keep(begun.data, save.plan.stacks, written)
-            with save.clock.timed("publish"):
+            with save.call.phases.timed("publish"):
                 if transaction is not None:
                     transaction.close()
                 destination.finish(save, begun)
@@ -336,7 +333,7 @@ def _carry_out(
             f"saved {info.path}: {show_count(info.leaves, 'leaf')}, {show_bytes(info.total_bytes)}, in {seconds:.2f} s"
             + (f"; {show_bytes(info.reused_bytes)} linked" if info.reused_bytes else "")
         ),
-        log=group.index == 0,
+        log=call.index == 0,
         bytes=info.total_bytes,
         leaves=info.leaves,
     )
@@ -371,13 +368,13 @@ def _begin(save: PreparedSave) -> _Started:
     """Before any data is written, check that all processes save the same tree, create the data folder, and check that
     all processes see it."""
     transaction: Transaction | None = None
-    group, clock, destination = save.group, save.clock, save.destination
+    call, phases, destination = save.call, save.call.phases, save.destination
     try:
-        with group.meeting("preparing to save") as meeting:
+        with call.rendezvous("preparing to save") as rendezvous:
             own, value_groups = save.agreement() if save.agreement else (Fingerprint({}, []), [])
             offer = _Offer(own, destination.offer(save))
-            with clock.timed("barrier"):
-                texts = meeting.gather(msgspec.json.encode(offer).decode())
+            with phases.timed("barrier"):
+                texts = rendezvous.gather(msgspec.json.encode(offer).decode())
             begun = Begun(uuid.uuid4().hex, "")
             if texts:
                 offers = [msgspec.json.decode(text, type=_Offer) for text in texts]
@@ -385,17 +382,15 @@ def _begin(save: PreparedSave) -> _Started:
                     require_agreement([offer.fingerprint for offer in offers], value_groups)
                 terms, transaction = destination.begin(save, begun.save_id, [offer.terms for offer in offers])
                 begun = Begun(begun.save_id, terms)
-            with clock.timed("barrier"):
-                begun = msgspec.json.decode(meeting.broadcast(msgspec.json.encode(begun).decode()), type=Begun)
-        with group.meeting("looking for the checkpoint's folder") as meeting:
+            with phases.timed("barrier"):
+                begun = msgspec.json.decode(rendezvous.broadcast(msgspec.json.encode(begun).decode()), type=Begun)
+        with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
             transaction = destination.join(save, begun) or transaction
-            with clock.timed("barrier"):
-                meeting.gather("")
-                require_not_cancelled = group.require_not_cancelled
-                if save.plan.is_collective:  # the others begin their exchanges as soon as all have answered
-                    group.end_cancellation()
-                meeting.broadcast("")
-                group.require_not_cancelled = require_not_cancelled
+            with phases.timed("barrier"):
+                rendezvous.gather("")
+                # The others begin their exchanges as soon as all have answered.
+                with call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
+                    rendezvous.broadcast("")
     except BaseException:
         if transaction is not None:
             transaction.close()
@@ -405,7 +400,7 @@ def _begin(save: PreparedSave) -> _Started:
 
 def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInfo:
     plan = save.plan
-    states = 0 if save.state is None else save.group.count
+    states = 0 if save.state is None else save.call.count
     return SaveInfo(
         path=save.store.url,
         save_id=save_id,
@@ -419,5 +414,5 @@ def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInf
         manifest_sha256=published.manifest_sha256,
         seconds=0.0,  # `PendingSave.with_times` sets this and the next field
         blocked_seconds=0.0,
-        phase_seconds=save.clock.phase_seconds,
+        phase_seconds=save.call.phases.phase_seconds,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.file_names import data_folder
 from jaxckpt._options import Options
 from jaxckpt._save.staging import StagedObject
@@ -82,7 +82,7 @@ class Destination(Protocol):
         ...
 
     def publish(
-        self, meeting: Meeting, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
     ) -> PublishResult:
         """Publish the manifest after all have written their share."""
         ...

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
@@ -57,7 +57,7 @@ class SharedPath:
         return []
 
     def begin(self, save: PreparedSave, save_id: str, offers: Sequence[list[int]]) -> tuple[str, Transaction | None]:
-        with save.group.watchdog.operation(f"preparing {self.store.url}"):
+        with save.call.watchdog.operation(f"preparing {self.store.url}"):
             return "", self.claim(save.plan.stacks, save_id)
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
@@ -68,8 +68,8 @@ class SharedPath:
         return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
 
     def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
-        with save.group.watchdog.operation(f"looking for {self.store.url}"):
-            require_shared(self.store, begun.data, save.group.index)
+        with save.call.watchdog.operation(f"looking for {self.store.url}"):
+            require_shared(self.store, begun.data, save.call.index)
         return None
 
     def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
@@ -86,33 +86,33 @@ class SharedPath:
         return own
 
     def publish(
-        self, meeting: Meeting, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
     ) -> PublishResult:
-        clock, group = save.clock, save.group
-        with clock.timed("barrier"):
-            shares = gather_shares(meeting, share)
+        call, phases = save.call, save.call.phases
+        with phases.timed("barrier"):
+            shares = gather_shares(rendezvous, share)
         result = PublishResult(0, 0, "")  # replaced by the result of process 0
         if transaction is not None:
             manifest = build_manifest(begun.save_id, save, shares)
             if save.options.sync:
-                with clock.timed("sync"), group.watchdog.operation(f"syncing {self.store.url}"):
+                with phases.timed("sync"), call.watchdog.operation(f"syncing {self.store.url}"):
                     transaction.sync(manifest.decoded_stacks)
-            with clock.timed("publish"):
+            with phases.timed("publish"):
                 content = encode_manifest(manifest)
-                group.require_not_cancelled()
-                group.end_cancellation()
-                with group.watchdog.operation(f"publishing {self.store.url}"):
+                call.cancellation.check()
+                call.cancellation.end()
+                with call.watchdog.operation(f"publishing {self.store.url}"):
                     transaction.commit(content, sync=save.options.sync)
             linked_bytes = sum(share.linked_bytes for share in shares)
             result = PublishResult(stored_bytes(manifest), linked_bytes, hashlib.sha256(content).hexdigest())
             unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
             for reason, n_bytes in unlinked.items():
                 log_unlinked(self.store.url, n_bytes, reason)
-        with clock.timed("barrier"):
-            return msgspec.json.decode(meeting.broadcast(msgspec.json.encode(result).decode()), type=PublishResult)
+        with phases.timed("barrier"):
+            return msgspec.json.decode(rendezvous.broadcast(msgspec.json.encode(result).decode()), type=PublishResult)
 
     def finish(self, save: PreparedSave, begun: Begun) -> None:
-        if save.group.index == 0:
+        if save.call.index == 0:
             self.record_published(save.request.step)
 
     def record_published(self, step: StepRecord | None) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from jaxckpt._job.call import Call
 from jaxckpt._pipeline.threads import POLL_SECONDS, RunningCall
-from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.staging import StagedObject
 
 
@@ -23,7 +23,7 @@ class _End:
 class StagingQueue:
     """Objects in order, with a limit on the bytes of copies. The caller's thread puts them, and another takes them."""
 
-    def __init__(self, max_bytes: int | None, deadline: float | None, watchdog: Watchdog) -> None:
+    def __init__(self, max_bytes: int | None, deadline: float | None, call: Call) -> None:
         """Create it in the function that feeds, or in a caller of it.
 
         If the creating function returns or is interrupted before the end is put, iterating raises KeyboardInterrupt.
@@ -32,12 +32,11 @@ class StagingQueue:
         """
         self._max_bytes = max_bytes
         self._deadline = deadline
-        self._watchdog = watchdog
+        self._call = call
         self._held_bytes = 0
         self._items = queue.SimpleQueue[StagedObject | _End]()
         self._freed = queue.SimpleQueue[int]()
         self._closed = False
-        self._cancel_error: BaseException | None = None
         self._feeder = RunningCall(depth=1)
 
     # The thread that feeds -------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ class StagingQueue:
 
     def put(self, staged: StagedObject) -> bool:
         """Put an object, when it fits. Returns False if the queue is closed, or the deadline has passed."""
-        while not self.fits(staged) and not self._closed and not self._watchdog.stall_error():
+        while not self.fits(staged) and not self._closed and not self._call.watchdog.stall_error():
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.monotonic())
             if left <= 0:
                 self._items.put(_End(TimeoutError("the data was copied but not written before the deadline")))
@@ -67,27 +66,18 @@ class StagingQueue:
                 self._held_bytes -= self._freed.get(timeout=left)
             except queue.Empty:
                 continue
-        if self._closed or self._watchdog.stall_error():
+        if self._closed or self._call.watchdog.stall_error():
             return False
         self._items.put(staged)
         self._held_bytes += staged.copied_bytes
         return True
-
-    @property
-    def closed(self) -> bool:
-        """Whether the taking thread has stopped."""
-        return self._closed
-
-    def cancel(self, error: BaseException) -> None:
-        """Make the other thread raise this error at its next check."""
-        self._cancel_error = error
 
     # The thread that takes -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[StagedObject | None]:
         """The objects; None before each wait for the next one, which may be waiting for memory itself."""
         while True:
-            self.require_not_cancelled()
+            self._call.cancellation.check()
             if self._items.empty():
                 yield None
             try:
@@ -105,11 +95,6 @@ class StagingQueue:
                 raise one.error
             else:
                 return
-
-    def require_not_cancelled(self) -> None:
-        """Raise the reason if the save was cancelled."""
-        if self._cancel_error is not None:
-            raise self._cancel_error
 
     def mark_written(self, staged: StagedObject) -> None:
         """Note that an object was written and its copies were freed."""

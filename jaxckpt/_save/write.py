@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
-from jaxckpt._pipeline.phases import Clock
+from jaxckpt._pipeline.phases import Phases
 from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.rate_limiter import RateLimiter
@@ -31,12 +31,12 @@ def write(
 ) -> tuple[Share, WrittenObjects]:
     """Write this process's objects as their data arrives, and its state. Returns what it tells process 0, and each
     object with its record."""
-    with save.clock.timed("write"):
+    with save.call.phases.timed("write"):
         written = _write_objects(save, data, staging_queue, rate_limiter, report)
         state = None
         if save.state is not None:
-            name = f"{data}/{manifests.state_file_name(save.group.index)}"
-            with save.group.watchdog.operation(f"writing to {save.store.url}"):
+            name = f"{data}/{manifests.state_file_name(save.call.index)}"
+            with save.call.watchdog.operation(f"writing to {save.store.url}"):
                 save.store.put(name, save.state, sync=save.options.sync)
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
     objects = [(obj.stack, obj.index_key, one.length, one.digest, one.content) for obj, one in written]
@@ -45,27 +45,27 @@ def write(
     for _, one in written:
         if one.unlinked:
             unlinked[one.unlinked] += one.length
-    return Share(objects, linked_bytes, state, save.clock.manifest_seconds(), unlinked), written
+    return Share(objects, linked_bytes, state, save.call.phases.manifest_seconds(), unlinked), written
 
 
 def _write_objects(
     save: PreparedSave, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter, report: Report
 ) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
-    store, clock, watchdog = save.store, save.clock, save.group.watchdog
+    store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
     with watchdog.operation(f"reading the checkpoint before {store.url}"):
         reuse = save.reuse.with_stored_base()
     writer = _Writer(save, reuse, data, staging_queue, rate_limiter)
     budget = Budget(save.options.host_bytes // WRITE_MEMORY_FACTOR)
     written: WrittenObjects = []
-    moved = pipeline(_timed(staging_queue, clock), writer.n_bytes, writer.begin, budget, join=True)
+    moved = pipeline(_timed(staging_queue, phases), writer.n_bytes, writer.begin, budget, join=True)
     with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
         for staged, record in moved:
             staging_queue.mark_written(staged)
             report(staged.obj.n_bytes)
             written.append((staged.obj, record))
     if save.options.sync:
-        with clock.timed("sync"), watchdog.operation(f"syncing {store.url}"):
+        with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
             indices: dict[int, list[tuple[int, ...]]] = {}
             for obj, _ in written:
                 indices.setdefault(obj.stack, []).append(obj.index)
@@ -74,10 +74,10 @@ def _write_objects(
     return written
 
 
-def _timed(staged: Iterable[StagedObject | None], clock: Clock) -> Iterator[StagedObject | None]:
+def _timed(staged: Iterable[StagedObject | None], phases: Phases) -> Iterator[StagedObject | None]:
     waiting = iter(staged)
     while True:
-        with clock.timed("device_to_host"):
+        with phases.timed("device_to_host"):
             try:
                 one = next(waiting)
             except StopIteration:
@@ -107,10 +107,10 @@ class _Writer:
         if obj.stack not in self._writers:
             self._writers[obj.stack] = save.store.array_writer(self._data, stack, sync=save.options.sync)
         if self._rate_limiter.bytes_per_second is not None and obj not in self._reuse.originals:
-            self._rate_limiter.wait(obj.n_bytes, self._staging_queue.require_not_cancelled)
-        with save.clock.timed("device_to_host"):
+            self._rate_limiter.wait(obj.n_bytes, self._save.call.cancellation.check)
+        with save.call.phases.timed("device_to_host"):
             pending, source = self._reuse.begin_object(staged, stack, self._writers[obj.stack], self._data)
-        return _WritingObject(obj.n_bytes, pending, source, save.group.watchdog, save.store.url)
+        return _WritingObject(obj.n_bytes, pending, source, save.call.watchdog, save.store.url)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
 from jaxckpt._store.objects import ArrayReader, Pending
 
 if TYPE_CHECKING:
-    from jaxckpt._job.rendezvous import Meeting
+    from jaxckpt._job.rendezvous import Rendezvous
     from jaxckpt._options import Options
 
 
@@ -130,9 +130,9 @@ class ForeignCheckpoint:
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self.manifest)).hexdigest()
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
         """The origin reads for a view only what each process can read itself."""
-        return all_arrived() if self.origin is None else self.origin.arrivals((), options, meeting)
+        return all_arrived() if self.origin is None else self.origin.arrivals((), options, rendezvous)
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass

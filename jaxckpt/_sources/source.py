@@ -23,7 +23,7 @@ from jaxckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from jaxckpt._job.rendezvous import Meeting
+    from jaxckpt._job.rendezvous import Rendezvous
     from jaxckpt._options import Options
 
 StackBoxes = tuple[int, Sequence[Box]]
@@ -49,9 +49,9 @@ class Source(Protocol):
         """SHA-256 of the manifest. Processes that open the same checkpoint have the same digest."""
         ...
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
         """The arrivals of the data for these reads, which other processes may have to send. Every process of the
-        meeting enters the context, with its own reads."""
+        rendezvous enters the context, with its own reads."""
         ...
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
@@ -87,7 +87,7 @@ class NativeCheckpoint:
     def url(self) -> str:
         return self.store.url
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, meeting: Meeting | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
         return all_arrived()
 
     def require_metadata(self, stacks: Sequence[int]) -> None:

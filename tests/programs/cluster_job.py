@@ -22,7 +22,7 @@ from jaxckpt._devices.shardings import partition_spec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import cluster
-import meetings
+import coordination
 
 
 class CountingClient:
@@ -35,7 +35,7 @@ class CountingClient:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.client, name)
-        kind = meetings.KINDS.get(name)
+        kind = coordination.KINDS.get(name)
         if kind is None:
             return function
 

@@ -14,13 +14,13 @@ from sharded_tree import check, make, mesh_of
 
 import jaxckpt
 from jaxckpt._devices.interconnect import Interconnect
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._pipeline.cancellation import Cancellation
 from jaxckpt._save import staging
-from jaxckpt._save.staging_queue import StagingQueue
 
 tree, columns = make(mesh_of(2, 2)), P(None, "data")
 options = jaxckpt.Options(timeout_seconds=60, object_bytes=64 << 10, chunk_bytes=16 << 10)
-replicate, broadcast, cancel = staging.replicate_box, Meeting.broadcast, StagingQueue.cancel
+replicate, broadcast, cancel = staging.replicate_box, Rendezvous.broadcast, Cancellation.cancel
 cancelled = threading.Event()
 exchanged = 0
 
@@ -37,15 +37,15 @@ def interrupt_second_exchange(*given: Any) -> jax.Array:
     return replicate(*given)
 
 
-def interrupt_claim(meeting: Meeting, text: str) -> str:
-    if meeting.what.startswith("looking"):  # process 0 knows that this process is ready
+def interrupt_claim(rendezvous: Rendezvous, text: str) -> str:
+    if rendezvous.what.startswith("looking"):  # process 0 knows that this process is ready
         interrupt()
         assert cancelled.wait(60)
-    return broadcast(meeting, text)
+    return broadcast(rendezvous, text)
 
 
-def note_cancel(staging_queue: StagingQueue, error: BaseException) -> None:
-    cancel(staging_queue, error)
+def note_cancel(cancellation: Cancellation, error: BaseException) -> None:
+    cancel(cancellation, error)
     cancelled.set()
 
 
@@ -63,10 +63,10 @@ if process_id == 1:
 save("exchange")
 if process_id == 1:
     staging.replicate_box = replicate
-    Meeting.broadcast = interrupt_claim  # type: ignore[method-assign]
-    StagingQueue.cancel = note_cancel  # type: ignore[method-assign]
+    Rendezvous.broadcast = interrupt_claim  # type: ignore[method-assign]
+    Cancellation.cancel = note_cancel  # type: ignore[method-assign]
 save("claim")
-Meeting.broadcast = broadcast  # type: ignore[method-assign]
+Rendezvous.broadcast = broadcast  # type: ignore[method-assign]
 save("last")
 
 
@@ -95,13 +95,13 @@ def restore(name: str) -> None:
 agreed = 0
 
 
-def interrupt_agreement(meeting: Meeting, text: str) -> str:
+def interrupt_agreement(rendezvous: Rendezvous, text: str) -> str:
     global agreed
-    agreed += meeting.what == "restoring"
+    agreed += rendezvous.what == "restoring"
     if agreed == 3:  # the first is about the request; process 0 knows that this process is ready for the second round
         agreed += 1
         interrupt()
-    return broadcast(meeting, text)
+    return broadcast(rendezvous, text)
 
 
 if process_id == 1:
@@ -110,7 +110,7 @@ restore("shared")
 Interconnect.gather = gather  # type: ignore[method-assign]
 restore("again")
 if process_id == 1:
-    Meeting.broadcast = interrupt_agreement  # type: ignore[method-assign]
+    Rendezvous.broadcast = interrupt_agreement  # type: ignore[method-assign]
 restore("agreement")
-Meeting.broadcast = broadcast  # type: ignore[method-assign]
+Rendezvous.broadcast = broadcast  # type: ignore[method-assign]
 restore("at last")

@@ -16,7 +16,7 @@ from sharded_tree import check, make, mesh_of
 
 import jaxckpt
 from jaxckpt._devices.interconnect import Interconnect
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier import process_folders
 
 tree = make(mesh_of(2, 2))
@@ -24,7 +24,7 @@ options = jaxckpt.Options(timeout_seconds=60, host_bytes=1 << 20, object_bytes=6
 
 
 def interrupted_at(call: Callable[..., Any], number: int, *, during: str = "") -> Callable[..., Any]:
-    """The call, which interrupts this process when it begins for the nth time (in a meeting of this name)."""
+    """The call, which interrupts this process when it begins for the nth time (in a rendezvous of this name)."""
     calls = 0
 
     def counted(*given: Any) -> Any:
@@ -93,6 +93,6 @@ with checkpointer() as checkpoints:
 if process_id == 0:
     shutil.rmtree(f"{args}/local-0")
 attempt("interrupted restore", restore, patched_run())
-agreement = interrupted_at(Meeting.broadcast, 2, during="restoring")
-attempt("interrupted agreement", restore, mock.patch.object(Meeting, "broadcast", agreement))
+agreement = interrupted_at(Rendezvous.broadcast, 2, during="restoring")
+attempt("interrupted agreement", restore, mock.patch.object(Rendezvous, "broadcast", agreement))
 attempt("restore", restore)

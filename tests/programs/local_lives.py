@@ -49,7 +49,7 @@ PHASES: dict[str, tuple[str, int]] = {
     "writing": ("_store.files.FileWriter.write", 1),
     "before the barrier": ("_local_tier.process_folders.ProcessFolders.publish", 1),
     "publishing": ("_store.folder.Folder.publish", 1),
-    "between the barriers": ("_job.rendezvous.Meeting.barrier", 1),
+    "between the barriers": ("_job.rendezvous.Rendezvous.barrier", 1),
     "flushing": ("_local_tier.flush.Flush._copy", 1),
 }
 """For each phase: (function, number of its call in the save of step DIES_AT) at which the victim is killed."""

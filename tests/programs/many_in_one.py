@@ -8,23 +8,25 @@ from collections.abc import Callable
 from jax._src import distributed
 from joined import process_id
 
-from jaxckpt._job.rendezvous import Call, Group, Meeting
+from jaxckpt._job.call import Call
+from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._pipeline.watchdog import Watchdog
 
 COUNT = 130
 assert process_id == 0
 
 
-def run_meeting(name: str, act: Callable[[Meeting, int], object], timeout_seconds: float) -> list[object]:
+def run_rendezvous(name: str, act: Callable[[Rendezvous, int], object], timeout_seconds: float) -> list[object]:
     """The result or the error of each process."""
     outcomes: list[object] = [None] * COUNT
 
     def run(index: int) -> None:
-        call, client = Call.of("save", "/ckpt"), distributed.global_state.client
-        group = Group(index, COUNT, timeout_seconds, client, f"jaxckpt/{name}", call, Watchdog(timeout_seconds))
+        client, watchdog = distributed.global_state.client, Watchdog(timeout_seconds)
+        prefix = f"jaxckpt/{name}"
+        call = Call("save", "/ckpt", 0, index, COUNT, client, prefix, timeout_seconds, watchdog, None)
         try:
-            with group.meeting("testing") as meeting:
-                outcomes[index] = act(meeting, index)
+            with call.rendezvous("testing") as rendezvous:
+                outcomes[index] = act(rendezvous, index)
         except Exception as error:
             outcomes[index] = f"{type(error).__name__}: {error}"
 
@@ -36,29 +38,29 @@ def run_meeting(name: str, act: Callable[[Meeting, int], object], timeout_second
     return outcomes
 
 
-def all_arrive(meeting: Meeting, index: int) -> str:
-    received = meeting.gather(f"text {index}")
+def all_arrive(rendezvous: Rendezvous, index: int) -> str:
+    received = rendezvous.gather(f"text {index}")
     assert received == ([f"text {other}" for other in range(COUNT)] if index == 0 else [])
-    return meeting.broadcast("received")
+    return rendezvous.broadcast("received")
 
 
-def one_fails(meeting: Meeting, index: int) -> str:
+def one_fails(rendezvous: Rendezvous, index: int) -> str:
     if index == 70:
         raise OSError("no space left")
-    return all_arrive(meeting, index)
+    return all_arrive(rendezvous, index)
 
 
-def two_do_not_arrive(meeting: Meeting, index: int) -> str:
-    return "absent" if index in (1, 129) else all_arrive(meeting, index)
+def two_do_not_arrive(rendezvous: Rendezvous, index: int) -> str:
+    return "absent" if index in (1, 129) else all_arrive(rendezvous, index)
 
 
-assert run_meeting("all", all_arrive, 60) == ["received"] * COUNT
+assert run_rendezvous("all", all_arrive, 60) == ["received"] * COUNT
 
-failed = run_meeting("fails", one_fails, 60)
+failed = run_rendezvous("fails", one_fails, 60)
 assert failed.pop(70) == "OSError: no space left"
 assert set(failed) == {"PeerFailedError: process 70 failed with OSError: no space left"}, set(failed)
 
-silent = run_meeting("silent", two_do_not_arrive, 4)
+silent = run_rendezvous("silent", two_do_not_arrive, 4)
 assert silent.pop(129) == silent.pop(1) == "absent"
 (message,) = set(silent)
 assert str(message).startswith("PeerTimeoutError: processes 1, 129 of 130 did not respond for 4 s while testing"), (

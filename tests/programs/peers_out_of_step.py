@@ -8,7 +8,7 @@ from peer import args, at, attempt, await_notes, count, make, meet, note, operat
 from phases import PHASES
 
 import jaxckpt
-from jaxckpt._job import rendezvous as processes
+from jaxckpt._job.call import Call
 
 # Sleep before the first read: a sleep inside a read would count as hung storage, which is an error.
 PHASES["fetching"] = "restore", "_restore.restore.fetch"
@@ -22,7 +22,7 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
             back = at("fetching" if kind == "restore" else "writing", lambda: time.sleep(3 * args["timeout"]))
         elif what == "makes no call":
             await_notes(f"reported{number}", set(range(count)) - {victim})
-            processes.Group.for_call(None, processes.Call.of("save", path))  # like a call that raised
+            Call.of("save", path, None)  # like a call that raised
             said = "none"
         else:
             broken = make(number)

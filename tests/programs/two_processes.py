@@ -23,13 +23,13 @@ from joined import args, process_id
 from sharded_tree import check, make, mesh_of, put, value
 
 import jaxckpt
-from jaxckpt._job.rendezvous import Meeting
+from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._pipeline.cancellation import Cancellation
 from jaxckpt._save import save
-from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileReader, FileWriter
 
 OPTIONS = jaxckpt.Options(timeout_seconds=60)
-broadcast = Meeting.broadcast
+broadcast = Rendezvous.broadcast
 mesh = mesh_of(2, 2)
 lines: list[Any] = []
 CASES: dict[str, Callable[[str], None]] = {}
@@ -192,23 +192,23 @@ def ctrl_c_while_the_other_is_missing(folder: str) -> None:
 
 
 def interrupt_broadcast(what: str) -> None:
-    """Interrupt this process once, when it waits for the answer of process 0 in a meeting."""
-    cancelled, cancel = threading.Event(), StagingQueue.cancel
+    """Interrupt this process once, when it waits for the answer of process 0 in a rendezvous."""
+    cancelled, cancel = threading.Event(), Cancellation.cancel
 
-    def interrupted(meeting: Meeting, text: str) -> str:
-        if meeting.what.startswith(what):
-            Meeting.broadcast = broadcast  # type: ignore[method-assign]
+    def interrupted(rendezvous: Rendezvous, text: str) -> str:
+        if rendezvous.what.startswith(what):
+            Rendezvous.broadcast = broadcast  # type: ignore[method-assign]
             os.kill(os.getpid(), signal.SIGINT)
             assert cancelled.wait(30)  # in the thread that writes
-        return broadcast(meeting, text)
+        return broadcast(rendezvous, text)
 
-    def note_cancel(staging_queue: StagingQueue, error: BaseException) -> None:
-        StagingQueue.cancel = cancel  # type: ignore[method-assign]
-        cancel(staging_queue, error)
+    def note_cancel(cancellation: Cancellation, error: BaseException) -> None:
+        Cancellation.cancel = cancel  # type: ignore[method-assign]
+        cancel(cancellation, error)
         cancelled.set()
 
-    Meeting.broadcast = interrupted  # type: ignore[method-assign]
-    StagingQueue.cancel = note_cancel  # type: ignore[method-assign]
+    Rendezvous.broadcast = interrupted  # type: ignore[method-assign]
+    Cancellation.cancel = note_cancel  # type: ignore[method-assign]
 
 
 def attempt_interrupted(call: Callable[[], Any]) -> None:

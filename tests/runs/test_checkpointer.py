@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PASSED, RunProcesses
 
 import jaxckpt
-from jaxckpt._job import rendezvous as _coord
+from jaxckpt._job import call as _call
 from jaxckpt._restore import restore as _restore
 from jaxckpt._save import async_saves as _background
 from jaxckpt._store.bucket import Bucket
@@ -362,7 +362,7 @@ def test_an_older_step_that_another_job_publishes_stays(
         if listings == last:
             assert found["00000003"] is False
             with monkeypatch.context() as elsewhere:  # as in another process, where no save is in progress
-                elsewhere.setattr(_coord, "_running_calls", [])
+                elsewhere.setattr(_call, "_running_calls", [])
                 elsewhere.setattr(_background, "_writer_thread", None)
                 jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
         return found

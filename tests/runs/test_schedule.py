@@ -78,25 +78,25 @@ def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> 
 
 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
-def test_the_number_of_meetings(seconds_per_step: float) -> None:
-    """At most 120 meetings between two saves, and at most one per step. A save is late by at most a sixtieth."""
+def test_the_number_of_rendezvous(seconds_per_step: float) -> None:
+    """At most 120 rendezvous between two saves, and at most one per step. A save is late by at most a sixtieth."""
     due = SaveSchedule(None, 10, None, 2)
-    now, step, meetings, saves = 0.0, 0, 0, list[float]()
+    now, step, rendezvous, saves = 0.0, 0, 0, list[float]()
     due._clock = lambda: now
     due._saved_at = due._met_at = now
     while len(saves) < 3:
-        step += due._steps_to_meeting
-        now += due._steps_to_meeting * seconds_per_step
-        meetings += 1
+        step += due._steps_to_rendezvous
+        now += due._steps_to_rendezvous * seconds_per_step
+        rendezvous += 1
         found = due._is_due_here(step, None)
-        due._steps_to_meeting = due._plan_next_meeting()
+        due._steps_to_rendezvous = due._plan_next_rendezvous()
         if found:
             saves.append(now)
             due.record_save()
     between = np.diff([0.0, *saves])
     assert (between >= 600).all()
     assert (between <= 610 + seconds_per_step).all()
-    assert meetings <= min(step, 3 * 2 * 60 + 20)
+    assert rendezvous <= min(step, 3 * 2 * 60 + 20)
 
 
 def test_steps_that_become_slow_after_a_fast_start() -> None:
@@ -107,10 +107,10 @@ def test_steps_that_become_slow_after_a_fast_start() -> None:
     due._saved_at = due._met_at = now
     step = 0
     while not due._is_due_here(step, None):
-        for _ in range(due._steps_to_meeting):
+        for _ in range(due._steps_to_rendezvous):
             now += 1e-4 if step < 100 else 5.0
             step += 1
-        due._steps_to_meeting = due._plan_next_meeting()
+        due._steps_to_rendezvous = due._plan_next_rendezvous()
     assert now < 620 + 128 * 5.0
 
 

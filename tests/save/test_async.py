@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, finish
 
 import jaxckpt
+from jaxckpt._job.call import Call
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import async_saves as _background
 from jaxckpt._save import describe as _draft
@@ -596,7 +597,7 @@ def test_an_object_added_just_before_the_feeder_ends_is_received() -> None:
             return super().get(False)
 
     def fed() -> StagingQueue:
-        made = StagingQueue(None, None, Watchdog(60))
+        made = StagingQueue(None, None, Call.of("save", "/c", None))
         made._items = Late()
         with made:
             for number in range(3):

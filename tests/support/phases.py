@@ -7,7 +7,7 @@ PHASES = {
     "folder check": ("save", "_save.shared_path.require_shared"),
     "writing": ("save", "_store.files.FileWriter.write"),
     "before the barrier": ("save", "_save.shared_path.SharedPath.publish"),
-    "publishing": ("save", "_job.rendezvous.Meeting.broadcast"),  # just after process 0 published
+    "publishing": ("save", "_job.rendezvous.Rendezvous.broadcast"),  # just after process 0 published
     "writing in the background": ("save_async", "_store.files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save.shared_path.SharedPath.publish"),
     "opening": ("restore", "_sources.open_source.load_manifest"),

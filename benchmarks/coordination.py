@@ -1,8 +1,8 @@
-"""Simulates the meetings of a job's processes with the library's own code and a coordination service in memory.
+"""Simulates the rendezvous of a job's processes with the library's own code and a coordination service in memory.
 
 Counts the requests to JAX's coordination service for any number of processes. All except process 0 send the same ones.
 
-    python benchmarks/meetings.py     # measures the real service: 8 processes send requests without a pause
+    python benchmarks/coordination.py     # measures the real service: 8 processes send requests without a pause
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jax._src import distributed
 
-from jaxckpt._job import rendezvous as processes
-from jaxckpt._job.rendezvous import Call, Group
+from jaxckpt._job import rendezvous as rendezvous_module
+from jaxckpt._job.call import Call
 from jaxckpt._pipeline.watchdog import Watchdog
 
 SERVICE_PER_SECOND = 7_000
@@ -54,7 +54,7 @@ KINDS = {
 """The methods of the coordination service's client that the library calls, and the kind of request that each sends."""
 
 CALLS = {"save": ("agree", "look", "publish"), "restore": ("open", "end")}
-"""The meetings of each call, in order."""
+"""The rendezvous of each call, in order."""
 
 
 class Service:
@@ -105,8 +105,8 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The cost of a meeting if no process is late."""
+class RendezvousCost:
+    """The cost of a rendezvous if no process is late."""
 
     processes: int
     by_first: collections.Counter[str]
@@ -140,36 +140,39 @@ class Meeting:
         return max(served, self.first * SERVICE_SECONDS) + self.bytes / NETWORK_BYTES
 
 
-def group_of(index: int, count: int, service: Any, *, first: bool) -> Group:
-    """A process in a call: in its first meeting, or in a later one."""
-    call = Call.of("save", "s3://checkpoints/1234abcd")
-    return Group(index, count, 300.0, service, "jaxckpt/0", call, Watchdog(300.0), n_meetings=0 if first else 1)
+def call_of(index: int, count: int, service: Any, *, first: bool) -> Call:
+    """A call in one process: before its first rendezvous, or before a later one."""
+    call = Call(
+        "save", "s3://checkpoints/1234abcd", 0, index, count, service, "jaxckpt/0", 300.0, Watchdog(300.0), None
+    )
+    call.n_rendezvous = 0 if first else 1
+    return call
 
 
-def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> Meeting:
-    """Simulate a meeting: each process sends its own text, and process 0 sends `shared` to all."""
+def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = False) -> RendezvousCost:
+    """Simulate a rendezvous: each process sends its own text, and process 0 sends `shared` to all."""
     service = Service()
 
-    def process(index: int) -> Group:
-        return group_of(index, count, service, first=first)
+    def process(index: int) -> Call:
+        return call_of(index, count, service, first=first)
 
     by_other, given_bytes = collections.Counter[str](), 0
     for index in range(1, count):
-        with process(index).meeting("simulated") as meeting:
-            meeting.gather(given(index))
+        with process(index).rendezvous("simulated") as rendezvous:
+            rendezvous.gather(given(index))
         if index == 1:
             by_other, given_bytes = service.requests.copy(), service.bytes
     before = service.requests.copy()
-    with process(0).meeting("simulated") as meeting:
-        assert meeting.gather(given(0)) == [given(index) for index in range(count)]
-        meeting.broadcast(shared)
+    with process(0).rendezvous("simulated") as rendezvous:
+        assert rendezvous.gather(given(0)) == [given(index) for index in range(count)]
+        rendezvous.broadcast(shared)
     by_first, before = service.requests - before, service.requests.copy()
     moved = service.bytes
-    with process(1).meeting("simulated") as meeting:
-        meeting.broadcast(shared)
+    with process(1).rendezvous("simulated") as rendezvous:
+        rendezvous.broadcast(shared)
     by_other += service.requests - before
     all_bytes = service.bytes + (service.bytes - moved) * (count - 2)
-    return Meeting(count, by_first, by_other, all_bytes, service.largest, given_bytes)
+    return RendezvousCost(count, by_first, by_other, all_bytes, service.largest, given_bytes)
 
 
 class Clock(Service):
@@ -213,12 +216,12 @@ def wait(count: int, seconds: float) -> tuple[float, float]:
     posted[f"/out/{beats + 1}"] = posted["/out/0"] = seconds, '{"ok": ""}'
     posted["/beat/0"] = interval, "1"
     clock = Clock(posted)
-    usual, processes.time = processes.time, clock  # pyright: ignore
+    usual, rendezvous_module.time = rendezvous_module.time, clock  # pyright: ignore
     try:
-        with group_of(1, count, clock, first=False).meeting("simulated") as meeting:
-            meeting.broadcast("")
+        with call_of(1, count, clock, first=False).rendezvous("simulated") as rendezvous:
+            rendezvous.broadcast("")
     finally:
-        processes.time = usual  # pyright: ignore
+        rendezvous_module.time = usual  # pyright: ignore
     return count * clock.requests["get"] / seconds, count * clock.most_unmet * UNMET_BYTES
 
 
