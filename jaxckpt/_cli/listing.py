@@ -25,7 +25,8 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import show_bytes
-from jaxckpt._run_folder.steps import is_step, pins, steps_of
+from jaxckpt._run_folder.run_paths import steps_of
+from jaxckpt._run_folder.steps import is_step, pins
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at

@@ -21,7 +21,8 @@ from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
 from jaxckpt._pipeline.workers import run_watched
-from jaxckpt._run_folder.steps import is_link, step_name, steps_of
+from jaxckpt._run_folder.run_paths import steps_of
+from jaxckpt._run_folder.steps import is_link, step_name
 from jaxckpt._runs.fork import fork as fork_run
 from jaxckpt._runs.pins import pin as pin_step
 from jaxckpt._runs.pins import unpin as unpin_step

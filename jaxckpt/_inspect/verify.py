@@ -28,7 +28,7 @@ from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.workers import StorageThread, Workers
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.read_plan import max_read_bytes
-from jaxckpt._run_folder.steps import steps_of
+from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint

@@ -119,7 +119,7 @@ class Flush:
                 rendezvous.broadcast("")
             if transaction is not None:
                 transaction.close()
-                self.destination.record_published(manifest.step)
+                self.destination.record_published(manifest.step, manifest.save_id)
         return replace(info, path=self.store.url)
 
     def _copy(self, manifest: Manifest, pending: PendingSave) -> None:

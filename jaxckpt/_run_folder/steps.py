@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeGuard
 
-import msgspec
-
 from jaxckpt._model.file_names import MANIFEST
-from jaxckpt._model.manifest import decode
-from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._options import require_whole_number
-from jaxckpt._store.child_folders import UNLISTABLE
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
-from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
+from jaxckpt.errors import InputError, StorageError
 
 RUN = "_run"
 """The folder in a run's directory for notes on the run: leases, pins, whether the run has ended, and which metric
@@ -94,103 +89,12 @@ def best_of(
 
 
 def pins(run: Store) -> dict[str, int]:
-    """The pinned steps of a run, by name."""
-    found = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
-    return {name: int(step) for step, _, name in found if is_step(step)}
+    """The pinned steps of a run, by name. If two steps have a name, because a program was killed while it moved the
+    name, the newer step counts."""
+    return {name: step for step, name in sorted(all_pins(run))}
 
 
-# Paths ----------------------------------------------------------------------------------------------------
-
-
-def resolve_step(store: Store) -> Store | None:
-    """The step that a path refers to if it is not a checkpoint itself: the newest of a run, or the step of `run@name`.
-
-    None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError,
-    StorageError.
-    """
-    if steps := _possible_steps(store):
-        return store.child(step_name(steps[-1]))
-    if (named := run_and_name(store)) is None:
-        return None
-    run, name = named
-    steps = _possible_steps(run)
-    return run.child(step_name(resolve_name(run, name, steps))) if steps else None
-
-
-def _possible_steps(directory: Store) -> list[int]:
-    """The steps of a directory, oldest first, including any that cannot be checked: opening one raises the error.
-
-    Empty if the directory can be read but not listed. Raises StorageError.
-    """
-    try:
-        found = directory.folders(is_step)
-    except StorageError as error:
-        if error.errno not in UNLISTABLE:
-            raise
-        return []
-    return sorted(int(name) for name, published in found.items() if published is not False)
-
-
-def run_and_name(store: Store) -> tuple[Store, str] | None:
-    """The run and the name in a path such as "run@best"; None for any other path."""
-    above = store.parent_and_name()
-    base, separator, name = above[1].rpartition("@") if above else ("", "", "")
-    if above is None or not base or not separator:
-        return None
-    return above[0].child(base).with_url(store.url.removesuffix(f"@{name}")), name
-
-
-def steps_of(store: Store) -> list[Store] | None:
-    """All steps of the run at a path, oldest first, including any that cannot be checked; None if the path is not a
-    run's directory. Raises StorageError."""
-    return [store.child(step_name(step)) for step in _possible_steps(store)] or None
-
-
-def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
-    """The step with a name, of the published steps of a run, oldest first. Raises InputError, NotACheckpointError."""
-    if name.isdecimal() and name.isascii():
-        if (step := int(name)) not in published:
-            shown = ", ".join(map(str, published[-5:]))
-            raise NotACheckpointError(f"{run.url} has no step {step}; the newest steps are {shown}")
-        return step
-    if name == "latest":
-        return published[-1]
-    if name == "best":
-        return _best(run, published)
-    known = pins(run)
-    if (pinned := known.get(name)) is not None:
-        if pinned in published:
-            return pinned
-        raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
-    raise InputError(
-        f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
-        f" {', '.join(('latest', 'best', *known))}{closest_hint(name, ('latest', 'best', *known))}"
-    )
-
-
-def _best(run: Store, published: Sequence[int]) -> int:
-    """The step with the best value of the metric that the run's note names.
-
-    Raises InputError, NotACheckpointError, DataError.
-    """
-    note = run.read(f"{RUN}/{BEST}")
-    if note is None:
-        raise InputError(
-            f"{run.url} does not record which step is the best: no Checkpointer with keep_best=(metric, mode) has"
-            " opened it. Give a step number"
-        )
-    try:
-        metric, mode = msgspec.json.decode(note, type=tuple[str, Mode])
-    except msgspec.MsgspecError as error:
-        raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
-    children = [run.child(step_name(step)) for step in published]
-    contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
-    found = [
-        (step, manifest.step.metrics)
-        for step, child, content in zip(published, children, contents, strict=True)
-        if content is not None and (manifest := decode(content, child.url)).step is not None
-    ]
-    best = best_of(found, metric, mode)
-    if not best:
-        raise NotACheckpointError(f"no step in {run.url} has a value of the metric {metric!r}")
-    return best[0]
+def all_pins(run: Store) -> list[tuple[int, str]]:
+    """The steps of all pins, each with the pin's name. None of these steps is deleted."""
+    parts = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
+    return [(int(step), name) for step, _, name in parts if is_step(step)]

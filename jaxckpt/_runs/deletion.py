@@ -16,8 +16,9 @@ from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
+from jaxckpt._run_folder.added_metrics import remove_added_metrics
 from jaxckpt._run_folder.leases import Leases
-from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pins, step_name
+from jaxckpt._run_folder.steps import TRASH, all_pins, is_link, is_step, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep
 from jaxckpt._store.folder import Folder
@@ -85,9 +86,9 @@ class Deletion:
         """End the protection of a step that is not saved."""
         self._saving_step = None
 
-    def handle_published(self, saved: StepRecord) -> None:
+    def handle_published(self, saved: StepRecord, save_id: str) -> None:
         """Start to delete the steps that the rules do not keep, after a step was published."""
-        self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved))
+        self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved, save_id))
         self._saving_step = None
         self._has_saved = self._are_rules_applied = True
         self._newest_saved = max(self._newest_saved, saved.number)
@@ -206,12 +207,12 @@ class Deletion:
         if unwanted := {
             verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
         }:
-            pinned = {*pins(self._store).values()}
+            pinned = {step for step, _ in all_pins(self._store)}
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
             with self._leases.mark_for_deletion(unwanted) as held:
                 self._has_held_steps = bool(held)
                 # Checked again, because a process that pins a step holds it in the meantime.
-                spared = (held | {*pins(self._store).values()}) & unwanted.keys() if unwanted else held
+                spared = (held | {step for step, _ in all_pins(self._store)}) & unwanted.keys() if unwanted else held
                 self._leases.unmark(spared)
                 for step, verdict in unwanted.items():
                     if step not in spared and not self._must_stop:
@@ -264,6 +265,7 @@ class Deletion:
             child.clear()
             if child.read(MANIFEST) is None:  # otherwise it has been published
                 self._store.unmark(step_name(step))
+                remove_added_metrics(self._store, step)
         self._directory.forget(step)
 
     def _drop(self, step: SavedStep, paths: tuple[str, ...]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._run_folder.added_metrics import read_added_metrics
+from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import (
     BEST,
     ENDED,
@@ -19,10 +21,8 @@ from jaxckpt._run_folder.steps import (
     pins,
     require_no_checkpoint,
     require_step,
-    run_and_name,
     step_folders,
     step_name,
-    steps_of,
 )
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
@@ -131,11 +131,14 @@ class Directory:
             return None
 
     def saved_steps(self, steps: list[int]) -> list[SavedStep]:
-        """The properties of all steps from their manifests."""
-        found = [found for step in steps if (found := self.saved_step(step)) is not None]
+        """The properties of all steps from their manifests, and the metrics that were added to them."""
+        saved = [found for step in steps if (found := self.saved_step(step)) is not None]
         for deleted in self._cached_steps.keys() - {*steps}:
             self.forget(deleted)
-        return found
+        if not (self.policy.keep_best or self.policy.keep_if):
+            return saved  # no rule uses metrics
+        added = read_added_metrics(self.store)
+        return [step.with_metrics(added.get((step.number, step.save_id), {})) for step in saved]
 
     def remember(self, step: SavedStep) -> None:
         """Note the new properties of a step."""
@@ -147,7 +150,8 @@ class Directory:
 
     def is_current(self, step: SavedStep) -> bool:
         """Whether a step has not been saved again since it was read."""
-        return self._cached_steps.get(step.number) is step
+        cached = self._cached_steps.get(step.number)
+        return cached is not None and cached.save_id == step.save_id
 
     # Adding steps (process 0) ----------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import re
 
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._run_folder.leases import hold
-from jaxckpt._run_folder.steps import PIN, RUN, pins, run_and_name, step_name
+from jaxckpt._run_folder.run_paths import run_and_name
+from jaxckpt._run_folder.steps import PIN, RUN, pins, step_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError, NotACheckpointError

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
+
+import msgspec
 
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import require_bool, require_whole_number
@@ -26,12 +28,26 @@ class SavedStep:
     number: int
     created: datetime.datetime
     record: StepRecord
+    save_id: str = ""
     undroppable: tuple[str, ...] = ()
     """Subtrees that cannot be dropped: they do not exist, or share their stacks with other leaves."""
 
+    def with_metrics(self, added: Mapping[str, float | None]) -> Self:
+        """The same step with additional metrics."""
+        if not added:
+            return self
+        metrics = {**self.record.metrics, **added}
+        return replace(self, record=msgspec.structs.replace(self.record, metrics=metrics))
+
     @classmethod
     def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:
-        return cls(number, _creation_time(manifest.created), manifest.step or StepRecord(number), tuple(undroppable))
+        return cls(
+            number,
+            _creation_time(manifest.created),
+            manifest.step or StepRecord(number),
+            manifest.save_id,
+            (*undroppable,),
+        )
 
 
 def _creation_time(created: str) -> datetime.datetime:

@@ -17,7 +17,8 @@ from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.events import log_unlinked
-from jaxckpt._run_folder.steps import is_link, is_step, resolve_step
+from jaxckpt._run_folder.run_paths import resolve_step
+from jaxckpt._run_folder.steps import is_link, is_step
 from jaxckpt._save.prepare import PreparedSave, SaveRequest
 from jaxckpt._save.publish import PublishResult, Share, build_manifest, encode_manifest, gather_shares, stored_bytes
 from jaxckpt._save.save_destination import Begun
@@ -113,9 +114,9 @@ class SharedPath:
 
     def finish(self, save: PreparedSave, begun: Begun) -> None:
         if save.call.index == 0:
-            self.record_published(save.request.step)
+            self.record_published(save.request.step, begun.save_id)
 
-    def record_published(self, step: StepRecord | None) -> None:
+    def record_published(self, step: StepRecord | None, save_id: str) -> None:
         """Do what follows from the publication of a checkpoint, which may be a step of a run. Process 0."""
 
 

@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
 from jaxckpt._pipeline.workers import run_watched
-from jaxckpt._run_folder.steps import is_step, resolve_name, resolve_step, run_and_name
+from jaxckpt._run_folder.run_paths import resolve_name, resolve_step, run_and_name
+from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.formats import ForeignStep, Format, formats
 from jaxckpt._sources.source import NativeCheckpoint, Source

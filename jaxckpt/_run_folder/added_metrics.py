@@ -1,0 +1,76 @@
+"""Metrics that are added to a step after it was saved, by an evaluator for example. Each is a small file of the run.
+
+    _run/metric-00000040-<digest of the name>.json      {"save_id": …, "name": "accuracy", "value": 0.9}
+
+The id of the save prevents that a value counts for a step that was saved again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from jaxckpt._run_folder.steps import RUN, is_step, step_name
+from jaxckpt._store.store import Store
+from jaxckpt.errors import DataError
+
+_PREFIX = "metric-"
+
+
+class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    save_id: str
+    name: str
+    value: float | None
+
+
+AddedMetrics = Mapping[tuple[int, str], Mapping[str, float | None]]
+"""Values by name, by the step and the id of the save."""
+
+
+def add_metrics(run: Store, step: int, save_id: str, metrics: Mapping[str, float | None], *, sync: bool) -> None:
+    """Add metrics to a step. A metric that was added before is replaced. Raises StorageError."""
+    notes = run.create_child(RUN)
+    for name, value in metrics.items():
+        content = msgspec.json.encode(_AddedMetric(save_id, name, value))
+        notes.put(_file_name(step, name), content, sync=sync)
+    if sync:
+        run.sync_data(RUN, ())
+
+
+def _file_name(step: int, name: str) -> str:
+    return f"{_PREFIX}{step_name(step)}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+
+def read_added_metrics(run: Store) -> AddedMetrics:
+    """All metrics that were added to steps of a run. Raises DataError, StorageError."""
+    notes = run.child(RUN)
+    names = [name for name in notes.names() if _step_of(name) is not None]
+    added: dict[tuple[int, str], dict[str, float | None]] = {}
+    for name, content in zip(names, notes.read_all(names) if names else (), strict=True):
+        step = _step_of(name)
+        if content is None or step is None:  # removed in the meantime
+            continue
+        try:
+            metric = msgspec.json.decode(content, type=_AddedMetric)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{notes.url}/{name}, a metric that was added to a step, is damaged: {error}") from error
+        added.setdefault((step, metric.save_id), {})[metric.name] = metric.value
+    return added
+
+
+def remove_added_metrics(run: Store, step: int) -> None:
+    """Delete the metrics that were added to a step, which was deleted. Raises StorageError."""
+    notes = run.child(RUN)
+    for name in notes.names():
+        if _step_of(name) == step:
+            notes.remove(name)
+
+
+def _step_of(name: str) -> int | None:
+    """The step of the file of a metric; None for another file."""
+    if not name.startswith(_PREFIX):
+        return None
+    step = name.removeprefix(_PREFIX).partition("-")[0]
+    return int(step) if is_step(step) else None

@@ -1,0 +1,124 @@
+"""Paths of a run that name a step: "run" is its newest step, "run@40", "run@best" and "run@name" one of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.manifest import decode
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._run_folder.added_metrics import read_added_metrics
+from jaxckpt._run_folder.steps import BEST, RUN, Mode, best_of, is_step, pins, step_name
+from jaxckpt._store.child_folders import UNLISTABLE
+from jaxckpt._store.store import Store
+from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
+
+
+def resolve_step(store: Store) -> Store | None:
+    """The step that a path refers to if it is not a checkpoint itself: the newest of a run, or the step of `run@name`.
+
+    None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError,
+    StorageError.
+    """
+    if steps := _possible_steps(store):
+        return store.child(step_name(steps[-1]))
+    if (named := run_and_name(store)) is None:
+        return None
+    run, name = named
+    steps = _possible_steps(run)
+    return run.child(step_name(resolve_name(run, name, steps))) if steps else None
+
+
+def _possible_steps(directory: Store) -> list[int]:
+    """The steps of a directory, oldest first, including any that cannot be checked: opening one raises the error.
+
+    Empty if the directory can be read but not listed. Raises StorageError.
+    """
+    try:
+        found = directory.folders(is_step)
+    except StorageError as error:
+        if error.errno not in UNLISTABLE:
+            raise
+        return []
+    return sorted(int(name) for name, published in found.items() if published is not False)
+
+
+def run_and_name(store: Store) -> tuple[Store, str] | None:
+    """The run and the name in a path such as "run@best"; None for any other path."""
+    above = store.parent_and_name()
+    base, separator, name = above[1].rpartition("@") if above else ("", "", "")
+    if above is None or not base or not separator:
+        return None
+    return above[0].child(base).with_url(store.url.removesuffix(f"@{name}")), name
+
+
+def steps_of(store: Store) -> list[Store] | None:
+    """All steps of the run at a path, oldest first, including any that cannot be checked; None if the path is not a
+    run's directory. Raises StorageError."""
+    return [store.child(step_name(step)) for step in _possible_steps(store)] or None
+
+
+def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
+    """The step with a name, of the published steps of a run, oldest first. Raises InputError, NotACheckpointError."""
+    if name.isdecimal() and name.isascii():
+        if (step := int(name)) not in published:
+            shown = ", ".join(map(str, published[-5:]))
+            raise NotACheckpointError(f"{run.url} has no step {step}; the newest steps are {shown}")
+        return step
+    if name == "latest":
+        return published[-1]
+    if name == "best":
+        return _best(run, published)
+    known = pins(run)
+    if (pinned := known.get(name)) is not None:
+        if pinned in published:
+            return pinned
+        raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
+    raise InputError(
+        f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
+        f" {', '.join(('latest', 'best', *known))}{closest_hint(name, ('latest', 'best', *known))}"
+    )
+
+
+def _best(run: Store, published: Sequence[int]) -> int:
+    """The step with the best value of the metric that the run's note names.
+
+    Raises InputError, NotACheckpointError, DataError.
+    """
+    metric, mode = best_rule(run)
+    best = best_steps(run, published, metric, mode)
+    if not best:
+        raise NotACheckpointError(f"no step in {run.url} has a value of the metric {metric!r}")
+    return best[0]
+
+
+def best_rule(run: Store) -> tuple[str, Mode]:
+    """The metric that decides which step is the best, and whether its lowest or highest value is best.
+
+    Raises InputError if the run does not record it, and DataError.
+    """
+    note = run.read(f"{RUN}/{BEST}")
+    if note is None:
+        raise InputError(
+            f"{run.url} does not record which step is the best: no Checkpointer with keep_best=(metric, mode) has"
+            " opened it. Give a step number"
+        )
+    try:
+        return msgspec.json.decode(note, type=tuple[str, Mode])
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
+
+
+def best_steps(run: Store, published: Sequence[int], metric: str, mode: Mode) -> list[int]:
+    """The step with the best value of a metric, if any has a value. Raises DataError, StorageError."""
+    children = [run.child(step_name(step)) for step in published]
+    contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
+    added = read_added_metrics(run)
+    metrics = [
+        (step, {**manifest.step.metrics, **added.get((step, manifest.save_id), {})})
+        for step, child, content in zip(published, children, contents, strict=True)
+        if content is not None and (manifest := decode(content, child.url)).step is not None
+    ]
+    return best_of(metrics, metric, mode)
