@@ -27,15 +27,15 @@ from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Select, parse_select
+from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
+from jaxckpt._restore.assembly import Assembly
 from jaxckpt._restore.match import (
-    Build,
     LeafRequests,
     Match,
     RestoreRequest,
     Uncommitted,
-    build_selected,
     given_casts,
     is_array_like,
     match_paths,
@@ -71,21 +71,29 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The goal of each leaf of a checkpoint, and how the tree is built from the leaves."""
+    """The goal of each leaf of a checkpoint, and how the tree is assembled from the leaves."""
 
     goals: Mapping[int, Goal]
     """Goals by leaf number in the checkpoint."""
 
-    build: Build
-
-    to_initialize: Sequence[int] = ()
-    """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
-
-    objects: Sequence[TargetObject] = ()
-    """Objects of the target that receive their state after everything has been read."""
+    assembly: Assembly
 
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
     """The problem of each leaf, by number, that exists if its cast changes any of its values."""
+
+    @property
+    def to_initialize(self) -> Sequence[int]:
+        """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
+        return self.assembly.to_initialize
+
+    @property
+    def objects(self) -> Sequence[TargetObject]:
+        """Objects of the target that receive their state after everything has been read."""
+        return self.assembly.objects
+
+    def build(self, values: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
+        """The tree, from the leaves' values by leaf number, and from the leaves of `RestoreRequest.initial`."""
+        return self.assembly.assemble(values, initial)
 
 
 @functools.cache
@@ -98,7 +106,7 @@ def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
     """The goals for the saved tree, or its selected leaves, without devices."""
     numbers = selected_numbers(manifest, None if select is None else parse_select(select))
     goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
-    return Resolved(goals, build_selected(manifest.tree, manifest, numbers))
+    return Resolved(goals, Assembly.of_saved(manifest, manifest.tree, numbers))
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
@@ -124,7 +132,7 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
         if goal and (reason := _doubt(group, goal))
         for index, problem in zip(group.indices, group.problems(reason), strict=True)
     }
-    return Resolved(goals, match.build, match.to_initialize, match.objects, unproven)
+    return Resolved(goals, match.assembly, unproven)
 
 
 def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:
