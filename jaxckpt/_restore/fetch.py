@@ -1,29 +1,26 @@
 """Reads the data for the goals: from storage, from other processes of the job, or from several folders.
 
-goals ─▶ destinations ─▶ read steps ─▶ reads, by this process and shared ─▶ values
+goals ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxckpt._devices.shardings import PlannedSharding, process_layout
 from jaxckpt._job.rendezvous import Meeting
-from jaxckpt._model.grid import Layout
-from jaxckpt._model.records import Manifest
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import display_progress
-from jaxckpt._restore.destinations import Destinations, GoalsByRow, goal_ranges
+from jaxckpt._restore.destinations import Destinations
 from jaxckpt._restore.passing import PeerReads, requests_by_read
 from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
 from jaxckpt._restore.pooled import PooledCheckpoint
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
-from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
+from jaxckpt._restore.read_plan import ReadStep
 from jaxckpt._restore.resolve import Goal
 from jaxckpt._restore.shared_exchange import gather, needs_whole_job, require_agreement
-from jaxckpt._restore.shared_reads import Partition, Round, members_of, plan_rounds, share, wants_digest
+from jaxckpt._restore.shared_reads import Partition, Round, wants_digest
+from jaxckpt._restore.wants import plan_reads, plan_wants, split_tied_goals
 from jaxckpt._sources.source import Source
 
 
@@ -75,64 +72,27 @@ def fetch(
     return values | {number: values[one] for number, one in representative.items()}
 
 
-def split_tied_goals(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
-    """The goals in rounds, so that no two leaves of a round share a row. Separate arrays are read separately."""
-    ties = manifest.ties
-    if not ties:
-        return [goals]
-    by_round: list[dict[int, Goal]] = []
-    turns = collections.Counter[int]()
-    for number, goal in goals.items():
-        first = ties.get(number, number)
-        if turns[first] == len(by_round):
-            by_round.append({})
-        by_round[turns[first]][number] = goal
-        turns[first] += 1
-    return [*by_round]
-
-
 def _plan_reads(
     source: Source, goals: Mapping[int, Goal], options: Options, values: dict[int, Any], meeting: Meeting | None
-) -> tuple[list[ReadStep], dict[Partition, list[Round]], LeafBuilder]:
+) -> tuple[Sequence[ReadStep], Mapping[Partition, list[Round]], LeafBuilder]:
     """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and the
     builder that stores the results in `values`. Values in the manifest are stored immediately."""
     manifest = source.manifest
-    stacks = manifest.decoded_stacks
-    by_stack: dict[int, GoalsByRow] = {}
-    destinations = Destinations(stacks, by_stack, options)
     for number, goal in goals.items():
         record = manifest.leaves[number]
-        if record.stack is None or record.row is None:
+        if record.stack is None:
             values[number] = value_in_manifest(record, goal)
-        else:
-            by_stack.setdefault(record.stack, {})[record.row] = number, goal
-    wanted: list[tuple[WantedRows, Goal]] = []
-    for stack, rows_of in by_stack.items():
-        for rows, goal in goal_ranges(rows_of):
-            destination = destinations.of(goal, stack)
-            wanted.append((WantedRows(stack, rows, destination.boxes, goal.cast, destination.kept), goal))
-    wants = [want for want, _ in wanted]
-    shared: dict[Partition, list[Round]] = {}
-    if options.read == "shared" and meeting is not None and meeting.group.count > 1:
-        group = meeting.group
-        laid_out = [(want, goal_layout(goal, stacks[want.stack].shape, range(group.count))) for want, goal in wanted]
-        require_agreement(meeting, f"{wants_digest(laid_out)} {options.host_bytes}")  # the rounds also depend on this
+    process, job = (meeting.group.index, range(meeting.group.count)) if meeting is not None else (0, range(1))
+    wants = plan_wants(manifest, goals, options, [process], job)
+    job_size = None
+    if wants.layouts is not None and meeting is not None:
+        digest = wants_digest(wants.layouts_for(process))
+        require_agreement(meeting, f"{digest} {options.host_bytes}")  # the rounds also depend on this
         meeting.start_next()
-        wants, common = share(stacks, laid_out, group.index, group.count if needs_whole_job() else None)
-        for partition, some in common.items():
-            members = members_of(partition, group.index)
-            shared[partition] = plan_rounds(stacks, some, members, options.host_bytes) if some else []
-    steps = plan_read(stacks, wants, options.host_bytes)
-    return steps, shared, LeafBuilder(manifest, stacks, by_stack, destinations, values)
-
-
-def goal_layout(goal: Goal, shape: tuple[int, ...], processes: Iterable[int]) -> Layout:
-    """The cells of a leaf, and the processes that need each: all of them if it has no sharding."""
-    if goal.sharding is None:
-        return Layout((1,) * len(shape), (tuple(processes),))
-    if isinstance(goal.sharding, PlannedSharding):
-        return goal.sharding.layout(shape)
-    return process_layout(goal.sharding, shape)
+        job_size = len(job) if needs_whole_job() else None
+    (reads,) = plan_reads(wants, options, [process], job_size)
+    builder = LeafBuilder(manifest, wants.stacks, wants.by_stack, Destinations(wants, process), values)
+    return reads.steps, reads.rounds, builder
 
 
 def _weakly_typed(array: Any) -> Any:

@@ -21,18 +21,11 @@ from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS, decode_value
 from jaxckpt._restore.batched_placement import place_rows
-from jaxckpt._restore.destinations import (
-    Destination,
-    Destinations,
-    GoalsByRow,
-    Way,
-    goal_ranges,
-    local_boxes,
-    wanted_dtype,
-)
+from jaxckpt._restore.destinations import Destination, Destinations, Way, local_boxes
 from jaxckpt._restore.read_loop import Buffers, host_value
 from jaxckpt._restore.read_plan import ReadStep, Run
 from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.wants import GoalsByRow, goal_ranges, wanted_dtype
 from jaxckpt.errors import ManifestError, show_path
 
 _GC_THRESHOLD = 100_000
