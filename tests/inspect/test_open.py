@@ -402,6 +402,13 @@ def test_a_plan_counts_exactly_the_bytes_of_the_restore(
     assert jaxckpt.open(mixture).plan(**arguments).read_bytes == read > 0
 
 
+def test_a_plan_of_small_leaves_costs_the_same_on_any_layout(mixture: Path, mesh: Mesh) -> None:
+    """The restore reads them whole, and JAX cuts them."""
+    checkpoint = jaxckpt.open(mixture)
+    plans = [checkpoint.plan(select="small", mesh=mesh, specs=specs) for specs in (P(), P("data"), P("model", "data"))]
+    assert plans[0].processes[0].cost == plans[1].processes[0].cost == plans[2].processes[0].cost
+
+
 def test_a_plan_for_a_target_uses_its_shardings(weights: tuple[Path, dict[str, Any]], mesh: Mesh) -> None:
     path, tree = weights
     checkpoint = jaxckpt.open(path)
