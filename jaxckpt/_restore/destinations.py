@@ -62,11 +62,11 @@ class Destinations:
 
     def __init__(self, wants: Wants, process: int) -> None:
         self._by_key: dict[tuple[Any, ...], Destination] = {}
-        for wanted in wants.ranges:
-            key = _key(wanted.goal, wanted.stack)
+        for wanted_range in wants.ranges:
+            key = _key(wanted_range.goal, wanted_range.stack)
             if key not in self._by_key:
-                n_leaves = len(wants.by_stack[wanted.stack])
-                self._by_key[key] = _destination(wanted, wants.stacks[wanted.stack], n_leaves, process)
+                n_leaves = len(wants.by_stack[wanted_range.stack])
+                self._by_key[key] = _destination(wanted_range, wants.stacks[wanted_range.stack], n_leaves, process)
 
     def of(self, goal: Goal, stack: int) -> Destination:
         return self._by_key[_key(goal, stack)]
@@ -76,12 +76,12 @@ def _key(goal: Goal, stack: int) -> tuple[Any, ...]:
     return stack, goal.sharding, goal.on_devices, goal.cast
 
 
-def _destination(wanted: WantedRange, stack: Stack, n_leaves: int, process: int) -> Destination:
-    goal = wanted.goal
+def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> Destination:
+    goal = wanted_range.goal
     sharding = goal.sharding
     assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
-    boxes = wanted.boxes.by_process.get(process, ())
-    is_whole = wanted.boxes.are_whole and len(boxes) > 0
+    boxes = wanted_range.boxes.by_process.get(process, ())
+    is_whole = wanted_range.boxes.are_whole and len(boxes) > 0
     if sharding is None or is_whole:
         shardings = ((sharding,),) * len(boxes)
     else:

@@ -88,7 +88,7 @@ class Wants:
     def layouts_for(self, process: int) -> list[tuple[WantedRows, Layout]]:
         """What a process needs of each range, and which processes need what of it."""
         assert self.layouts is not None
-        rows = [wanted.rows_for(process) for wanted in self.ranges]
+        rows = [wanted_range.rows_for(process) for wanted_range in self.ranges]
         return list(zip(rows, self.layouts, strict=True))
 
 
@@ -115,7 +115,7 @@ def plan_wants(
             ranges.append(WantedRange(stack, rows, goal, boxes_by_goal[key]))
     layouts = None
     if options.read == "shared" and len(job) > 1:
-        layouts = [goal_layout(wanted.goal, stacks[wanted.stack].shape, job) for wanted in ranges]
+        layouts = [goal_layout(wanted_range.goal, stacks[wanted_range.stack].shape, job) for wanted_range in ranges]
     return Wants(stacks, by_stack, ranges, layouts)
 
 
@@ -254,7 +254,7 @@ def plan_reads(
     stacks, host_bytes = wants.stacks, options.host_bytes
     known_rounds: dict[tuple[Partition, Members], list[Round]] = {}
     for process in processes:
-        needed = [wanted.rows_for(process) for wanted in wants.ranges]
+        needed = [wanted_range.rows_for(process) for wanted_range in wants.ranges]
         needed_bytes = sum(_n_bytes(stacks[rows.stack], rows) for rows in needed)
         own, shared = needed, dict[Partition, list[WantedRows]]()
         if wants.layouts is not None:
@@ -269,5 +269,5 @@ def plan_reads(
         yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
 
 
-def _n_bytes(stack: Stack, wanted: WantedRows) -> int:
-    return (wanted.rows[1] - wanted.rows[0]) * sum(map(volume, wanted.boxes)) * stack.itemsize
+def _n_bytes(stack: Stack, wanted_rows: WantedRows) -> int:
+    return (wanted_rows.rows[1] - wanted_rows.rows[0]) * sum(map(volume, wanted_rows.boxes)) * stack.itemsize

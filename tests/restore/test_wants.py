@@ -57,8 +57,8 @@ def wants_of(manifest: Manifest, goal: Goal, processes: range) -> Wants:
 def test_one_process_and_all_processes_give_the_same_wants(manifest: Manifest, name: str, cast: str | None) -> None:
     goal = Goal("jax", None if cast is None else np.dtype(cast), shardings()[name])
     alone, together = wants_of(manifest, goal, range(1)), wants_of(manifest, goal, range(2))
-    assert [wanted.rows_for(0) for wanted in alone.ranges] == [wanted.rows_for(0) for wanted in together.ranges]
-    assert [wanted.boxes.are_whole for wanted in alone.ranges] == [wanted.boxes.are_whole for wanted in together.ranges]
+    assert [part.rows_for(0) for part in alone.ranges] == [part.rows_for(0) for part in together.ranges]
+    assert [part.boxes.are_whole for part in alone.ranges] == [part.boxes.are_whole for part in together.ranges]
     (reads,) = plan_reads(alone, OPTIONS, range(1))
     assert reads == next(plan_reads(together, OPTIONS, range(2)))
 
@@ -67,14 +67,14 @@ def test_one_process_and_all_processes_give_the_same_wants(manifest: Manifest, n
 def test_every_box_of_a_device_is_wanted_once(manifest: Manifest, name: str) -> None:
     sharding = shardings()[name]
     wants = wants_of(manifest, Goal("jax", sharding=sharding), range(1))
-    assert sorted(wanted.rows for wanted in wants.ranges) == [(0, 4), (0, 5)], "equal goals are one range"
-    for wanted in wants.ranges:
-        shape = wants.stacks[wanted.stack].shape
-        boxes = wanted.rows_for(0).boxes
+    assert sorted(part.rows for part in wants.ranges) == [(0, 4), (0, 5)], "equal goals are one range"
+    for part in wants.ranges:
+        shape = wants.stacks[part.stack].shape
+        boxes = part.rows_for(0).boxes
         needed = {box_of(index, shape) for index in sharding.devices_indices_map(shape).values()} if sharding else set()
-        assert all(any(contains(box, part) for box in boxes) for part in needed)
+        assert all(any(contains(box, small) for box in boxes) for small in needed)
         assert sum(map(volume, boxes)) <= np.prod(shape), "no box twice"
-    assert [wanted.rows_for(1).boxes for wanted in wants.ranges] == [(), ()], "only this process was asked for"
+    assert [part.rows_for(1).boxes for part in wants.ranges] == [(), ()], "only this process was asked for"
 
 
 def box_of(index: Any, shape: tuple[int, ...]) -> Box:
@@ -85,6 +85,6 @@ def test_goals_that_differ_are_separate_ranges(manifest: Manifest) -> None:
     goals = dict(zip(range(9), itertools.cycle([Goal("jax"), Goal("numpy")]), strict=False))
     wants = plan_wants(manifest, goals, OPTIONS, range(1), range(1))
     single_rows = [(row, row + 1) for n_leaves in (5, 4) for row in range(n_leaves)]
-    assert sorted(wanted.rows for wanted in wants.ranges) == sorted(single_rows)
+    assert sorted(part.rows for part in wants.ranges) == sorted(single_rows)
     (reads,) = plan_reads(wants, OPTIONS, range(1))
     assert reads.needed_bytes == sum(manifest.leaf_bytes(leaf) for leaf in manifest.leaves)
