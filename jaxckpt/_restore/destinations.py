@@ -28,7 +28,7 @@ class Way(enum.Enum):
     """Each row is a value."""
 
     IN_BLOCKS = enum.auto()
-    """Several leaves are sent to the devices together, and a program splits them there (blocks.py)."""
+    """Several leaves are sent to the devices together, and a program splits them there (batched_placement.py)."""
 
     BY_LEAF = enum.auto()
     """One call of JAX for each leaf places all its boxes."""
