@@ -38,7 +38,7 @@ from jaxckpt._sources import open_source as _source
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (_source, "load_manifest", "open"),
     (_restore, "resolve", "match"),
-    (_fetch, "plan_read", "plan"),
+    (_fetch, "_plan_reads", "plan"),
     (LeafBuilder, "deliver", "place"),
     (LeafBuilder, "create_unread_leaves", "place"),
 )

@@ -32,6 +32,7 @@ from jaxckpt._model import manifest as _manifest
 from jaxckpt._model import stacks as _plan
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._restore import destinations as _destinations
+from jaxckpt._restore import wants as _wants
 from jaxckpt._save import staging as _staging
 from jaxckpt._save import write_plan as _save_plan
 
@@ -72,13 +73,11 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
             STACK_ROWS=4 if "stacked" in sizes else _staging.STACK_ROWS,
         ),
         mock.patch.multiple(
-            _destinations,
-            WHOLE_BYTES=sizes.get("whole", _destinations.WHOLE_BYTES),
-            CALLBACK_DEVICES=sizes.get("callback", _destinations.CALLBACK_DEVICES),
-            can_keep_buffers=(lambda goal: not goal.on_devices)
-            if sizes.get("passing")
-            else _destinations.can_keep_buffers,
+            _wants,
+            WHOLE_BYTES=sizes.get("whole", _wants.WHOLE_BYTES),
+            can_keep_buffers=(lambda goal: not goal.on_devices) if sizes.get("passing") else _wants.can_keep_buffers,
         ),
+        mock.patch.multiple(_destinations, CALLBACK_DEVICES=sizes.get("callback", _destinations.CALLBACK_DEVICES)),
     ):
         yield
 

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, Sharding
 
-from jaxckpt._devices.shardings import PlannedSharding, placement
+from jaxckpt._devices.shardings import PlannedSharding
 from jaxckpt._inspect.drawing import Bar, Markup, bars, definitions, element, joined, notebook, table
-from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, Spec, show_axes, show_spec, spec_of, volume, whole_box
+from jaxckpt._model.grid import Spec, show_axes, show_spec, spec_of, volume
 from jaxckpt._model.leaves import show_layout
 from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import show_bytes
-from jaxckpt._restore.destinations import can_keep_buffers
-from jaxckpt._restore.fetch import goal_layout, split_tied_goals
-from jaxckpt._restore.read_plan import ReadCost, WantedRows, plan_read, read_cost
+from jaxckpt._restore.read_plan import ReadCost
 from jaxckpt._restore.resolve import Goal, Resolved, host_goal
 from jaxckpt._restore.shared_exchange import needs_whole_job
-from jaxckpt._restore.shared_reads import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
+from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, split_tied_goals, wanted_dtype
 from jaxckpt.errors import show_count, show_path
 
 _MAX_BARS = 24
@@ -229,78 +227,52 @@ def _describe_layout(where: LeafLayout) -> str:
 
 def plan_restore(manifest: Manifest, resolved: Resolved, options: Options) -> RestorePlan:
     """Compute what every process reads for the goals."""
-    stacks, goals = manifest.decoded_stacks, resolved.goals
-    leaf_groups = split_tied_goals(manifest, goals)
-    group_numbers = {number: turn for turn, some in enumerate(leaf_groups) for number in some}
-    wanted: list[list[tuple[WantedRows, Goal, dict[int, tuple[Box, ...]] | None]]] = [[] for _ in leaf_groups]
-    device_bytes: dict[int, dict[Any, int]] = {}
-    leaves: list[LeafPlan] = []
-    placed = functools.cache(_boxes_and_bytes)
+    stored = {number: goal for number, goal in resolved.goals.items() if manifest.leaves[number].stack is not None}
+    # Every process first reads the leaves whose cast depends on their values.
+    compared = dict.fromkeys(resolved.unproven, host_goal("numpy"))
+    shardings = [goal.sharding for goal in {id(goal): goal for goal in stored.values()}.values()]
+    has_real_sharding = any(isinstance(sharding, Sharding) for sharding in shardings)
+    processes = range(max((_n_processes(sharding) for sharding in shardings if sharding is not None), default=1))
+    job_size = len(processes) if has_real_sharding and needs_whole_job() else None
+    costs = [ReadCost() for _ in processes]
+    for goals in [*split_tied_goals(manifest, stored), *split_tied_goals(manifest, compared)]:
+        wants = plan_wants(manifest, goals, options, processes, processes)
+        for reads in plan_reads(wants, options, processes, job_size):
+            costs[reads.process] += reads.cost(wants.stacks, options.host_bytes)
+    device_bytes = _device_bytes(manifest, stored)
+    plans = [ProcessPlan(process, costs[process], device_bytes.get(process, {})) for process in processes]
+    value_dependent = tuple(problem.leaf or "" for problem in resolved.unproven.values())
+    return RestorePlan(tuple(plans), tuple(_leaf_plans(manifest, stored)), value_dependent)
+
+
+def _n_processes(sharding: Sharding | PlannedSharding) -> int:
+    """The number of processes of the job that restores leaves with this sharding, even if some have no part of any."""
+    if isinstance(sharding, PlannedSharding):
+        return math.ceil(math.prod(size for _, size in sharding.axes) / sharding.devices_per_process)
+    return jax.process_count()
+
+
+def _leaf_plans(manifest: Manifest, goals: Mapping[int, Goal]) -> Iterator[LeafPlan]:
     for number, goal in sorted(goals.items()):
         record = manifest.leaves[number]
-        if record.stack is None or record.row is None:
-            continue
-        stack, rows = stacks[record.stack], (record.row, record.row + 1)
-        before = saved_layout(manifest, record)
-        leaves.append(
-            LeafPlan(record.path, stack.dtype, stack.shape, before, _restored_layout(goal.sharding, goal.on_devices))
-        )
-        want = WantedRows(record.stack, rows, (whole_box(stack.shape),), goal.cast, can_keep_buffers(goal))
-        if goal.sharding is None:
-            wanted[group_numbers[number]].append((want, goal, None))
-            continue
-        boxes_of, bytes_of = placed(goal.sharding, stack.shape, (goal.cast or DTYPES[stack.dtype]).itemsize)
-        wanted[group_numbers[number]].append((want, goal, boxes_of))
-        for process, device, n_bytes in bytes_of:
-            sizes = device_bytes.setdefault(process, {})
-            sizes[device] = sizes.get(device, 0) + n_bytes
-    # Every process first reads the leaves whose cast depends on their values.
-    on_host = host_goal("numpy")
-    for some in split_tied_goals(manifest, dict.fromkeys(resolved.unproven, on_host)):
-        records = [manifest.leaves[number] for number in some]
-        places = [(*manifest.stack_and_row(record), whole_box(manifest.leaf_shape(record))) for record in records]
-        wanted.append([(WantedRows(stack, (row, row + 1), (box,)), on_host, None) for stack, row, box in places])
-    readers = {process for some in wanted for *_, boxes_of in some for process in boxes_of or ()}
-    has_real_sharding = any(isinstance(goal.sharding, Sharding) for some in wanted for _, goal, _ in some)
-    if has_real_sharding:  # includes processes without a part of any leaf
-        readers.update(range(jax.process_count()))
-    processes = sorted(readers) or [0]
-    together = len(processes) if has_real_sharding and needs_whole_job() else None
-    cells = [[goal_layout(goal, stacks[want.stack].shape, processes) for want, goal, _ in some] for some in wanted]
-    planned: dict[tuple[int, Members], dict[Partition, list[Round]]] = {}
-    plans: list[ProcessPlan] = []
-    for process in processes:
-        cost = ReadCost()
-        needed = 0
-        for turn, some in enumerate(wanted):
-            wants = [replace(want, boxes=b.get(process, ())) if b is not None else want for want, _, b in some]
-            needed += sum(sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants)
-            shared: dict[Partition, list[WantedRows]] = {}
-            if options.read == "shared":
-                wants, shared = share(stacks, list(zip(wants, cells[turn], strict=True)), process, together)
-            cost += read_cost(stacks, plan_read(stacks, wants, options.host_bytes), options.host_bytes)
-            for partition, common in shared.items():
-                members = members_of(partition, process)
-                by_partition = planned.setdefault((turn, members), {})
-                if common and partition not in by_partition:
-                    by_partition[partition] = plan_rounds(stacks, common, members, options.host_bytes)
-                cost += shared_cost(stacks, by_partition.get(partition, []), process, options.host_bytes)
-        plans.append(ProcessPlan(process, replace(cost, needed_bytes=needed), device_bytes.get(process, {})))
-    value_dependent = tuple(problem.leaf or "" for problem in resolved.unproven.values())
-    return RestorePlan(tuple(plans), tuple(leaves), value_dependent)
+        stack = manifest.decoded_stacks[manifest.stack_and_row(record)[0]]
+        restored = _restored_layout(goal.sharding, goal.on_devices)
+        yield LeafPlan(record.path, stack.dtype, stack.shape, saved_layout(manifest, record), restored)
 
 
-def _boxes_and_bytes(
-    sharding: Sharding | PlannedSharding, shape: tuple[int, ...], itemsize: int
-) -> tuple[dict[int, tuple[Box, ...]], list[tuple[int, Any, int]]]:
-    """The distinct boxes that each process needs, and (process, device, bytes) of every device."""
-    planned = isinstance(sharding, PlannedSharding)
-    places = sharding.placement(shape) if planned else placement(sharding, shape)
-    boxes: dict[int, dict[Box, None]] = {}
-    for _, process, box in places:
-        boxes.setdefault(process, {})[box] = None
-    n_bytes = [(process, device, volume(box) * itemsize) for device, process, box in places]
-    return {process: tuple(distinct) for process, distinct in boxes.items()}, n_bytes
+def _device_bytes(manifest: Manifest, goals: Mapping[int, Goal]) -> dict[int, dict[Any, int]]:
+    """By process, the bytes of arrays on each of its devices."""
+    n_leaves = collections.Counter((manifest.leaves[number].stack, goal) for number, goal in goals.items())
+    n_bytes: dict[int, dict[Any, int]] = {}
+    for (stack_number, goal), count in n_leaves.items():
+        if stack_number is None or goal.sharding is None:
+            continue
+        stack = manifest.decoded_stacks[stack_number]
+        itemsize = wanted_dtype(stack, goal).itemsize
+        for device, process, box in placement_of(goal.sharding, stack.shape):
+            on_devices = n_bytes.setdefault(process, {})
+            on_devices[device] = on_devices.get(device, 0) + count * volume(box) * itemsize
+    return n_bytes
 
 
 def saved_layout(manifest: Manifest, record: LeafRecord) -> LeafLayout:

@@ -64,8 +64,8 @@ def rows_per_block(
     if has_own_memory(sharding):
         return BLOCK_ROWS
     # A replicated leaf is placed without a copy for each device.
-    copied = sharding is None or math.prod(sharding.shard_shape(shape)) * n_devices == n_elements
-    return CPU_BLOCK_ROWS if boxes is None and copied and n_leaves >= CPU_BLOCK_LEAVES else 0
+    has_no_replicas = sharding is None or math.prod(sharding.shard_shape(shape)) * n_devices == n_elements
+    return CPU_BLOCK_ROWS if boxes is None and has_no_replicas and n_leaves >= CPU_BLOCK_LEAVES else 0
 
 
 def _is_mesh_set() -> bool:
@@ -97,34 +97,37 @@ def place_rows(
 
 
 def _place_whole_rows(buffer: Array, sharding: Sharding | None, n_rows: int) -> list[Any]:
-    along = sharding
+    block_sharding = sharding
     if isinstance(sharding, NamedSharding):
-        along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
+        spec = PartitionSpec(None, *sharding.spec)
+        block_sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     blocks = _blocks(buffer, n_rows)
-    placed = jax.device_put(blocks, [along] * len(blocks))
-    return _split(placed, sharding, buffer.dtype, n_rows)[: len(buffer)]
+    on_devices = jax.device_put(blocks, [block_sharding] * len(blocks))
+    return _split(on_devices, sharding, buffer.dtype, n_rows)[: len(buffer)]
 
 
 def _place_row_pieces(buffers: Sequence[Array], devices: Sequence[Sequence[Any]], n_rows: int) -> list[list[Any]]:
     """Place the rows as arrays on this process's devices only, because the other processes do not make these calls."""
-    pairs = [
-        (_blocks(buffer, n_rows), place) for buffer, places in zip(buffers, devices, strict=True) for place in places
+    blocks_and_device = [
+        (_blocks(buffer, n_rows), device)
+        for buffer, box_devices in zip(buffers, devices, strict=True)
+        for device in box_devices
     ]
-    mesh = Mesh(np.array([next(iter(place.device_set)) for _, place in pairs]), ("own",))
+    n_pieces, n_blocks = len(blocks_and_device), len(blocks_and_device[0][0])
+    mesh = Mesh(np.array([next(iter(device.device_set)) for _, device in blocks_and_device]), ("own",))
     shape = buffers[0].shape[1:]
     split = ["own"] * bool(shape)  # a scalar is the same on all devices
-    own, along = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (split, [None, *split]))
-    joined = (n_rows, *((len(pairs) * shape[0], *shape[1:]) if shape else ()))
-    n_blocks = len(pairs[0][0])
-    placed = jax.device_put(
-        [blocks[number] for number in range(n_blocks) for blocks, _ in pairs],
-        [place for _ in range(n_blocks) for _, place in pairs],
+    row_sharding, block_sharding = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (split, [None, *split]))
+    block_shape = (n_rows, *((n_pieces * shape[0], *shape[1:]) if shape else ()))
+    pieces = jax.device_put(
+        [blocks[number] for number in range(n_blocks) for blocks, _ in blocks_and_device],
+        [device for _ in range(n_blocks) for _, device in blocks_and_device],
     )
-    whole = [
-        jax.make_array_from_single_device_arrays(joined, along, placed[first : first + len(pairs)])
-        for first in range(0, len(placed), len(pairs))
+    joined = [
+        jax.make_array_from_single_device_arrays(block_shape, block_sharding, pieces[first : first + n_pieces])
+        for first in range(0, len(pieces), n_pieces)
     ]
-    rows = _split(whole, own, buffers[0].dtype, n_rows)[: len(buffers[0])]
+    rows = _split(joined, row_sharding, buffers[0].dtype, n_rows)[: len(buffers[0])]
     # `addressable_data` returns the first shard of a replicated scalar for every device.
     return [[shard.data for shard in row.addressable_shards] for row in rows]
 
@@ -133,9 +136,9 @@ def _blocks(buffer: Array, n_rows: int) -> list[Array]:
     """The rows in batches, the last one padded with zeros, so that all batches share one program."""
     bits = buffer.view(transfer_dtype(buffer.dtype))
     blocks = [bits[start : start + n_rows] for start in range(0, len(bits), n_rows)]
-    lacking = n_rows - len(blocks[-1])
-    if lacking:
-        blocks[-1] = np.concatenate([blocks[-1], np.zeros((lacking, *bits.shape[1:]), bits.dtype)])
+    n_padding = n_rows - len(blocks[-1])
+    if n_padding:
+        blocks[-1] = np.concatenate([blocks[-1], np.zeros((n_padding, *bits.shape[1:]), bits.dtype)])
     return blocks
 
 

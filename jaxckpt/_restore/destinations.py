@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes, memory_kind
-from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, volume, whole_box
+from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes
+from jaxckpt._model.grid import Box
 from jaxckpt._model.stacks import Stack
-from jaxckpt._options import Options
 from jaxckpt._restore.batched_placement import rows_per_block
-from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.resolve import Goal
-
-WHOLE_BYTES = 256 << 10
-"""Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
-so that nothing is copied; for leaves of 64 KiB this takes more CPU time."""
+from jaxckpt._restore.wants import WantedRange, Wants, wanted_dtype
 
 CALLBACK_DEVICES = 1024
 """Up to this number of devices of a sharding, one call of `jax.make_array_from_callback` places all pieces of a leaf:
@@ -37,7 +28,7 @@ class Way(enum.Enum):
     """Each row is a value."""
 
     IN_BLOCKS = enum.auto()
-    """Several leaves are sent to the devices together, and a program splits them there (blocks.py)."""
+    """Several leaves are sent to the devices together, and a program splits them there (batched_placement.py)."""
 
     BY_LEAF = enum.auto()
     """One call of JAX for each leaf places all its boxes."""
@@ -60,9 +51,6 @@ class Destination:
     is_whole: bool
     """Whether the box is the whole leaf, and its array is the leaf's value. Otherwise the value joins all boxes."""
 
-    kept: bool
-    """Whether the read buffers become the arrays."""
-
     way: Way
 
     block_rows: int
@@ -70,35 +58,40 @@ class Destination:
 
 
 class Destinations:
-    """The destination of each goal. Equal goals are computed once."""
+    """The destinations of what a process needs. Equal goals are computed once."""
 
-    def __init__(self, stacks: Sequence[Stack], by_stack: Mapping[int, GoalsByRow], options: Options) -> None:
-        self._stacks = stacks
-        self._by_stack = by_stack
-        self._whole_bytes = min(WHOLE_BYTES, max_read_bytes(options.host_bytes) + 1)
+    def __init__(self, wants: Wants, process: int) -> None:
         self._by_key: dict[tuple[Any, ...], Destination] = {}
+        for wanted_range in wants.ranges:
+            key = _key(wanted_range.goal, wanted_range.stack)
+            if key not in self._by_key:
+                n_leaves = len(wants.by_stack[wanted_range.stack])
+                self._by_key[key] = _destination(wanted_range, wants.stacks[wanted_range.stack], n_leaves, process)
 
     def of(self, goal: Goal, stack: int) -> Destination:
-        key = (stack, goal.sharding, goal.on_devices, goal.cast)
-        if key not in self._by_key:
-            self._by_key[key] = self._compute(goal, self._stacks[stack], len(self._by_stack[stack]))
-        return self._by_key[key]
+        return self._by_key[_key(goal, stack)]
 
-    def _compute(self, goal: Goal, stack: Stack, n_leaves: int) -> Destination:
-        dtype, sharding, whole = wanted_dtype(stack, goal), goal.sharding, whole_box(stack.shape)
-        assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
-        n_bytes = volume(whole) * dtype.itemsize
-        if sharding is None or (sharding.is_fully_addressable and n_bytes < self._whole_bytes):
-            places, is_whole = {whole: [sharding]}, True
-        else:
-            places, is_whole = local_boxes(sharding, stack.shape), False
-        way, block_rows = Way.ON_HOST, 0
-        if goal.on_devices:
-            boxes = None if is_whole else list(places)
-            block_rows = rows_per_block(sharding, stack.shape, dtype, boxes, n_leaves)
-            way = _way_to_devices(sharding, is_whole, block_rows)
-        kept = can_keep_buffers(goal) and not block_rows
-        return Destination(tuple(places), tuple(map(tuple, places.values())), is_whole, kept, way, block_rows)
+
+def _key(goal: Goal, stack: int) -> tuple[Any, ...]:
+    return stack, goal.sharding, goal.on_devices, goal.cast
+
+
+def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> Destination:
+    goal = wanted_range.goal
+    sharding = goal.sharding
+    assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
+    boxes = wanted_range.boxes.by_process.get(process, ())
+    is_whole = wanted_range.boxes.are_whole and len(boxes) > 0
+    if sharding is None or is_whole:
+        shardings = ((sharding,),) * len(boxes)
+    else:
+        shardings_by_box = local_boxes(sharding, stack.shape)
+        shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
+    if not goal.on_devices:
+        return Destination(boxes, shardings, is_whole, Way.ON_HOST, 0)
+    dtype = wanted_dtype(stack, goal)
+    block_rows = rows_per_block(sharding, stack.shape, dtype, None if is_whole else boxes, n_leaves)
+    return Destination(boxes, shardings, is_whole, _way_to_devices(sharding, is_whole, block_rows), block_rows)
 
 
 def _way_to_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) -> Way:
@@ -109,50 +102,9 @@ def _way_to_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) 
     return Way.BY_LEAF
 
 
-def can_keep_buffers(goal: Goal) -> bool:
-    """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
-
-    This also holds in the host memory of an accelerator, because no program of the accelerator could join parts there.
-    On other devices, buffers are temporary: they count as memory in flight, and a large leaf has no buffer.
-    """
-    if not goal.on_devices:
-        return True
-    if isinstance(goal.sharding, PlannedSharding):
-        return False
-    if goal.sharding is None:
-        return all(device.platform == "cpu" for device in jax.device_put(np.empty(0, np.uint8)).devices())
-    return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
-
-
-def wanted_dtype(stack: Stack, goal: Goal) -> np.dtype[Any]:
-    return DTYPES[stack.dtype] if goal.cast is None else goal.cast
-
-
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
     """Each distinct box that this process's devices need, with a sharding for each device that needs it."""
-    places: dict[Box, list[Any]] = {}
+    shardings: dict[Box, list[Any]] = {}
     for device, box in addressable_boxes(sharding, shape):
-        places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-    return places
-
-
-# Goals of a stack -----------------------------------------------------------------------------------------
-
-
-GoalsByRow = dict[int, tuple[int, Goal]]
-"""(leaf number, its goal) of rows of a stack."""
-
-
-def goal_ranges(goals: GoalsByRow) -> Iterator[tuple[tuple[int, int], Goal]]:
-    """Ranges of consecutive rows that have the same goal."""
-    begun = end = -1
-    goal: Goal | None = None
-    for row in sorted(goals):
-        new = goals[row][1]
-        if row != end or new is not goal:
-            if goal is not None:
-                yield (begun, end), goal
-            begun, goal = row, new
-        end = row + 1
-    if goal is not None:
-        yield (begun, end), goal
+        shardings.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    return shardings

@@ -31,12 +31,12 @@ from jaxckpt._model.tree import (
     numbers_of,
     prune,
     subtree,
-    unflatten,
     unwrap_object,
     user_objects_of,
 )
 from jaxckpt._options import Options, require_bool
-from jaxckpt._restore.stateful_objects import TargetObject, revive_object, shardings_below
+from jaxckpt._restore.assembly import Assembly, Initialized, Kept, LeafOrigin, SavedSubtree
+from jaxckpt._restore.stateful_objects import TargetObject, shardings_below
 from jaxckpt._rules.rename import renamed_tree, require_single_root, selected_numbers
 from jaxckpt._rules.rules import Rules
 from jaxckpt.errors import InputError, Problem, show_path
@@ -98,22 +98,12 @@ class LeafRequests:
     """The target's leaf for each; None if the leaf is restored as it was saved."""
 
 
-Build = Callable[[Mapping[int, Any], Sequence[Any]], Tree]
-"""Creates the tree from the leaves' values by leaf number, and from the leaves of `RestoreRequest.initial`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The requested leaves, their requests, and how the tree is built from them."""
+    """The requested leaves, and how the tree is assembled from them."""
 
     requests: LeafRequests
-    build: Build
-
-    to_initialize: Sequence[int] = ()
-    """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
-
-    objects: Sequence[TargetObject] = ()
-    """Objects of the target whose state was saved."""
+    assembly: Assembly
 
     remedies: Sequence[str] = ()
     """Remedies for the problems as a whole."""
@@ -122,28 +112,19 @@ class Match:
     """False if the target has leaves that a checkpoint can contain, and none of them is in this one."""
 
 
-# Choosing saved leaves ------------------------------------------------------------------------------------
-
-
-def build_selected(structure: Structure, manifest: Manifest, chosen: Sequence[int]) -> Build:
-    """Builds the tree of only the chosen leaves."""
-    some = len(chosen) < len(manifest.leaves)
-    pruned = prune(structure, {number: number for number in chosen}) if some else structure
-    return lambda values, initial: unflatten(pruned, values, functools.partial(revive_object, manifest))
-
-
 def given_casts(
     manifest: Manifest, match: Match, request: RestoreRequest, policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each requested path whose dtype `dtype=` changes, and the problems."""
     if request.dtype is None:
         return {}, []
-    states = [*(node for _, node in user_objects_of(manifest.tree)), *(one.structure for one in match.objects)]
-    kept = {number for state in states for number in numbers_of(state)}
+    states = [node for _, node in user_objects_of(manifest.tree)]
+    states += [target_object.structure for target_object in match.assembly.objects]
+    in_states = {number for state in states for number in numbers_of(state)}
     castable: list[Castable] = []
     for path, number in zip(match.requests.paths, match.requests.numbers, strict=True):
         leaf = TypedLeaf(manifest, manifest.leaves[number])
-        is_array = leaf.is_array and leaf.kind in CASTABLE and number not in kept
+        is_array = leaf.is_array and leaf.kind in CASTABLE and number not in in_states
         castable.append(Castable(path, leaf, leaf.stored_dtype if is_array else None, leaf.shape))
     return resolve_casts(request.dtype, castable, policies)
 
@@ -159,20 +140,33 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
     select = None if request.select is None else parse_select(request.select)
     chosen = selected_numbers(manifest, select)
     structure, numbers = renamed_tree(manifest, request.rename, chosen)
-    wanted = numbers
+    selected = numbers
     if len(chosen) < len(numbers):
-        among = set(chosen)
-        wanted = {path: number for path, number in numbers.items() if number in among}
+        chosen_numbers = set(chosen)
+        selected = {path: number for path, number in numbers.items() if number in chosen_numbers}
     if request.target is None:
-        asks = LeafRequests([*wanted], [*wanted.values()], [None] * len(wanted))
         require_single_root(manifest, numbers, chosen)
-        return Match(asks, build_selected(structure, manifest, chosen)), []
-    return _Matching(manifest, request, select, structure, numbers, wanted).match()
+        requests = LeafRequests([*selected], [*selected.values()], [None] * len(selected))
+        return Match(requests, Assembly.of_saved(manifest, structure, chosen)), []
+    return _Comparison(manifest, request, select, structure, numbers, selected).match()
+
+
+class _Missing:
+    """A leaf of the target that the checkpoint should have."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Matching:
-    """A target and the checkpoint that it is compared with."""
+class _Refused:
+    """A leaf of the target that cannot be restored."""
+
+    problem: Problem
+    saved_paths: Sequence[str] = ()
+    """Paths of saved leaves that the problem is about."""
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A target, and the checkpoint that it is compared with."""
 
     manifest: Manifest
     request: RestoreRequest
@@ -183,118 +177,125 @@ class _Matching:
     numbers: Mapping[str, int]
     """Number of each leaf of the checkpoint by its new path."""
 
-    wanted: Mapping[str, int]
+    selected: Mapping[str, int]
     """The same for the selected leaves."""
 
+    @functools.cached_property
+    def path_of(self) -> dict[int, str]:
+        """New path of each selected leaf by its number."""
+        return {number: path for path, number in self.selected.items()}
+
+    @functools.cached_property
+    def containers(self) -> set[str]:
+        """The paths of all containers of selected leaves."""
+        return _containers_of(self.selected)
+
     def match(self) -> tuple[Match, list[Problem]]:
-        leaves, shape = flatten(self.request.target)
+        leaves, target_structure = flatten(self.request.target)
         leaves = _with_shardings(leaves, self.request.mesh)
-        treedef = jax.tree_util.tree_structure(self.request.target)
-        types = {kind: found for kind in {type(leaf.value) for leaf in leaves} if (found := leaf_type(kind))}
-        wanted = self.wanted
-        by_number = {number: path for path, number in wanted.items()} if types else {}
-        containers: set[str] | None = None
-        requests = LeafRequests(paths := list[str](), numbers := list[int](), requested := list[Any]())
-        subtrees: dict[int, Structure] = {}
-        objects: dict[int, TargetObject] = {}
-        missing: list[Leaf] = []
-        refused: list[Problem] = []
-        handled_paths = set[str]()
-        values: dict[int, Any] = {}
-        """The values of leaves that keep the target's value, by their index."""
-        to_initialize: list[int] = []
-        sources: list[int | None] = []
-        """Number of the saved leaf for each leaf of the target, if it comes from one."""
-        for place, leaf in enumerate(leaves):
-            if types and type(leaf.value) in types:
-                sources.append(None)
-                values[place] = leaf.value
-                found = self._match_object(leaf, types[type(leaf.value)], by_number)
-                if isinstance(found, TargetObject):
-                    objects[place] = found
-                    below = [*numbers_of(found.structure)]
-                    numbers.extend(below)
-                    paths.extend(by_number[number] for number in below)
-                    requested.extend([None] * len(below))
-                elif isinstance(found, Problem):
-                    refused.append(found)
-                    handled_paths.update([leaf.path, *self._leaves_below(leaf.path, wanted)])
-                elif found:
-                    missing.append(leaf)
-                continue
-            path = leaf.path_in(wanted) if leaf.is_variable else leaf.path
-            number = wanted.get(path)
-            sources.append(number)
-            if number is not None:
-                paths.append(path)
-                numbers.append(number)
-                requested.append(leaf.value)
-                continue
-            containers = _containers_of(wanted) if containers is None else containers
-            if isinstance(leaf.value, (Sharding, Format)):
-                below = self._leaves_below(leaf.path, wanted)
-                if below or _is_empty(self.structure, leaf.path):
-                    paths.extend(below)
-                    numbers.extend(wanted[path] for path in below)
-                    requested.extend(
-                        shardings_below(self.manifest, numbers[-len(below) :] if below else [], leaf.value)
-                    )
-                    subtrees[place] = self._subtree(leaf.path, below)
-                    continue
-            elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in containers):
-                refused.append(Problem(leaf.path, unrestorable_reason(leaf.value, is_container=True)))
-                continue
-            values[place] = leaf.value
-            if leaf.path in containers or self._is_missing(leaf):
-                missing.append(leaf)
-            elif _is_abstract(leaf.value) and self.request.initial is not None:
-                to_initialize.append(place)
-
-        def build(restored: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
-            own = values | dict(zip(to_initialize, initial, strict=True))
-            revive = functools.partial(revive_object, self.manifest)
-            own |= {place: unflatten(part, restored, revive) for place, part in subtrees.items()}
-            own |= {place: one.restored_leaf(restored) for place, one in objects.items()}
-            made = [own[place] if number is None else restored[number] for place, number in enumerate(sources)]
-            return jax.tree_util.tree_unflatten(treedef, made)
-
-        extra: list[str] = []
-        if self.request.strict and len(paths) < len(wanted):
-            handled_paths.update(paths)
-            extra = [path for path in wanted if path not in handled_paths]
-        problems = [*self._missing_problems(missing), *self._extra(extra, shape), *refused]
-        if not (problems or paths or subtrees or objects or all(callable(leaf.value) for leaf in leaves)):
+        types = {kind: known for kind in {type(leaf.value) for leaf in leaves} if (known := leaf_type(kind))}
+        outcomes = [
+            self._match_object(leaf, types[type(leaf.value)])
+            if types and type(leaf.value) in types
+            else self._match_leaf(number, leaf)
+            for number, leaf in enumerate(leaves)
+        ]
+        missing = [leaf for leaf, outcome in zip(leaves, outcomes, strict=True) if isinstance(outcome, _Missing)]
+        refused = [outcome for outcome in outcomes if isinstance(outcome, _Refused)]
+        # No tree is assembled if a leaf is missing or refused, but the problems of all leaves are reported.
+        origins = [
+            Kept(leaf.value) if isinstance(outcome, (_Missing, _Refused)) else outcome
+            for leaf, outcome in zip(leaves, outcomes, strict=True)
+        ]
+        assembly = Assembly(self.manifest, jax.tree_util.tree_structure(self.request.target), origins)
+        requests = self._requests(leaves, origins)
+        extra = self._extra_paths(requests, refused)
+        problems = [
+            *self._missing_problems(missing),
+            *self._extra_problems(extra, target_structure),
+            *(outcome.problem for outcome in refused),
+        ]
+        has_any_match = any(isinstance(origin, (int, SavedSubtree, TargetObject)) for origin in origins)
+        if not (has_any_match or problems or all(callable(leaf.value) for leaf in leaves)):
             problems = [replace(problem, remedy="") for problem in self._missing_problems(leaves)]
             remedies = ["rename= maps leaves that have other names in the checkpoint"]
-            return Match(requests, build, remedies=remedies, has_any_match=False), problems
-        return Match(requests, build, to_initialize, [*objects.values()], [*self._remedies(missing, extra)]), problems
+            return Match(requests, assembly, remedies, has_any_match=False), problems
+        return Match(requests, assembly, [*self._remedies(missing, extra)]), problems
 
-    def _match_object(self, leaf: Leaf, kind: LeafType, by_number: Mapping[int, str]) -> TargetObject | Problem | bool:
-        """The saved state for an object of the target, or a problem. Without a saved state: True if that is an error,
-        False if the object keeps its state because it is not selected or the restore is not strict."""
+    def _match_leaf(self, number: int, leaf: Leaf) -> LeafOrigin | _Missing | _Refused:
+        """Where a leaf comes from. `number` is its number in the target."""
+        saved = self.selected.get(leaf.path_in(self.selected) if leaf.is_variable else leaf.path)
+        if saved is not None:
+            return saved
+        if isinstance(leaf.value, (Sharding, Format)):
+            below = self._leaves_below(leaf.path, self.selected)
+            if below or _is_empty(self.structure, leaf.path):
+                return SavedSubtree(self._subtree(leaf.path, below))
+        elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in self.containers):
+            return _Refused(Problem(leaf.path, unrestorable_reason(leaf.value, is_container=True)))
+        if leaf.path in self.containers or self._is_missing(leaf):
+            return _Missing()
+        if _is_abstract(leaf.value) and self.request.initial is not None:
+            return Initialized(number)
+        return Kept(leaf.value)
+
+    def _match_object(self, leaf: Leaf, kind: LeafType) -> TargetObject | Kept | _Missing | _Refused:
+        """The saved state for an object of the target. Without one, the object keeps its state if it is not selected,
+        or if the restore is not strict."""
         try:
             saved = subtree(self.structure, leaf.path)
         except KeyError:
             saved = None
         if saved is None:
             left_out = leaf.path in self.numbers or self._leaves_below(leaf.path, self.numbers)
-            return self.request.strict and not left_out and self._is_selected(leaf.path)
+            is_missing = self.request.strict and not left_out and self._is_selected(leaf.path)
+            return _Missing() if is_missing else Kept(leaf.value)
         numbers = [*numbers_of(saved)]
-        left = [number for number in numbers if number not in by_number]
-        if len(left) == len(numbers) > 0 or not (numbers or self._is_selected(leaf.path)):
-            return False
-        if not left:
-            return TargetObject.of(leaf.path, leaf.value, kind, self.manifest, saved)
-        return Problem(
-            leaf.path, f"is an object, and select= leaves out {len(left)} of the {len(numbers)} leaves of its state"
-        )
+        left_out = [number for number in numbers if number not in self.path_of]
+        if len(left_out) == len(numbers) > 0 or not (numbers or self._is_selected(leaf.path)):
+            return Kept(leaf.value)
+        if left_out:
+            reason = f"is an object, and select= leaves out {len(left_out)} of the {len(numbers)} leaves of its state"
+            return self._refused_object(Problem(leaf.path, reason))
+        matched = TargetObject.of(leaf.path, leaf.value, kind, self.manifest, saved)
+        return self._refused_object(matched) if isinstance(matched, Problem) else matched
 
-    def _leaves_below(self, path: str, among: Mapping[str, int]) -> list[str]:
-        return [leaf for leaf in among if leaf.startswith(f"{path}/")] if path else list(among)
+    def _refused_object(self, problem: Problem) -> _Refused:
+        path = problem.leaf or ""
+        return _Refused(problem, [path, *self._leaves_below(path, self.selected)])
+
+    def _requests(self, leaves: Sequence[Leaf], origins: Sequence[LeafOrigin]) -> LeafRequests:
+        """The requests for all saved leaves from which the tree is assembled."""
+        numbers: list[int] = []
+        requested: list[Any] = []
+        for leaf, origin in zip(leaves, origins, strict=True):
+            if isinstance(origin, int):
+                numbers.append(origin)
+                requested.append(leaf.value)
+            elif isinstance(origin, TargetObject):
+                in_state = [*numbers_of(origin.structure)]
+                numbers.extend(in_state)
+                requested.extend([None] * len(in_state))
+            elif isinstance(origin, SavedSubtree):
+                below = [*numbers_of(origin.structure)]
+                numbers.extend(below)
+                requested.extend(shardings_below(self.manifest, below, leaf.value))
+        return LeafRequests([self.path_of[number] for number in numbers], numbers, requested)
+
+    def _extra_paths(self, requests: LeafRequests, refused: Sequence[_Refused]) -> list[str]:
+        """Paths of saved leaves that a strict restore should request, and does not."""
+        if not self.request.strict or len(requests.paths) == len(self.selected):
+            return []
+        known = {*requests.paths, *(path for outcome in refused for path in outcome.saved_paths)}
+        return [path for path in self.selected if path not in known]
+
+    def _leaves_below(self, path: str, paths: Iterable[str]) -> list[str]:
+        return [leaf for leaf in paths if leaf.startswith(f"{path}/")] if path else [*paths]
 
     def _subtree(self, path: str, below: Sequence[str]) -> Structure:
         part = subtree(self.structure, path)
-        return prune(part, {self.wanted[leaf]: self.wanted[leaf] for leaf in below}) if below else part
+        numbers = [self.selected[leaf] for leaf in below]
+        return prune(part, dict(zip(numbers, numbers, strict=True))) if numbers else part
 
     def _is_missing(self, leaf: Leaf) -> bool:
         """Whether a leaf of the target that does not come from the checkpoint is a problem."""
@@ -325,25 +326,25 @@ class _Matching:
 
     def _missing_problems(self, leaves: Sequence[Leaf]) -> Iterator[Problem]:
         """Leaves of the target that the checkpoint lacks, the first of them with hints."""
-        for place, leaf in enumerate(leaves):
+        for number, leaf in enumerate(leaves):
             hint = ""
-            if place < 3:  # each hint needs a scan of all paths
+            if number < 3:  # each hint needs a scan of all paths
                 try:
                     saved = subtree(self.structure, leaf.path)
                     hint = "; None was saved there" if saved is None else "; a container was saved there"
                 except KeyError:
-                    hint = closest_hint(leaf.path, self.wanted)
+                    hint = closest_hint(leaf.path, self.selected)
             remedy = self._strict_remedy if self.request.strict else ""
             if isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None:
                 remedy = "a Sharding has no value to keep: give an array, or leave it out"
             yield Problem(leaf.path, f"is not in the checkpoint{hint}", remedy)
 
-    def _extra(self, paths: Sequence[str], shape: Structure) -> Iterator[Problem]:
+    def _extra_problems(self, paths: Sequence[str], target_structure: Structure) -> Iterator[Problem]:
         """Leaves of the checkpoint that the target, which has this structure, lacks."""
-        empty = dict(_empty_places(shape, "")) if paths else {}
+        empty = dict(_empty_places(target_structure, "")) if paths else {}
         for path in paths:
-            at = longest_prefix(path, empty)
-            hint = "" if at is None else f", which has {empty[at]} at {show_path(at)}"
+            head = longest_prefix(path, empty)
+            hint = "" if head is None else f", which has {empty[head]} at {show_path(head)}"
             yield Problem(path, f"is in the checkpoint but not in the target{hint}", self._strict_remedy)
 
     def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
@@ -418,13 +419,13 @@ def unrestorable_reason(value: object, *, is_container: bool) -> str:
 
 def _containers_of(paths: Iterable[str]) -> set[str]:
     """The paths of all containers of these leaves."""
-    above = set[str]()
+    containers = set[str]()
     for path in paths:
         for head in itertools.islice(path_prefixes(path), 1, None):
-            if head in above:
+            if head in containers:
                 break
-            above.add(head)
-    return above
+            containers.add(head)
+    return containers
 
 
 def _is_empty(structure: Structure, path: str) -> bool:

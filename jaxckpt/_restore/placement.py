@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -21,18 +20,11 @@ from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS, decode_value
 from jaxckpt._restore.batched_placement import place_rows
-from jaxckpt._restore.destinations import (
-    Destination,
-    Destinations,
-    GoalsByRow,
-    Way,
-    goal_ranges,
-    local_boxes,
-    wanted_dtype,
-)
+from jaxckpt._restore.destinations import Destination, Destinations, Way, local_boxes
 from jaxckpt._restore.read_loop import Buffers, host_value
 from jaxckpt._restore.read_plan import ReadStep, Run
 from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.wants import GoalsByRow, goal_ranges, wanted_dtype
 from jaxckpt.errors import ManifestError, show_path
 
 _GC_THRESHOLD = 100_000
@@ -43,16 +35,16 @@ _GC_THRESHOLD = 100_000
 def infrequent_gc() -> Generator[None]:
     """Run Python's garbage collector rarely in the block. It would repeatedly traverse all objects of the process while
     thousands of arrays are created. 20,000 leaves onto 8 devices take 1.3 s of CPU instead of 1.7."""
-    usual = gc.get_threshold()
-    if not 0 < usual[0] < _GC_THRESHOLD:  # the collector is off, or another thread is in this block
+    thresholds = gc.get_threshold()
+    if not 0 < thresholds[0] < _GC_THRESHOLD:  # the collector is off, or another thread is in this block
         yield
         return
     try:
-        gc.set_threshold(_GC_THRESHOLD, *usual[1:])
+        gc.set_threshold(_GC_THRESHOLD, *thresholds[1:])
         yield
     finally:
         if gc.get_threshold()[0] == _GC_THRESHOLD:
-            gc.set_threshold(*usual)
+            gc.set_threshold(*thresholds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +78,9 @@ class LeafBuilder:
     _stacks: Sequence[Stack]
     _by_stack: Mapping[int, GoalsByRow]
     _destinations: Destinations
-    _values: dict[int, Any]
+    values: dict[int, Any] = field(default_factory=dict[int, Any])
+    """The values that have been created, by leaf number."""
+
     _parts: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
     """By stack, row and box: an array for each device that needs it, if already read."""
 
@@ -127,13 +121,13 @@ class LeafBuilder:
                 self._keep_on_host(leaves, _split_rows(parts[0]))
             case Way.IN_BLOCKS:
                 devices = None if destination.is_whole else destination.shardings
-                placed = place_rows(parts, goal.sharding, devices, destination.block_rows)
-                self._join(leaves, placed)
-                return list(itertools.chain.from_iterable(placed))
+                arrays_by_row = place_rows(parts, goal.sharding, devices, destination.block_rows)
+                self._join(leaves, arrays_by_row)
+                return list(itertools.chain.from_iterable(arrays_by_row))
             case Way.BY_LEAF:
                 shape = self._stacks[leaves.stack].shape
-                by_leaf = zip(*map(_split_rows, parts), strict=True)
-                arrays = [_place_boxes(shape, goal.sharding, destination.boxes, views) for views in by_leaf]
+                views_by_leaf = zip(*map(_split_rows, parts), strict=True)
+                arrays = [_place_boxes(shape, goal.sharding, destination.boxes, views) for views in views_by_leaf]
                 self._finish(leaves, arrays)
                 return arrays
             case Way.TOGETHER:
@@ -147,32 +141,32 @@ class LeafBuilder:
 
     def _run(self, transfer: _Transfer) -> list[Any]:
         """Send the arrays of a transfer, and create its leaves. Returns the arrays on devices."""
-        placed = jax.device_put(transfer.hosts, transfer.shardings) if transfer.hosts else []
-        rest = iter(placed)
+        arrays = jax.device_put(transfer.hosts, transfer.shardings) if transfer.hosts else []
+        remaining = iter(arrays)
         for leaves in transfer.leaves:
             n_arrays = sum(map(len, leaves.destination.shardings))
-            self._join(leaves, [list(itertools.islice(rest, n_arrays)) for _ in leaves.numbers])
-        return placed
+            self._join(leaves, [list(itertools.islice(remaining, n_arrays)) for _ in leaves.numbers])
+        return arrays
 
     def _keep_on_host(self, leaves: _Leaves, rows: Sequence[Array]) -> None:
         kind = leaves.goal.kind
         if kind == "numpy":  # nothing to convert, which matters for 20,000 leaves
-            self._values.update(zip(leaves.numbers, rows, strict=True))
+            self.values.update(zip(leaves.numbers, rows, strict=True))
             return
         for leaf, row in zip(leaves.numbers, rows, strict=True):
-            self._values[leaf] = host_value(row, kind, self._manifest.leaves[leaf].path)
+            self.values[leaf] = host_value(row, kind, self._manifest.leaves[leaf].path)
 
     def _finish_streamed(self, leaves: _Leaves, boxes: Sequence[int]) -> None:
         """Create leaves whose boxes were gathered on the devices."""
         dtype = wanted_dtype(self._stacks[leaves.stack], leaves.goal)
-        keys = ([(leaves.stack, row, box) for box in boxes] for row in range(*leaves.rows))
-        self._join(leaves, [[_as_dtype(part, dtype) for key in some for part in self._parts.pop(key)] for some in keys])
+        keys = [[(leaves.stack, row, box) for box in boxes] for row in range(*leaves.rows)]
+        self._join(leaves, [[_as_dtype(part, dtype) for key in row for part in self._parts.pop(key)] for row in keys])
 
     def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
         """Copy a part of a large box to its devices, into the array that collects the parts there."""
         run, number = at
         box = step.runs[run].boxes[number]
-        touched: dict[Any, Any] = {}
+        receiving: dict[Any, Any] = {}
         for offset, row in enumerate(range(*part[0])):
             _, goal = self._by_stack[step.stack][row]
             destination = self._destinations.of(goal, step.stack)
@@ -182,23 +176,25 @@ class LeafBuilder:
             piece = _cast(data[offset], goal)
             key = (step.stack, row, number)
             if part[1:] == box:
-                placed = jax.device_put([piece] * len(devices), list(devices))
+                arrays = jax.device_put([piece] * len(devices), list(devices))
             else:
                 piece = piece.view(transfer_dtype(piece.dtype))
                 starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
-                wholes = self._parts.get(key) or [None] * len(devices)
-                placed = jax.device_put([piece] * len(devices), list(devices))
-                each = zip(wholes, placed, devices, strict=True)
-                placed = [_insert_part(whole, part, starts, extent(box), device) for whole, part, device in each]
-            touched[key] = self._parts[key] = placed
-        return touched
+                boxes = self._parts.get(key) or [None] * len(devices)
+                pieces = jax.device_put([piece] * len(devices), list(devices))
+                arrays = [
+                    _insert_part(whole, on_device, starts, extent(box), device)
+                    for whole, on_device, device in zip(boxes, pieces, devices, strict=True)
+                ]
+            receiving[key] = self._parts[key] = arrays
+        return receiving
 
     def create_unread_leaves(self) -> None:
         """Create the leaves for which nothing was read: those without elements, and those of other processes."""
         transfer = _Transfer()
         for stack, goals in self._by_stack.items():
             for row, (leaf, goal) in goals.items():
-                if leaf in self._values:
+                if leaf in self.values:
                     continue
                 leaves = _Leaves([leaf], (row, row + 1), stack, goal, self._destinations.of(goal, stack))
                 dtype = wanted_dtype(self._stacks[stack], goal)
@@ -217,16 +213,17 @@ class LeafBuilder:
         stack = self._stacks[leaves.stack]
         sharding: Any = leaves.goal.sharding
         # The dtype is needed if this process has no device of the sharding, and therefore no part.
-        join = functools.partial(
-            jax.make_array_from_single_device_arrays, stack.shape, sharding, dtype=wanted_dtype(stack, leaves.goal)
-        )
-        self._finish(leaves, [join(arrays) for arrays in parts])
+        dtype = wanted_dtype(stack, leaves.goal)
+        joined = [
+            jax.make_array_from_single_device_arrays(stack.shape, sharding, arrays, dtype=dtype) for arrays in parts
+        ]
+        self._finish(leaves, joined)
 
     def _finish(self, leaves: _Leaves, arrays: Sequence[Any]) -> None:
         """Create leaves from their arrays."""
         if leaves.goal.kind == "key":
             arrays = [self._as_key(leaf, array) for leaf, array in zip(leaves.numbers, arrays, strict=True)]
-        self._values.update(zip(leaves.numbers, arrays, strict=True))
+        self.values.update(zip(leaves.numbers, arrays, strict=True))
 
     def _as_key(self, leaf: int, array: Any) -> Any:
         record = self._manifest.leaves[leaf]
@@ -282,12 +279,12 @@ def _cast(view: Array, goal: Goal) -> Array:
 
 def value_in_manifest(record: LeafRecord, goal: Goal) -> Any:
     """The value of a leaf in the manifest."""
-    value, wanted = decode_value(record.kind, record.value or ""), KINDS[goal.kind]
-    if wanted.decode is not None:
-        return value if record.kind == goal.kind else wanted.type(value)
+    value, kind = decode_value(record.kind, record.value or ""), KINDS[goal.kind]
+    if kind.decode is not None:
+        return value if record.kind == goal.kind else kind.type(value)
     array = _cast(np.asarray(value), goal)
     if not goal.on_devices:
-        return wanted.from_array(array)
+        return kind.from_array(array)
     sharding: Any = goal.sharding
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)

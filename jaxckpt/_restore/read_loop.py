@@ -160,11 +160,11 @@ class PendingRead:
         self._doing = f"reading from {source.url}"
         self._pending: list[tuple[Box, Pending]] = []
 
-    def begin(self, array: ArrayReader, wanted: Sequence[tuple[Box, Array]]) -> None:
+    def begin(self, array: ArrayReader, targets: Sequence[tuple[Box, Array]]) -> None:
         """Start to read each box into an array. Raises DataError, StorageError."""
-        boxes = [box for box, _ in wanted]
+        boxes = [box for box, _ in targets]
         with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
-            pending = self._aside.run(self._doing, lambda: array.read(wanted))
+            pending = self._aside.run(self._doing, lambda: array.read(targets))
         self._pending = list(zip(boxes, pending, strict=True))
 
     def done(self) -> bool:
@@ -199,22 +199,22 @@ class MemoryPool:
     def __init__(self) -> None:
         self._free: list[Array] = []
 
-    def allocate(self, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
-        """A block of memory, reused if one of about the size is free, and arrays cut from it."""
-        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
+    def allocate(self, forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[Array, list[Array]]:
+        """A block of memory, reused if one of about the size is free, and arrays of these shapes and dtypes in it."""
+        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in forms]
         total = sum(sizes)
-        block = next((found for found in self._free if total <= found.nbytes <= 2 * total), None)
+        block = next((free for free in self._free if total <= free.nbytes <= 2 * total), None)
         if block is None:
             if total:
                 self._free.clear()  # so that idle blocks do not add to memory in use
             block = aligned_empty((total,), np.dtype(np.uint8))
         else:
-            self._free = [found for found in self._free if found is not block]
-        cut = [
+            self._free = [free for free in self._free if free is not block]
+        arrays = [
             block[stop - size : stop][: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-            for (shape, dtype), size, stop in zip(wanted, sizes, itertools.accumulate(sizes), strict=True)
+            for (shape, dtype), size, stop in zip(forms, sizes, itertools.accumulate(sizes), strict=True)
         ]
-        return block, cut
+        return block, arrays
 
     def take_back(self, block: Array) -> None:
         if block.nbytes:
@@ -250,35 +250,35 @@ class StepBuffers:
         self._budget = budget
         self._delivery = delivery
         self._n_reads_left = len(step.reads)
-        self._block, cut = memory.allocate(
-            [wanted for run in step.runs if run.is_transient for wanted in self._shapes(run)]
+        self._block, arrays = memory.allocate(
+            [form for run in step.runs if run.is_transient for form in self._forms(run)]
         )
-        rest = iter(cut)
+        transient = iter(arrays)
         self._buffers: Buffers = [
             []
             if run.streamed
-            else [next(rest) if run.is_transient else _allocate_array(*found) for found in self._shapes(run)]
+            else [next(transient) if run.is_transient else _allocate_array(*form) for form in self._forms(run)]
             for run in step.runs
         ]
 
-    def _shapes(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    def _forms(self, run: Run) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         dtype = self.dtype if run.dtype is None else run.dtype
         return [(extent(run.buffer_box(box)), dtype) for box in range(len(run.boxes))]
 
     def views(self, region: Region) -> Iterator[tuple[Box, Array]]:
         """The part of each buffer that a region serves."""
         for run, box in region.serves:
-            held = self.step.runs[run].buffer_box(box)
-            if (common := intersection(region.box, held)) is not None:
-                yield common, self._buffers[run][box][slices_within(common, held)]
+            filled = self.step.runs[run].buffer_box(box)
+            if (common := intersection(region.box, filled)) is not None:
+                yield common, self._buffers[run][box][slices_within(common, filled)]
 
     def scatter(self, region: Region, staged: Array) -> dict[Any, Any]:
         """Copy a staged region to its buffers. Returns the device arrays that will hold it."""
         sent: dict[Any, Any] = {}
         for at in region.serves:
             run, box = at
-            held = self.step.runs[run].buffer_box(box)
-            common = intersection(region.box, held)
+            filled = self.step.runs[run].buffer_box(box)
+            common = intersection(region.box, filled)
             if common is None:
                 continue
             data = staged[slices_within(common, region.box)]
@@ -286,7 +286,7 @@ class StepBuffers:
                 sent.update(self._delivery.stream(self.step, at, common, data))
             else:
                 target = self._buffers[run][box]
-                assign(target[slices_within(common, held)], data)
+                assign(target[slices_within(common, filled)], data)
         return sent
 
     def finish_read(self) -> bool:
@@ -318,9 +318,9 @@ class _ArrivingRead:
         memory, dtype = self._filling.memory, self._filling.dtype
         self._block, arrays = memory.allocate([(extent(region.box), dtype) for region in staged])
         self._staged = list(zip(staged, arrays, strict=True))
-        wanted = [(region.box, target) for region, target in self._staged]
-        wanted += itertools.chain.from_iterable(map(self._filling.views, direct))
-        self._pending.begin(array, wanted)
+        targets = [(region.box, target) for region, target in self._staged]
+        targets += itertools.chain.from_iterable(map(self._filling.views, direct))
+        self._pending.begin(array, targets)
 
     def done(self) -> bool:
         return self._pending.done()

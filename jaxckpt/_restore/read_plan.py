@@ -135,38 +135,38 @@ def plan_read(
     for want in wants:
         if want.boxes and any(volume(box) for box in want.boxes):
             by_stack.setdefault(want.stack, []).append(want)
-    most = max_read_bytes(host_bytes)
+    max_buffer_bytes = max_read_bytes(host_bytes)
     steps: list[ReadStep] = []
-    for number, found in sorted(by_stack.items()):
+    for number, stack_wants in sorted(by_stack.items()):
         stack = stacks[number]
-        found.sort(key=lambda want: want.rows)
-        groups = _grouped(stack, found, min(STEP_BYTES, most))
-        steps.extend(_step(number, stack, group, most, max_bytes or most) for group in groups)
+        stack_wants.sort(key=lambda want: want.rows)
+        groups = _grouped(stack, stack_wants, min(STEP_BYTES, max_buffer_bytes))
+        steps.extend(_step(number, stack, group, max_buffer_bytes, max_bytes or max_buffer_bytes) for group in groups)
     return steps
 
 
 def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iterator[list[WantedRows]]:
     """Groups of wants. A group has at most `step_bytes`, or is one row of chunks, which is never split."""
     group: list[WantedRows] = []
-    held = 0
+    group_bytes = 0
     chunk_rows = stack.chunk[0]
     for unit in _units(chunk_rows, wants):
-        size = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
-        (row, end), chunks_bytes = unit[0].rows, size
+        unit_bytes = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
+        (row, end), chunks_bytes = unit[0].rows, unit_bytes
         if end - row > chunk_rows:  # one want with many rows of chunks
-            chunks_bytes = size * chunk_rows // (end - row)
-        while size:
-            if group and held + chunks_bytes > step_bytes:
+            chunks_bytes = unit_bytes * chunk_rows // (end - row)
+        while unit_bytes:
+            if group and group_bytes + chunks_bytes > step_bytes:
                 yield group
-                group, held = [], 0
-            taken = min(size, max(1, (step_bytes - held) // chunks_bytes) * chunks_bytes)
-            if taken < size:
-                stop = row + taken // chunks_bytes * chunk_rows
+                group, group_bytes = [], 0
+            taken_bytes = min(unit_bytes, max(1, (step_bytes - group_bytes) // chunks_bytes) * chunks_bytes)
+            if taken_bytes < unit_bytes:
+                stop = row + taken_bytes // chunks_bytes * chunk_rows
                 group.append(replace(unit[0], rows=(row, stop)))
                 row = stop
             else:
                 group.extend([replace(unit[0], rows=(row, end)), *unit[1:]])
-            held, size = held + taken, size - taken
+            group_bytes, unit_bytes = group_bytes + taken_bytes, unit_bytes - taken_bytes
     if group:
         yield group
 
@@ -174,33 +174,33 @@ def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iter
 def _units(chunk_rows: int, wants: Sequence[WantedRows]) -> Iterator[list[WantedRows]]:
     """Each row of chunks that some want touches partly, with all wants in it; otherwise parts of one want that consist
     of whole rows of chunks."""
-    shared: list[WantedRows] = []
+    chunk_wants: list[WantedRows] = []
     for want in wants:
         row, end = want.rows
         while row < end:
             border = (row // chunk_rows + 1) * chunk_rows
-            if shared and shared[0].rows[0] // chunk_rows != row // chunk_rows:
-                yield shared
-                shared = []
+            if chunk_wants and chunk_wants[0].rows[0] // chunk_rows != row // chunk_rows:
+                yield chunk_wants
+                chunk_wants = []
             if row % chunk_rows or end < border:
                 stop = min(border, end)
-                shared.append(replace(want, rows=(row, stop)))
+                chunk_wants.append(replace(want, rows=(row, stop)))
             else:
                 stop = end // chunk_rows * chunk_rows
                 yield [replace(want, rows=(row, stop))]
             row = stop
-    if shared:
-        yield shared
+    if chunk_wants:
+        yield chunk_wants
 
 
-def _step(number: int, stack: Stack, wants: Sequence[WantedRows], buffer_bytes: int, max_bytes: int) -> ReadStep:
+def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_bytes: int, max_bytes: int) -> ReadStep:
     """The step for these wants of a stack. Adjacent equal wants become one run, and runs are cut into regions."""
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows
         if runs and runs[-1].rows[1] == begun and runs[-1].merge_key == (want.boxes, want.dtype, want.kept):
             begun = runs.pop().rows[0]
-        streamed = not want.kept and _bytes(stack, want) > buffer_bytes
+        streamed = not want.kept and _bytes(stack, want) > max_buffer_bytes
         runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
@@ -209,17 +209,17 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], buffer_bytes: 
         for box, served in cut_at_chunks(boxes, stack.chunk):
             regions.append(_region(runs, box, [targets[i] for i in served]))
     n_bytes = sum(volume(run.buffer_box(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
-    held = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
-    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held)
+    held_bytes = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
+    return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held_bytes)
 
 
-def _itemsize(stack: Stack, wanted: WantedRows | Run) -> int:
-    return stack.itemsize if wanted.dtype is None else wanted.dtype.itemsize
+def _itemsize(stack: Stack, rows: WantedRows | Run) -> int:
+    return stack.itemsize if rows.dtype is None else rows.dtype.itemsize
 
 
-def _bytes(stack: Stack, wanted: WantedRows | Run) -> int:
+def _bytes(stack: Stack, rows: WantedRows | Run) -> int:
     """Bytes of the boxes of one row, in the requested dtype."""
-    return sum(map(volume, wanted.boxes)) * _itemsize(stack, wanted)
+    return sum(map(volume, rows.boxes)) * _itemsize(stack, rows)
 
 
 def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) -> Region:
@@ -229,41 +229,44 @@ def _region(runs: Sequence[Run], box: Box, serves: Sequence[tuple[int, int]]) ->
 
 def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: int) -> Iterator[Read]:
     """The regions of a step: joined if they are small, otherwise cut at the borders of objects and chunks."""
-
-    def stored(box: Box) -> int:
-        chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk))
-        return chunks * math.prod(stack.chunk) * stack.itemsize
-
-    def read(group: Sequence[Region]) -> Read:
-        wanted = sum(volume(_common(runs, region, at)) for region in group for at in region.serves)
-        held = sum(stored(region.box) + _staged_bytes(stack, runs, region) for region in group)
-        return Read(tuple(group), wanted * stack.itemsize, held)
-
-    if sum(stored(region.box) for region in regions) <= max_bytes:
-        yield read(regions)
+    if sum(_stored_bytes(stack, region.box) for region in regions) <= max_bytes:
+        yield _read(stack, runs, regions)
         return
     # Data in one object is read together as far as it fits, because tensorstore merges it into few requests.
     by_object: dict[tuple[int, ...], list[Region]] = {}
+    grids = (stack.object, stack.chunk)
     for region in regions:
-        for box in cut_down(region.box, (stack.object, stack.chunk), lambda box: stored(box) <= max_bytes):
+        for box in cut_down(region.box, grids, lambda box: _stored_bytes(stack, box) <= max_bytes):
             part = _clipped(runs, region, box)
             if part is not None:
                 index = tuple(start // side for (start, _), side in zip(part.box, stack.object, strict=True))
                 by_object.setdefault(index, []).append(part)
     group: list[Region] = []
-    size = 0
+    group_bytes = 0
     for _, parts in sorted(by_object.items()):
-        sizes = [stored(part.box) for part in parts]
-        if group and size + sum(sizes) > max_bytes:
-            yield read(group)
-            group, size = [], 0
-        for part, part_size in zip(parts, sizes, strict=True):
-            if group and size + part_size > max_bytes:
-                yield read(group)
-                group, size = [], 0
+        sizes = [_stored_bytes(stack, part.box) for part in parts]
+        if group and group_bytes + sum(sizes) > max_bytes:
+            yield _read(stack, runs, group)
+            group, group_bytes = [], 0
+        for part, size in zip(parts, sizes, strict=True):
+            if group and group_bytes + size > max_bytes:
+                yield _read(stack, runs, group)
+                group, group_bytes = [], 0
             group.append(part)
-            size += part_size
-    yield read(group)
+            group_bytes += size
+    yield _read(stack, runs, group)
+
+
+def _read(stack: Stack, runs: Sequence[Run], regions: Sequence[Region]) -> Read:
+    n_elements = sum(volume(_common(runs, region, at)) for region in regions for at in region.serves)
+    held_bytes = sum(_stored_bytes(stack, region.box) + _staged_bytes(stack, runs, region) for region in regions)
+    return Read(tuple(regions), n_elements * stack.itemsize, held_bytes)
+
+
+def _stored_bytes(stack: Stack, box: Box) -> int:
+    """Bytes of the chunks that a box touches."""
+    chunks = math.prod(b - a for a, b in touched_cells(box, stack.chunk))
+    return chunks * math.prod(stack.chunk) * stack.itemsize
 
 
 def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
@@ -275,7 +278,7 @@ def _common(runs: Sequence[Run], region: Region, at: tuple[int, int]) -> Box:
 
 def _clipped(runs: Sequence[Run], region: Region, box: Box) -> Region | None:
     """The part of a region in `box`; None if nothing of it is needed."""
-    boxes = {at: found for at in region.serves if (found := intersection(box, runs[at[0]].buffer_box(at[1])))}
+    boxes = {at: common for at in region.serves if (common := intersection(box, runs[at[0]].buffer_box(at[1])))}
     return _region(runs, hull(boxes.values()), list(boxes)) if boxes else None
 
 
@@ -336,26 +339,26 @@ class ReadCost:
 def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: int) -> ReadCost:
     """The cost of `steps` if `host_bytes` may be in flight."""
     total = ReadCost()
-    least = together = 0
+    least_bytes = all_bytes = 0
     for step in steps:
         stack = stacks[step.stack]
-        read = requests = 0
+        read_bytes = requests = 0
         for obj, parts in itertools.chain.from_iterable(_parts_by_object(stack, read) for read in step.reads):
             is_whole = sum(map(volume, parts)) == volume(obj)
             chunks = sum(math.prod(b - a for a, b in touched_cells(part, stack.chunk)) for part in parts)
-            read += chunks * stack.chunk_stored_bytes + stack.index_bytes
+            read_bytes += chunks * stack.chunk_stored_bytes + stack.index_bytes
             requests += 1 if is_whole else 1 + chunks
-        total += ReadCost(step.n_bytes, read, requests=requests)
-        sizes = [found.held_bytes for found in step.reads]
-        least = max(least, step.held_bytes + max(sizes))  # at least one read is in flight
-        together += step.held_bytes + sum(sizes)
-    return replace(total, peak_host_bytes=max(least, min(host_bytes, together)))
+        total += ReadCost(step.n_bytes, read_bytes, requests=requests)
+        sizes = [read.held_bytes for read in step.reads]
+        least_bytes = max(least_bytes, step.held_bytes + max(sizes))  # at least one read is in flight
+        all_bytes += step.held_bytes + sum(sizes)
+    return replace(total, peak_host_bytes=max(least_bytes, min(host_bytes, all_bytes)))
 
 
 def _parts_by_object(stack: Stack, read: Read) -> Iterable[tuple[Box, list[Box]]]:
     """(an object's box, the parts of it that a read needs) for each object. A read gets the index of an object once."""
-    found: dict[Box, list[Box]] = {}
+    parts_by_object: dict[Box, list[Box]] = {}
     for box in read.boxes:
         for part, obj in objects_of(stack, box):
-            found.setdefault(obj, []).append(part)
-    return found.items()
+            parts_by_object.setdefault(obj, []).append(part)
+    return parts_by_object.items()

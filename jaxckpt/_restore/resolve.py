@@ -27,15 +27,15 @@ from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Select, parse_select
+from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
+from jaxckpt._restore.assembly import Assembly
 from jaxckpt._restore.match import (
-    Build,
     LeafRequests,
     Match,
     RestoreRequest,
     Uncommitted,
-    build_selected,
     given_casts,
     is_array_like,
     match_paths,
@@ -71,21 +71,29 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The goal of each leaf of a checkpoint, and how the tree is built from the leaves."""
+    """The goal of each leaf of a checkpoint, and how the tree is assembled from the leaves."""
 
     goals: Mapping[int, Goal]
     """Goals by leaf number in the checkpoint."""
 
-    build: Build
-
-    to_initialize: Sequence[int] = ()
-    """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
-
-    objects: Sequence[TargetObject] = ()
-    """Objects of the target that receive their state after everything has been read."""
+    assembly: Assembly
 
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
     """The problem of each leaf, by number, that exists if its cast changes any of its values."""
+
+    @property
+    def to_initialize(self) -> Sequence[int]:
+        """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
+        return self.assembly.to_initialize
+
+    @property
+    def objects(self) -> Sequence[TargetObject]:
+        """Objects of the target that receive their state after everything has been read."""
+        return self.assembly.objects
+
+    def build(self, values: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
+        """The tree, from the leaves' values by leaf number, and from the leaves of `RestoreRequest.initial`."""
+        return self.assembly.assemble(values, initial)
 
 
 @functools.cache
@@ -98,7 +106,7 @@ def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
     """The goals for the saved tree, or its selected leaves, without devices."""
     numbers = selected_numbers(manifest, None if select is None else parse_select(select))
     goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
-    return Resolved(goals, build_selected(manifest.tree, manifest, numbers))
+    return Resolved(goals, Assembly.of_saved(manifest, manifest.tree, numbers))
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
@@ -114,17 +122,19 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     casts, losses = given_casts(manifest, match, request, policies)
     groups = _group(manifest, match.requests, specs, casts, policies)
     checked, mismatches = _check(groups)
-    placed, misfits, unavailable = _assign_shardings(request, groups, checked, options)
+    laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
     numbers = match.requests.numbers
-    goals = {numbers[i]: goal for group, goal in zip(groups, placed, strict=True) if goal for i in group.indices}
+    goals = {
+        numbers[index]: goal for group, goal in zip(groups, laid_out, strict=True) if goal for index in group.indices
+    }
     unproven = {
         numbers[index]: problem
-        for group, goal in zip(groups, placed, strict=True)
+        for group, goal in zip(groups, laid_out, strict=True)
         if goal and (reason := _doubt(group, goal))
         for index, problem in zip(group.indices, group.problems(reason), strict=True)
     }
-    return Resolved(goals, match.build, match.to_initialize, match.objects, unproven)
+    return Resolved(goals, match.assembly, unproven)
 
 
 def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:
@@ -192,13 +202,13 @@ class _Group:
     """What `Options.cast` allows for them."""
 
     @property
-    def wanted(self) -> Any:
+    def requested(self) -> Any:
         """The leaf of the target; None if the leaves are restored as they were saved."""
         return self.requests.values[self.indices[0]]
 
     @property
     def paths(self) -> list[str]:
-        return [self.requests.paths[place] for place in self.indices]
+        return [self.requests.paths[index] for index in self.indices]
 
     def problems(self, reason: _Reason) -> Iterator[Problem]:
         """The same problem for each leaf."""
@@ -223,34 +233,39 @@ def _group(
 ) -> list[_Group]:
     """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
     leaves = manifest.leaves
-    groups: dict[Hashable, list[int]] = {}
-    for place, (path, number, wanted) in enumerate(zip(requests.paths, requests.numbers, requests.values, strict=True)):
+    indices_by_form: dict[Hashable, list[int]] = {}
+    asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
+    for index, (path, number, requested) in enumerate(asked):
         record = leaves[number]
         spec = specs.get(path) if specs else None
         dtype = casts.get(path) if casts else None
         form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype, policies[path])
-        if wanted is not None:
-            tell = _attributes(type(wanted))
-            form = path if tell is None or record.value is not None else (form, type(wanted), tell(wanted))
-        group = groups.get(form)
-        if group is None:
-            groups[form] = [place]
+        if requested is not None:
+            attributes = _attributes(type(requested))
+            if attributes is None or record.value is not None:  # the goal depends on the value
+                form = path
+            else:
+                form = (form, type(requested), attributes(requested))
+        indices = indices_by_form.get(form)
+        if indices is None:
+            indices_by_form[form] = [index]
         else:
-            group.append(place)
-    firsts = ((places, requests.paths[places[0]], leaves[requests.numbers[places[0]]]) for places in groups.values())
-    return [
-        _Group(requests, places, TypedLeaf(manifest, leaf), specs.get(path), casts.get(path), policies[path])
-        for places, path, leaf in firsts
-    ]
+            indices.append(index)
+    groups: list[_Group] = []
+    for indices in indices_by_form.values():
+        path, leaf = requests.paths[indices[0]], TypedLeaf(manifest, leaves[requests.numbers[indices[0]]])
+        groups.append(_Group(requests, indices, leaf, specs.get(path), casts.get(path), policies[path]))
+    return groups
 
 
 @functools.cache
 def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
-    """The attributes of a target's leaf that determine the goal of a saved array, by type; None for a value."""
+    """A function that returns the attributes of a target's leaf that determine the goal of a saved array, by type; None
+    for a value."""
     if not is_array_like(kind):
         return None
     if issubclass(kind, (Sharding, Format)):
-        return lambda wanted: wanted
+        return lambda requested: requested
     names = ["shape", "dtype"]
     if issubclass(kind, jax.ShapeDtypeStruct):
         names += ["sharding", "weak_type", *(["_dll"] if hasattr(kind, "_dll") else [])]
@@ -264,7 +279,7 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 
 def _check(groups: Sequence[_Group]) -> tuple[list[Goal | None], list[Problem]]:
     """The goal of each group, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    goals = [_goal(group.leaf, group.wanted, group.policy, group.dtype) for group in groups]
+    goals = [_goal(group.leaf, group.requested, group.policy, group.dtype) for group in groups]
     problems = [
         problem
         for group, goal in zip(groups, goals, strict=True)
@@ -274,34 +289,34 @@ def _check(groups: Sequence[_Group]) -> tuple[list[Goal | None], list[Problem]]:
     return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
 
 
-def _goal(leaf: TypedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
+def _goal(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
     """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
-    if isinstance(wanted, Tracer):
+    if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
         return _Reason(
             f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
             " program; leave it out with select=, or read its raw data with load_numpy"
         )
-    if wanted is None or isinstance(wanted, (Sharding, Format)):
-        if isinstance(wanted, Format) and wanted.sharding is None:
+    if requested is None or isinstance(requested, (Sharding, Format)):
+        if isinstance(requested, Format) and requested.sharding is None:
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
-        if is_value or (wanted is None and not leaf.on_devices):
+        if is_value or (requested is None and not leaf.on_devices):
             return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
-        return _ordered(leaf, wanted, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, policy))
-    if isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
-        cast = _cast_dtype(leaf, wanted, policy, dtype)
+        return _ordered(leaf, requested, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, policy))
+    if isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        cast = _cast_dtype(leaf, requested, policy, dtype)
         if isinstance(cast, _Reason):
             return cast
-        if isinstance(wanted, (np.ndarray, np.generic)):
-            return Goal("numpy" if isinstance(wanted, np.ndarray) else "numpy_scalar", cast)
+        if isinstance(requested, (np.ndarray, np.generic)):
+            return Goal("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
-        weak = dtype is None and getattr(wanted, "weak_type", False)
-        return _ordered(leaf, wanted, _device_goal(leaf, cast, weak, policy))
-    if type(wanted) in PYTHON_KINDS:
-        return _python_goal(leaf, PYTHON_KINDS[type(wanted)])
-    return _Reason(unrestorable_reason(wanted, is_container=False))
+        weak = dtype is None and getattr(requested, "weak_type", False)
+        return _ordered(leaf, requested, _device_goal(leaf, cast, weak, policy))
+    if type(requested) in PYTHON_KINDS:
+        return _python_goal(leaf, PYTHON_KINDS[type(requested)])
+    return _Reason(unrestorable_reason(requested, is_container=False))
 
 
 def _is_known(impl: str) -> bool:
@@ -315,104 +330,108 @@ def _device_goal(leaf: TypedLeaf, cast: _Dtype | None, weak: bool, policy: str) 
     """The goal of an array on devices, with a dtype that JAX supports in its current configuration."""
     if leaf.kind == "key":
         return Goal("key")
-    wanted = leaf.dtype if cast is None else cast
-    made = np.dtype(jax.dtypes.canonicalize_dtype(wanted))  # pyright: ignore[reportUnknownMemberType]
-    if made == wanted:
+    dtype = leaf.dtype if cast is None else cast
+    supported = np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
+    if supported == dtype:
         return Goal("jax", cast, weak=weak)
     if policy == "safe":
         return _Reason(
-            f"would be {wanted}, which JAX converts to {made} while jax_enable_x64 is off: a lossy cast",
+            f"would be {dtype}, which JAX converts to {supported} while jax_enable_x64 is off: a lossy cast",
             'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
             ' Options(cast="unsafe") restores 32 bits',
         )
-    return Goal("jax", made, weak=weak)
+    return Goal("jax", supported, weak=weak)
 
 
 _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
 
 
-def _cast_dtype(leaf: TypedLeaf, wanted: Any, policy: str, dtype: _Dtype | None) -> _Dtype | _Reason | None:
+def _cast_dtype(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> _Dtype | _Reason | None:
     """The dtype to cast to for an array in a target; None for the stored dtype. `dtype` overrides the target's."""
-    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-    if not is_key and dtype_name(np.dtype(wanted.dtype)) not in DTYPES:
-        return _Reason(f"is an array of dtype {wanted.dtype} in the target, which no checkpoint can contain")
+    is_key = jnp.issubdtype(requested.dtype, jax.dtypes.prng_key)
+    if not is_key and dtype_name(np.dtype(requested.dtype)) not in DTYPES:
+        return _Reason(f"is an array of dtype {requested.dtype} in the target, which no checkpoint can contain")
     if leaf.kind in ("str", "bytes") or (is_key and not leaf.is_array):
         return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
-    differs = f"has dtype {leaf.dtype} in the checkpoint, {wanted.dtype} in the target"
+    differs = f"has dtype {leaf.dtype} in the checkpoint, {requested.dtype} in the target"
     if is_key != (leaf.kind == "key"):
         way = (
             "a key, and use jax.random.key_data" if leaf.kind == "key" else "an array, and use jax.random.wrap_key_data"
         )
         return _Reason(f"{differs}; PRNG keys do not cast: restore it as {way}")
-    if leaf.shape != tuple(wanted.shape):
-        return _Reason(f"has shape {leaf.shape} in the checkpoint, {tuple(wanted.shape)} in the target", _OTHER_SHAPE)
+    if leaf.shape != tuple(requested.shape):
+        return _Reason(
+            f"has shape {leaf.shape} in the checkpoint, {tuple(requested.shape)} in the target", _OTHER_SHAPE
+        )
     if not leaf.is_array:
-        return _cast_number(leaf, np.dtype(wanted.dtype), policy)
+        return _cast_number(leaf, np.dtype(requested.dtype), policy)
     if dtype is not None:  # checked when it was given
         return None if leaf.dtype == dtype else dtype
-    if leaf.dtype == wanted.dtype:
+    if leaf.dtype == requested.dtype:
         return None
     if is_key:
         return _Reason(f"{differs}; PRNG keys do not cast")
-    if judge_cast(leaf.dtype, np.dtype(wanted.dtype), policy, leaf.shape) is Verdict.REFUSED:
+    if judge_cast(leaf.dtype, np.dtype(requested.dtype), policy, leaf.shape) is Verdict.REFUSED:
         return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
-    return np.dtype(wanted.dtype)
+    return np.dtype(requested.dtype)
 
 
 def _doubt(group: _Group, goal: Goal) -> _Reason | None:
     """What is wrong with the goal of a group if its cast changes values; None if the cast is made in any case."""
-    leaf, wanted = group.leaf, goal.cast
-    if wanted is None or not leaf.is_array or leaf.kind == "key":
+    leaf, cast = group.leaf, goal.cast
+    if cast is None or not leaf.is_array or leaf.kind == "key":
         return None
     may_round = group.dtype is not None
-    if judge_cast(leaf.dtype, wanted, group.policy, leaf.shape, may_round=may_round) is not Verdict.DEPENDS_ON_VALUES:
+    if judge_cast(leaf.dtype, cast, group.policy, leaf.shape, may_round=may_round) is not Verdict.DEPENDS_ON_VALUES:
         return None
-    differs = f", but dtype= gives {wanted}" if may_round else f" in the checkpoint, {wanted} in the target"
+    differs = f", but dtype= gives {cast}" if may_round else f" in the checkpoint, {cast} in the target"
     return _Reason(f"has dtype {leaf.dtype}{differs}: a lossy cast", ALLOW_LOSS)
 
 
 def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reason:
     """The dtype for a Python number: any dtype that holds its value, and for a float any float dtype, as for JAX's weak
     types. Otherwise the reason against it."""
-    value, made, fits = leaf.value, None, False
+    value, cast_value, fits = leaf.value, None, False
     with contextlib.suppress(TypeError, ValueError, OverflowError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reported as a problem below instead of a NumPy warning
-        made = np.asarray(value).astype(dtype).item()
+        cast_value = np.asarray(value).astype(dtype).item()
         weak = isinstance(value, float) and jnp.issubdtype(dtype, jnp.inexact)
-        is_same = made == value and (value != 0 or np.signbit(made) == np.signbit(value))
-        fits = is_same or (weak and np.isfinite(made) == np.isfinite(value) and np.isnan(made) == np.isnan(value))
-    if made is not None and (fits or policy == "unsafe"):
+        is_same = cast_value == value and (value != 0 or np.signbit(cast_value) == np.signbit(value))
+        fits = is_same or (
+            weak and np.isfinite(cast_value) == np.isfinite(value) and np.isnan(cast_value) == np.isnan(value)
+        )
+    if cast_value is not None and (fits or policy == "unsafe"):
         return dtype
     shown = (leaf.record.value or "")[:40]
     differs = f"is {leaf.kind} {shown} in the checkpoint, {dtype} in the target"
-    if made is None:
+    if cast_value is None:
         return _Reason(f"{differs}: the value cannot be cast")
     return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
 
 
-def _python_goal(leaf: TypedLeaf, wanted: str) -> Goal | _Reason:
+def _python_goal(leaf: TypedLeaf, kind: str) -> Goal | _Reason:
     """A Python value of a kind, from a saved value or from an array of one number."""
     saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
-    if saved == wanted:
-        return Goal(wanted)
-    if wanted in NUMBER_KINDS:
-        convert = KINDS[wanted].type
-        if saved in NUMBER_KINDS and NUMBER_KINDS.index(saved) < NUMBER_KINDS.index(wanted):
+    if saved == kind:
+        return Goal(kind)
+    if kind in NUMBER_KINDS:
+        convert = KINDS[kind].type
+        if saved in NUMBER_KINDS and NUMBER_KINDS.index(saved) < NUMBER_KINDS.index(kind):
             value = leaf.value
             with contextlib.suppress(OverflowError):
                 if convert(value) == value or value != value:
-                    return Goal(wanted)
+                    return Goal(kind)
         if saved is None and leaf.kind != "key" and leaf.shape == () and is_lossless(leaf.dtype, np.dtype(convert)):
-            return Goal(wanted)
-    found = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
-    return _Reason(f"is {found} in the checkpoint, {wanted} in the target")
+            return Goal(kind)
+    saved_as = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
+    return _Reason(f"is {saved_as} in the checkpoint, {kind} in the target")
 
 
-def _ordered(leaf: TypedLeaf, wanted: Any, goal: Goal | _Reason) -> Goal | _Reason:
+def _ordered(leaf: TypedLeaf, requested: Any, goal: Goal | _Reason) -> Goal | _Reason:
     """The goal, unless the target requests a non-default order in device memory, which restore does not support."""
     if isinstance(goal, _Reason):
         return goal
-    problem = order_problem(wanted, goal.cast or leaf.dtype, leaf.shape)
+    problem = order_problem(requested, goal.cast or leaf.dtype, leaf.shape)
     return _Reason(problem) if problem else goal
 
 
@@ -426,24 +445,24 @@ def _assign_shardings(
 
     The problems are leaves that do not fit their specs, and leaves whose saved devices do not exist here.
     """
-    shardings: dict[int, Sharding | PlannedSharding | None] = {}
+    shardings: dict[int, Sharding | PlannedSharding | None] = {}  # by the index of the group
     misfits: list[Problem] = []
     unavailable: list[Problem] = []
     by_mesh: dict[int, _Group] = {}
-    saved: dict[int, Sharding | LayoutError | None] = {}
+    saved_shardings: dict[int, Sharding | LayoutError | None] = {}
     for index, (group, goal) in enumerate(zip(groups, goals, strict=True)):
         if goal is None or not goal.on_devices:
             continue
-        leaf, sharding = group.leaf, _given_sharding(group.wanted)
+        leaf, sharding = group.leaf, _given_sharding(group.requested)
         if sharding is not None:
             sharding = _fit_sharding(sharding, leaf.shape, request, options)
         elif request.mesh is not None:
             by_mesh[index] = group
-        elif not _is_uncommitted(group.wanted) and leaf.record.layout is not None:
+        elif not _is_uncommitted(group.requested) and leaf.record.layout is not None:
             layout = leaf.record.layout
-            if layout not in saved:
-                saved[layout] = _try_saved_sharding(leaf.manifest, layout)
-            sharding = saved[layout]
+            if layout not in saved_shardings:
+                saved_shardings[layout] = _try_saved_sharding(leaf.manifest, layout)
+            sharding = saved_shardings[layout]
         if isinstance(sharding, LayoutError):
             unavailable.extend(group.problems(_Reason(f"was saved as {leaf.layout}, which {sharding}")))
         elif isinstance(sharding, _Reason):
@@ -452,8 +471,10 @@ def _assign_shardings(
             shardings[index] = sharding
     if request.mesh is not None and by_mesh:
         axes = mesh_axes(request.mesh)
-        alike = [LeafGroup(group.paths, group.leaf.shape, group.leaf.spec, group.spec) for group in by_mesh.values()]
-        specs, problems = assign_specs(axes, alike, options)
+        leaf_groups = [
+            LeafGroup(group.paths, group.leaf.shape, group.leaf.spec, group.spec) for group in by_mesh.values()
+        ]
+        specs, problems = assign_specs(axes, leaf_groups, options)
         misfits.extend(problems)
         for (index, group), spec in zip(by_mesh.items(), [] if problems else specs, strict=not problems):
             sharding = _on_mesh(request, axes, spec, group.leaf.memory)
@@ -461,8 +482,8 @@ def _assign_shardings(
                 misfits.extend(group.problems(sharding))
             else:
                 shardings[index] = sharding
-    placed = [goal and replace(goal, sharding=shardings.get(index)) for index, goal in enumerate(goals)]
-    return placed, misfits, unavailable
+    laid_out = [goal and replace(goal, sharding=shardings.get(index)) for index, goal in enumerate(goals)]
+    return laid_out, misfits, unavailable
 
 
 def _try_saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError | None:
@@ -472,16 +493,16 @@ def _try_saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutErr
         return error
 
 
-def _is_uncommitted(wanted: Any) -> bool:
+def _is_uncommitted(requested: Any) -> bool:
     """Whether a leaf of a target requests no particular device."""
-    return isinstance(wanted, Uncommitted) or (isinstance(wanted, jax.Array) and not wanted.committed)
+    return isinstance(requested, Uncommitted) or (isinstance(requested, jax.Array) and not requested.committed)
 
 
-def _given_sharding(wanted: Any) -> Sharding | None:
+def _given_sharding(requested: Any) -> Sharding | None:
     """The sharding that a leaf of a target requests."""
-    if wanted is None or isinstance(wanted, Sharding):
-        return wanted
-    return None if _is_uncommitted(wanted) else wanted.sharding
+    if requested is None or isinstance(requested, Sharding):
+        return requested
+    return None if _is_uncommitted(requested) else requested.sharding
 
 
 def _on_mesh(

@@ -369,6 +369,46 @@ def test_a_plan_predicts_what_the_restore_reads(
     assert narrow.needed_bytes == needed
 
 
+@pytest.fixture
+def mixture(tmp_path: Path, mesh: Mesh) -> Path:
+    """Leaves that are read in different ways: whole, piece by piece, on the host, and twice because two share data."""
+    random = np.random.default_rng(0)
+    large = jax.device_put(random.random((512, 1024), np.float32), NamedSharding(mesh, P("data", "model")))
+    small = [jax.device_put(random.random((64, 64), np.float32), NamedSharding(mesh, P("data"))) for _ in range(20)]
+    tree = {"small": small, "large": large, "tied": large, "step": jnp.arange(4), "host": np.arange(1000), "name": "a"}
+    jaxckpt.save(tmp_path / "c", tree, options=jaxckpt.Options(chunk_bytes=64 << 10, sync=False))
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    {
+        "as saved": lambda mesh: {},
+        "replicated": lambda mesh: {"mesh": mesh, "specs": P()},
+        "columns": lambda mesh: {"mesh": mesh, "specs": lambda path, leaf: P(*[None] * (len(leaf.shape) - 1), "model")},
+        "some leaves": lambda mesh: {"select": ["small/1*", "host"]},
+        # Whether these values fit a narrower dtype is checked first, so they are read twice.
+        "a cast": lambda mesh: {"select": "step", "target": {"step": jax.ShapeDtypeStruct((4,), jnp.int8)}},
+    }.items(),
+    ids=lambda named: named[0],
+)
+def test_a_plan_counts_exactly_the_bytes_of_the_restore(
+    request_of: tuple[str, Callable[[Mesh], dict[str, Any]]], mixture: Path, mesh: Mesh, bytes_read: Callable[[], int]
+) -> None:
+    arguments = request_of[1](mesh)
+    before = bytes_read()
+    jaxckpt.restore(mixture, **arguments)
+    read = bytes_read() - before
+    assert jaxckpt.open(mixture).plan(**arguments).read_bytes == read > 0
+
+
+def test_a_plan_of_small_leaves_costs_the_same_on_any_layout(mixture: Path, mesh: Mesh) -> None:
+    """The restore reads them whole, and JAX cuts them."""
+    checkpoint = jaxckpt.open(mixture)
+    plans = [checkpoint.plan(select="small", mesh=mesh, specs=specs) for specs in (P(), P("data"), P("model", "data"))]
+    assert plans[0].processes[0].cost == plans[1].processes[0].cost == plans[2].processes[0].cost
+
+
 def test_a_plan_for_a_target_uses_its_shardings(weights: tuple[Path, dict[str, Any]], mesh: Mesh) -> None:
     path, tree = weights
     checkpoint = jaxckpt.open(path)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._restore import destinations as _destinations
+from jaxckpt._restore import wants as _wants
 
 # By default, glibc may keep freed blocks of up to 32 MiB. With this setting it returns them, so they do not count.
 M_MMAP_THRESHOLD = -3
@@ -22,7 +22,7 @@ assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 path, case, host_bytes, passing, shapes = json.loads(sys.argv[1])
 options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")
 if passing:
-    _destinations.can_keep_buffers = lambda goal: not goal.on_devices
+    _wants.can_keep_buffers = lambda goal: not goal.on_devices
 
 
 def mesh(*sizes):

@@ -7,13 +7,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._devices import device_to_host
-from jaxckpt._restore import batched_placement, destinations, placement
+from jaxckpt._restore import batched_placement, placement, wants
 from jaxckpt._save import staging
 
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
 batched_placement.has_own_memory = lambda sharding: True
-destinations.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
+wants.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
 
 calls: list[str] = []
 stacked, place_rows = staging._stage_stacked, placement.place_rows

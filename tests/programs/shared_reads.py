@@ -20,11 +20,11 @@ from joined import args, process_id
 import jaxckpt
 from jaxckpt._devices import interconnect
 from jaxckpt._inspect import restore_plan
-from jaxckpt._restore import destinations, fetch, shared_exchange
+from jaxckpt._restore import fetch, shared_exchange, wants
 
 jax.config.update("jax_enable_x64", True)
 if args["accelerators"]:  # simulate a TPU slice: devices with their own memory and links
-    destinations.can_keep_buffers = lambda goal: not goal.on_devices
+    wants.can_keep_buffers = lambda goal: not goal.on_devices
     interconnect.n_sending_devices = len
     shared_exchange.needs_whole_job = fetch.needs_whole_job = restore_plan.needs_whole_job = lambda: True
 host = jaxckpt.load_numpy(args["path"])

@@ -16,7 +16,7 @@ from strategies import bits
 import jaxckpt
 from jaxckpt._devices import device_to_host
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._restore import batched_placement, destinations, placement
+from jaxckpt._restore import batched_placement, placement, wants
 from jaxckpt._save import staging
 
 LEAVES = 150
@@ -45,7 +45,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
     monkeypatch.setattr(device_to_host, "start_copies", counted_to_host)
     monkeypatch.setattr(batched_placement, "has_own_memory", lambda sharding: True)
-    monkeypatch.setattr(destinations, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(wants, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
     monkeypatch.setattr(placement, "place_rows", counted_place_rows)
     return counts
 

@@ -1,0 +1,273 @@
+"""What each process reads of the requested leaves. A restore carries it out, and a dry run adds up what it costs.
+
+goals ─▶ ranges of rows that are read alike, with the boxes for each process ─▶ reads of a process, alone and shared
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxckpt._devices.shardings import (
+    Placement,
+    PlannedSharding,
+    addressable_boxes,
+    memory_kind,
+    placement,
+    process_layout,
+)
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box, Layout, volume, whole_box
+from jaxckpt._model.records import Manifest
+from jaxckpt._model.stacks import Stack
+from jaxckpt._options import Options
+from jaxckpt._restore.batched_placement import rows_per_block
+from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
+from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.shared_reads import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
+
+WHOLE_BYTES = 256 << 10
+"""Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
+so that nothing is copied; for leaves of 64 KiB this takes more CPU time."""
+
+GoalsByRow = Mapping[int, tuple[int, Goal]]
+"""(leaf number, its goal) of rows of a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBoxes:
+    """How leaves with one goal are read."""
+
+    by_process: Mapping[int, tuple[Box, ...]]
+    """The boxes of a leaf that each process reads, each box once. Processes that need nothing of the leaf are absent,
+    and so are processes for which the boxes are not asked."""
+
+    are_whole: bool
+    """Whether each of these processes reads the whole leaf, and creates its array from that."""
+
+    kept: bool
+    """Whether the read buffers become the arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRange:
+    """Consecutive rows of a stack whose leaves have the same goal."""
+
+    stack: int
+    rows: tuple[int, int]
+    goal: Goal
+    boxes: LeafBoxes
+
+    def rows_for(self, process: int) -> WantedRows:
+        """What a process needs of these rows."""
+        boxes = self.boxes.by_process.get(process, ())
+        return WantedRows(self.stack, self.rows, boxes, self.goal.cast, self.boxes.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What some processes of a job need of leaves that do not share rows."""
+
+    stacks: Sequence[Stack]
+
+    by_stack: Mapping[int, GoalsByRow]
+    """The leaves that are stored in each stack."""
+
+    ranges: Sequence[WantedRange]
+
+    layouts: Sequence[Layout] | None
+    """For each range, the cells of its leaves, and the processes that need each. None if no process reads for
+    others."""
+
+    def layouts_for(self, process: int) -> list[tuple[WantedRows, Layout]]:
+        """What a process needs of each range, and which processes need what of it."""
+        assert self.layouts is not None
+        rows = [wanted_range.rows_for(process) for wanted_range in self.ranges]
+        return list(zip(rows, self.layouts, strict=True))
+
+
+def plan_wants(
+    manifest: Manifest, goals: Mapping[int, Goal], options: Options, processes: Sequence[int], job: Sequence[int]
+) -> Wants:
+    """What these processes of a job need for the goals, whose leaves do not share rows.
+
+    `processes` is this process alone, or all of the job.
+    """
+    stacks = manifest.decoded_stacks
+    by_stack: dict[int, dict[int, tuple[int, Goal]]] = {}
+    for number, goal in goals.items():
+        record = manifest.leaves[number]
+        if record.stack is not None and record.row is not None:
+            by_stack.setdefault(record.stack, {})[record.row] = number, goal
+    boxes_by_goal: dict[tuple[Any, ...], LeafBoxes] = {}
+    ranges: list[WantedRange] = []
+    for stack, leaves in by_stack.items():
+        for rows, goal in goal_ranges(leaves):
+            key = (stack, goal.sharding, goal.on_devices, goal.cast)
+            if key not in boxes_by_goal:
+                boxes_by_goal[key] = _leaf_boxes(goal, stacks[stack], len(leaves), options, processes)
+            ranges.append(WantedRange(stack, rows, goal, boxes_by_goal[key]))
+    layouts = None
+    if options.read == "shared" and len(job) > 1:
+        layouts = [goal_layout(wanted_range.goal, stacks[wanted_range.stack].shape, job) for wanted_range in ranges]
+    return Wants(stacks, by_stack, ranges, layouts)
+
+
+def split_tied_goals(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
+    """The goals in rounds, so that no two leaves of a round share a row. Separate arrays are read separately."""
+    ties = manifest.ties
+    if not ties:
+        return [goals]
+    by_round: list[dict[int, Goal]] = []
+    turns = collections.Counter[int]()
+    for number, goal in goals.items():
+        first = ties.get(number, number)
+        if turns[first] == len(by_round):
+            by_round.append({})
+        by_round[turns[first]][number] = goal
+        turns[first] += 1
+    return [*by_round]
+
+
+def goal_ranges(goals: GoalsByRow) -> Iterator[tuple[tuple[int, int], Goal]]:
+    """Ranges of consecutive rows that have the same goal."""
+    begun = end = -1
+    goal: Goal | None = None
+    for row in sorted(goals):
+        new = goals[row][1]
+        if row != end or new is not goal:
+            if goal is not None:
+                yield (begun, end), goal
+            begun, goal = row, new
+        end = row + 1
+    if goal is not None:
+        yield (begun, end), goal
+
+
+def goal_layout(goal: Goal, shape: tuple[int, ...], job: Iterable[int]) -> Layout:
+    """The cells of a leaf, and the processes that need each: all of the job if the leaf has no sharding."""
+    if goal.sharding is None:
+        return Layout((1,) * len(shape), (tuple(job),))
+    if isinstance(goal.sharding, PlannedSharding):
+        return goal.sharding.layout(shape)
+    return process_layout(goal.sharding, shape)
+
+
+def wanted_dtype(stack: Stack, goal: Goal) -> np.dtype[Any]:
+    return DTYPES[stack.dtype] if goal.cast is None else goal.cast
+
+
+# Boxes ----------------------------------------------------------------------------------------------------
+
+
+def _leaf_boxes(goal: Goal, stack: Stack, n_leaves: int, options: Options, processes: Sequence[int]) -> LeafBoxes:
+    """How each of a stack's `n_leaves` that have this goal is read."""
+    sharding, whole = goal.sharding, (whole_box(stack.shape),)
+    if sharding is None:
+        by_process, are_whole = dict.fromkeys(processes, whole), True
+    else:
+        dtype = wanted_dtype(stack, goal)
+        by_process, is_in_one_process = _boxes_by_process(sharding, stack.shape, processes)
+        n_bytes = volume(whole[0]) * dtype.itemsize
+        are_whole = is_in_one_process and n_bytes < min(WHOLE_BYTES, max_read_bytes(options.host_bytes) + 1)
+        if are_whole:
+            by_process = dict.fromkeys(by_process, whole)
+    kept = can_keep_buffers(goal)
+    if kept and goal.on_devices and are_whole:  # the only ones of these that may be placed in blocks
+        kept = not rows_per_block(sharding, stack.shape, wanted_dtype(stack, goal), None, n_leaves)
+    return LeafBoxes(by_process, are_whole, kept)
+
+
+def _boxes_by_process(
+    sharding: Sharding | PlannedSharding, shape: tuple[int, ...], processes: Sequence[int]
+) -> tuple[dict[int, tuple[Box, ...]], bool]:
+    """The distinct boxes that each process needs, and whether a single process needs all of them."""
+    if len(processes) == 1 and isinstance(sharding, Sharding):
+        # This process, whose boxes are computed faster than those of all devices of the job.
+        boxes = dict.fromkeys(box for _, box in addressable_boxes(sharding, shape))
+        return {processes[0]: tuple(boxes)} if boxes else {}, sharding.is_fully_addressable
+    by_process: dict[int, dict[Box, None]] = {}
+    for _, process, box in placement_of(sharding, shape):
+        by_process.setdefault(process, {})[box] = None
+    return {process: tuple(boxes) for process, boxes in by_process.items()}, len(by_process) == 1
+
+
+def placement_of(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -> Placement:
+    """Every device with its process and box."""
+    return sharding.placement(shape) if isinstance(sharding, PlannedSharding) else placement(sharding, shape)
+
+
+def can_keep_buffers(goal: Goal) -> bool:
+    """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
+
+    This also holds in the host memory of an accelerator, because no program of the accelerator could join parts there.
+    On other devices, buffers are temporary: they count as memory in flight, and a large leaf has no buffer.
+    """
+    if not goal.on_devices:
+        return True
+    if isinstance(goal.sharding, PlannedSharding):
+        return False
+    if goal.sharding is None:
+        return all(device.platform == "cpu" for device in jax.device_put(np.empty(0, np.uint8)).devices())
+    return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
+
+
+# Reads ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReads:
+    """What one process reads."""
+
+    process: int
+
+    needed_bytes: int
+    """Bytes of the boxes that it needs."""
+
+    steps: Sequence[ReadStep]
+    """What it reads for itself."""
+
+    rounds: Mapping[Partition, list[Round]]
+    """For each partition, what its community reads; empty if it is in none."""
+
+    def cost(self, stacks: Sequence[Stack], host_bytes: int) -> ReadCost:
+        """What its reads cost if `host_bytes` may be in flight."""
+        cost = read_cost(stacks, self.steps, host_bytes)
+        for rounds in self.rounds.values():
+            cost += shared_cost(stacks, rounds, self.process, host_bytes)
+        return replace(cost, needed_bytes=self.needed_bytes)
+
+
+def plan_reads(
+    wants: Wants, options: Options, processes: Sequence[int], job_size: int | None = None
+) -> Iterator[ProcessReads]:
+    """What each of these processes reads for its wants.
+
+    If `job_size` is the number of processes of the job, all of them read together or none do.
+    """
+    stacks, host_bytes = wants.stacks, options.host_bytes
+    known_rounds: dict[tuple[Partition, Members], list[Round]] = {}
+    for process in processes:
+        needed = [wanted_range.rows_for(process) for wanted_range in wants.ranges]
+        needed_bytes = sum(_n_bytes(stacks[rows.stack], rows) for rows in needed)
+        own, shared = needed, dict[Partition, list[WantedRows]]()
+        if wants.layouts is not None:
+            own, shared = share(stacks, list(zip(needed, wants.layouts, strict=True)), process, job_size)
+        rounds: dict[Partition, list[Round]] = {}
+        for partition, common in shared.items():
+            members = members_of(partition, process)
+            key = (partition, members)
+            if common and key not in known_rounds:
+                known_rounds[key] = plan_rounds(stacks, common, members, host_bytes)
+            rounds[partition] = known_rounds[key] if common else []
+        yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
+
+
+def _n_bytes(stack: Stack, wanted_rows: WantedRows) -> int:
+    return (wanted_rows.rows[1] - wanted_rows.rows[0]) * sum(map(volume, wanted_rows.boxes)) * stack.itemsize
