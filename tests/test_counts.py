@@ -28,7 +28,7 @@ from jaxckpt._model import manifest as _manifest
 from jaxckpt._model import tree as _tree
 from jaxckpt._model.records import Manifest
 from jaxckpt._restore import match as _target
-from jaxckpt._restore import resolve as _goals
+from jaxckpt._restore import resolve as _resolve
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
 
@@ -239,8 +239,8 @@ def python_calls(act: Callable[[], Any]) -> int:
     return calls
 
 
-def goals(manifest: Manifest, **request: Any) -> Callable[[], Any]:
-    return lambda: _goals.resolve(manifest, _target.RestoreRequest(**request), jaxckpt.Options())
+def abstract_leaves(manifest: Manifest, **request: Any) -> Callable[[], Any]:
+    return lambda: _resolve.resolve(manifest, _target.RestoreRequest(**request), jaxckpt.Options())
 
 
 LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], int]] = {
@@ -248,11 +248,14 @@ LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], 
     "opening": (lambda path, manifest, tree: lambda: jaxckpt.open(path), 0),
     "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
     "flattening": (lambda path, manifest, tree: lambda: _pytree.flatten(tree), 0),
-    "goals on the host": (lambda path, manifest, tree: lambda: _goals.host_goals(manifest, None), 0),
+    "leaves on the host": (lambda path, manifest, tree: lambda: _resolve.host_leaves(manifest, None), 0),
     "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),
-    "goals as saved": (lambda path, manifest, tree: goals(manifest), 1),
-    "goals on a mesh": (lambda path, manifest, tree: goals(manifest, mesh=mesh_of(2, 4)), 1),
-    "goals of a target": (lambda path, manifest, tree: goals(manifest, target=tree), 2),  # one of them is in JAX
+    "leaves as saved": (lambda path, manifest, tree: abstract_leaves(manifest), 1),
+    "leaves on a mesh": (lambda path, manifest, tree: abstract_leaves(manifest, mesh=mesh_of(2, 4)), 1),
+    "leaves of a target": (
+        lambda path, manifest, tree: abstract_leaves(manifest, target=tree),
+        2,
+    ),  # one of them is in JAX
 }
 
 

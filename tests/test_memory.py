@@ -96,7 +96,7 @@ def test_with_little_memory_no_chunk_is_read_twice(
     sizes: tuple[int, ...], passing: bool, smaller: Path, bytes_read: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if passing:
-        monkeypatch.setattr(_wants, "can_keep_buffers", lambda goal: not goal.on_devices)
+        monkeypatch.setattr(_wants, "can_keep_buffers", lambda abstract: not abstract.on_devices)
     options = jaxckpt.Options(host_bytes=8 << 20)
     mesh = mesh_of(*sizes)
     before = bytes_read()
@@ -127,7 +127,7 @@ def test_the_plan_predicts_the_memory_of_a_restore(saved: Path) -> None:
 def test_boxes_larger_than_a_read_are_assembled_on_the_device(
     cast: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_wants, "can_keep_buffers", lambda goal: not goal.on_devices)
+    monkeypatch.setattr(_wants, "can_keep_buffers", lambda abstract: not abstract.on_devices)
     updates: list[int] = []
     update = _placing._update
     monkeypatch.setattr(_placing, "_update", lambda *args: updates.append(args[1].nbytes) or update(*args))
@@ -168,7 +168,7 @@ def test_boxes_larger_than_a_read_are_assembled_on_the_device(
 def test_large_leaves_are_assembled_under_any_mesh_and_checks_of_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_wants, "can_keep_buffers", lambda goal: not goal.on_devices)
+    monkeypatch.setattr(_wants, "can_keep_buffers", lambda abstract: not abstract.on_devices)
     value = np.arange(4096, dtype=np.float32).reshape(64, 64)
     value[3, 5] = np.nan
     tree = {"f": jax.device_put(value, NamedSharding(mesh_of(4), P("x"))), "h": jnp.asarray(value, jnp.bfloat16)}

@@ -75,7 +75,9 @@ def with_sizes(sizes: dict[str, int]) -> Iterator[None]:
         mock.patch.multiple(
             _wants,
             WHOLE_BYTES=sizes.get("whole", _wants.WHOLE_BYTES),
-            can_keep_buffers=(lambda goal: not goal.on_devices) if sizes.get("passing") else _wants.can_keep_buffers,
+            can_keep_buffers=(lambda abstract: not abstract.on_devices)
+            if sizes.get("passing")
+            else _wants.can_keep_buffers,
         ),
         mock.patch.multiple(_destinations, CALLBACK_DEVICES=sizes.get("callback", _destinations.CALLBACK_DEVICES)),
     ):

@@ -19,7 +19,7 @@ from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.read_loop import read_box
-from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
@@ -214,7 +214,7 @@ class _Side:
 
     def fetch(self, paths: list[str]) -> list[Array]:
         numbers = [self.source.manifest.numbers[path] for path in paths]
-        values = fetch(self.source, dict.fromkeys(numbers, Goal("numpy")), replace(self.options, progress=None))
+        values = fetch(self.source, dict.fromkeys(numbers, AbstractLeaf("numpy")), replace(self.options, progress=None))
         return [values[number] for number in numbers]
 
 

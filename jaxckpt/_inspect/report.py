@@ -187,17 +187,23 @@ def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> 
     forms: list[dict[str, Any]] = []
     leaves: list[list[Any]] = []
     for leaf in manifest.leaves:
-        goal = wanted.get(leaf.path)
-        form_key = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
+        restored = wanted.get(leaf.path)
+        form_key = (
+            leaf.kind,
+            leaf.stack,
+            leaf.layout,
+            leaf.impl,
+            restored and (id(restored.mesh), restored.split, restored.on),
+        )
         if form_key not in numbers:
             numbers[form_key] = len(forms)
-            forms.append(_form(manifest, leaf, goal, drawings))
+            forms.append(_form(manifest, leaf, restored, drawings))
         value = [] if leaf.value is None else [clipped(leaf.value, 200)]
         leaves.append([leaf.path, numbers[form_key], *value])
     return {"leaves": leaves, "forms": forms}
 
 
-def _form(manifest: Manifest, leaf: LeafRecord, goal: LeafLayout | None, drawings: _Drawings) -> dict[str, Any]:
+def _form(manifest: Manifest, leaf: LeafRecord, restored: LeafLayout | None, drawings: _Drawings) -> dict[str, Any]:
     """The common properties of similar leaves, in the form that the page's script expects."""
     if leaf.stack is None:
         return {"kind": leaf.kind, "dtype": leaf.kind, "shape": [], "bytes": 0, "stored": ""}
@@ -211,7 +217,7 @@ def _form(manifest: Manifest, leaf: LeafRecord, goal: LeafLayout | None, drawing
         "bytes": manifest.leaf_bytes(leaf),
         "stored": f"{stored}, {stack.compression}" if stack.compression else stored,
         "saved": drawings.layout(saved_layout(manifest, leaf), stack.shape),
-        "wanted": None if goal is None else drawings.layout(goal, stack.shape),
+        "wanted": None if restored is None else drawings.layout(restored, stack.shape),
     }
 
 

@@ -20,9 +20,9 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_plan import ReadCost
-from jaxckpt._restore.resolve import Goal, Resolved, host_goal
+from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job
-from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, split_tied_goals, wanted_dtype
+from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, split_ties, wanted_dtype
 from jaxckpt.errors import show_count, show_path
 
 _MAX_BARS = 24
@@ -226,17 +226,19 @@ def _describe_layout(where: LeafLayout) -> str:
 
 
 def plan_restore(manifest: Manifest, resolved: Resolved, options: Options) -> RestorePlan:
-    """Compute what every process reads for the goals."""
-    stored = {number: goal for number, goal in resolved.goals.items() if manifest.leaves[number].stack is not None}
+    """Compute what every process reads of the requested leaves."""
+    stored = {
+        number: abstract for number, abstract in resolved.leaves.items() if manifest.leaves[number].stack is not None
+    }
     # Every process first reads the leaves whose cast depends on their values.
-    compared = dict.fromkeys(resolved.unproven, host_goal("numpy"))
-    shardings = [goal.sharding for goal in {id(goal): goal for goal in stored.values()}.values()]
+    compared = dict.fromkeys(resolved.unproven, host_leaf("numpy"))
+    shardings = [abstract.sharding for abstract in {id(abstract): abstract for abstract in stored.values()}.values()]
     has_real_sharding = any(isinstance(sharding, Sharding) for sharding in shardings)
     processes = range(max((_n_processes(sharding) for sharding in shardings if sharding is not None), default=1))
     job_size = len(processes) if has_real_sharding and needs_whole_job() else None
     costs = [ReadCost() for _ in processes]
-    for goals in [*split_tied_goals(manifest, stored), *split_tied_goals(manifest, compared)]:
-        wants = plan_wants(manifest, goals, options, processes, processes)
+    for abstract_leaves in [*split_ties(manifest, stored), *split_ties(manifest, compared)]:
+        wants = plan_wants(manifest, abstract_leaves, options, processes, processes)
         for reads in plan_reads(wants, options, processes, job_size):
             costs[reads.process] += reads.cost(wants.stacks, options.host_bytes)
     device_bytes = _device_bytes(manifest, stored)
@@ -252,24 +254,26 @@ def _n_processes(sharding: Sharding | PlannedSharding) -> int:
     return jax.process_count()
 
 
-def _leaf_plans(manifest: Manifest, goals: Mapping[int, Goal]) -> Iterator[LeafPlan]:
-    for number, goal in sorted(goals.items()):
+def _leaf_plans(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> Iterator[LeafPlan]:
+    for number, abstract in sorted(abstract_leaves.items()):
         record = manifest.leaves[number]
         stack = manifest.decoded_stacks[manifest.stack_and_row(record)[0]]
-        restored = _restored_layout(goal.sharding, goal.on_devices)
+        restored = _restored_layout(abstract.sharding, abstract.on_devices)
         yield LeafPlan(record.path, stack.dtype, stack.shape, saved_layout(manifest, record), restored)
 
 
-def _device_bytes(manifest: Manifest, goals: Mapping[int, Goal]) -> dict[int, dict[Any, int]]:
+def _device_bytes(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> dict[int, dict[Any, int]]:
     """By process, the bytes of arrays on each of its devices."""
-    n_leaves = collections.Counter((manifest.leaves[number].stack, goal) for number, goal in goals.items())
+    n_leaves = collections.Counter(
+        (manifest.leaves[number].stack, abstract) for number, abstract in abstract_leaves.items()
+    )
     n_bytes: dict[int, dict[Any, int]] = {}
-    for (stack_number, goal), count in n_leaves.items():
-        if stack_number is None or goal.sharding is None:
+    for (stack_number, abstract), count in n_leaves.items():
+        if stack_number is None or abstract.sharding is None:
             continue
         stack = manifest.decoded_stacks[stack_number]
-        itemsize = wanted_dtype(stack, goal).itemsize
-        for device, process, box in placement_of(goal.sharding, stack.shape):
+        itemsize = wanted_dtype(stack, abstract).itemsize
+        for device, process, box in placement_of(abstract.sharding, stack.shape):
             on_devices = n_bytes.setdefault(process, {})
             on_devices[device] = on_devices.get(device, 0) + count * volume(box) * itemsize
     return n_bytes
@@ -287,7 +291,7 @@ def saved_layout(manifest: Manifest, record: LeafRecord) -> LeafLayout:
 
 @functools.lru_cache(maxsize=256)
 def _restored_layout(sharding: Sharding | PlannedSharding | None, on_devices: bool) -> LeafLayout:
-    """The layout of a goal with this sharding."""
+    """The layout of a restored leaf with this sharding."""
     if sharding is None:
         return LeafLayout("", "default device" if on_devices else "host")
     if isinstance(sharding, PlannedSharding):

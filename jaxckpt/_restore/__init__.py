@@ -1,1 +1,1 @@
-"""Restoring: manifest, target, goals, destinations, plan, reading, placing."""
+"""Restoring: target, match, abstract leaves, wants, reads, destinations, placement."""

@@ -1,4 +1,4 @@
-"""Decides how the value of each goal is created from what is read."""
+"""Decides how the value of each leaf is created from what is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxckpt._devices.shardings import PlannedSharding, addressable_boxes
 from jaxckpt._model.grid import Box
 from jaxckpt._model.stacks import Stack
 from jaxckpt._restore.batched_placement import rows_per_block
-from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.wants import WantedRange, Wants, wanted_dtype
 
 CALLBACK_DEVICES = 1024
@@ -58,27 +58,27 @@ class Destination:
 
 
 class Destinations:
-    """The destinations of what a process needs. Equal goals are computed once."""
+    """The destinations of what a process needs. Equal abstract leaves are computed once."""
 
     def __init__(self, wants: Wants, process: int) -> None:
         self._by_key: dict[tuple[Any, ...], Destination] = {}
         for wanted_range in wants.ranges:
-            key = _key(wanted_range.goal, wanted_range.stack)
+            key = _key(wanted_range.abstract, wanted_range.stack)
             if key not in self._by_key:
                 n_leaves = len(wants.by_stack[wanted_range.stack])
                 self._by_key[key] = _destination(wanted_range, wants.stacks[wanted_range.stack], n_leaves, process)
 
-    def of(self, goal: Goal, stack: int) -> Destination:
-        return self._by_key[_key(goal, stack)]
+    def of(self, abstract: AbstractLeaf, stack: int) -> Destination:
+        return self._by_key[_key(abstract, stack)]
 
 
-def _key(goal: Goal, stack: int) -> tuple[Any, ...]:
-    return stack, goal.sharding, goal.on_devices, goal.cast
+def _key(abstract: AbstractLeaf, stack: int) -> tuple[Any, ...]:
+    return stack, abstract.sharding, abstract.on_devices, abstract.cast
 
 
 def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> Destination:
-    goal = wanted_range.goal
-    sharding = goal.sharding
+    abstract = wanted_range.abstract
+    sharding = abstract.sharding
     assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
     boxes = wanted_range.boxes.by_process.get(process, ())
     is_whole = wanted_range.boxes.are_whole and len(boxes) > 0
@@ -87,9 +87,9 @@ def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process
     else:
         shardings_by_box = local_boxes(sharding, stack.shape)
         shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
-    if not goal.on_devices:
+    if not abstract.on_devices:
         return Destination(boxes, shardings, is_whole, Way.ON_HOST, 0)
-    dtype = wanted_dtype(stack, goal)
+    dtype = wanted_dtype(stack, abstract)
     block_rows = rows_per_block(sharding, stack.shape, dtype, None if is_whole else boxes, n_leaves)
     return Destination(boxes, shardings, is_whole, _way_to_devices(sharding, is_whole, block_rows), block_rows)
 

@@ -1,6 +1,6 @@
-"""Reads the data for the goals, from storage or from other processes of the job.
+"""Reads the data for the abstract_leaves, from storage or from other processes of the job.
 
-goals ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
+abstract leaves ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.destinations import Destinations
 from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
-from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_exchange import gather, needs_whole_job, require_agreement
 from jaxckpt._restore.shared_reads import wants_digest
-from jaxckpt._restore.wants import ProcessReads, plan_reads, plan_wants, split_tied_goals
+from jaxckpt._restore.wants import ProcessReads, plan_reads, plan_wants, split_ties
 from jaxckpt._sources.source import Source
 
 
 def fetch(
     source: Source,
-    goals: Mapping[int, Goal],
+    abstract_leaves: Mapping[int, AbstractLeaf],
     options: Options,
     rendezvous: Rendezvous | None = None,
     *,
     tied: bool = False,
 ) -> dict[int, Any]:
-    """The value of every goal by leaf number. If `tied`, leaves that share a row and a goal become one value.
+    """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
     In a rendezvous of processes that all call this, each checks some of the small files that describe stacks. They read
     for each other if `options.read` is "shared".
     """
     representative: dict[int, int] = {}
     if tied:
-        first = dict[tuple[int, Goal], int]()
+        first = dict[tuple[int, AbstractLeaf], int]()
         ties = source.manifest.ties
         representative = {
-            number: first.setdefault((ties.get(number, number), goal), number) for number, goal in goals.items()
+            number: first.setdefault((ties.get(number, number), abstract), number)
+            for number, abstract in abstract_leaves.items()
         }
-        goals = {number: goals[number] for number in representative.values()}
+        abstract_leaves = {number: abstract_leaves[number] for number in representative.values()}
     stacks = source.manifest.decoded_stacks
     process, processes = (rendezvous.call.index, rendezvous.call.count) if rendezvous is not None else (0, 1)
     records = source.manifest.leaves
     values = {
-        number: value_in_manifest(records[number], goal)
-        for number, goal in goals.items()
+        number: value_in_manifest(records[number], abstract)
+        for number, abstract in abstract_leaves.items()
         if records[number].stack is None
     }
-    for group in split_tied_goals(source.manifest, goals):
+    for group in split_ties(source.manifest, abstract_leaves):
         reads, leaves = _plan_reads(source, group, options, rendezvous)
         total = sum(step.n_bytes for step in reads.steps)
         total += sum(portion.read.n_bytes for rounds in reads.rounds.values() for one in rounds for portion in one)
@@ -63,19 +64,19 @@ def fetch(
                 read(source, stacks, reads.steps, options, leaves, advance, arrivals)
         leaves.create_unread_leaves()
         values |= leaves.values
-    for number, goal in goals.items():
-        if goal.weak:
+    for number, abstract in abstract_leaves.items():
+        if abstract.weak:
             values[number] = _weakly_typed(values[number])
     return values | {number: values[one] for number, one in representative.items()}
 
 
 def _plan_reads(
-    source: Source, goals: Mapping[int, Goal], options: Options, rendezvous: Rendezvous | None
+    source: Source, abstract_leaves: Mapping[int, AbstractLeaf], options: Options, rendezvous: Rendezvous | None
 ) -> tuple[ProcessReads, LeafBuilder]:
-    """The reads for goals whose leaves do not share rows, by this process alone and by several for each other, and the
+    """The reads of leaves that do not share rows, by this process alone and by several for each other, and the
     builder of the leaves."""
     process, job = (rendezvous.call.index, range(rendezvous.call.count)) if rendezvous is not None else (0, range(1))
-    wants = plan_wants(source.manifest, goals, options, [process], job)
+    wants = plan_wants(source.manifest, abstract_leaves, options, [process], job)
     job_size = None
     if wants.layouts is not None and rendezvous is not None:
         # The rounds also depend on the memory limit.

@@ -23,8 +23,8 @@ from jaxckpt._restore.batched_placement import place_rows
 from jaxckpt._restore.destinations import Destination, Destinations, Way, local_boxes
 from jaxckpt._restore.read_loop import Buffers, host_value
 from jaxckpt._restore.read_plan import ReadStep, Run
-from jaxckpt._restore.resolve import Goal
-from jaxckpt._restore.wants import GoalsByRow, goal_ranges, wanted_dtype
+from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.wants import AbstractLeavesByRow, row_ranges, wanted_dtype
 from jaxckpt.errors import ManifestError, show_path
 
 _GC_THRESHOLD = 100_000
@@ -49,14 +49,14 @@ def infrequent_gc() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Leaves:
-    """Consecutive rows of a stack that have the same goal."""
+    """Consecutive rows of a stack that are restored alike."""
 
     numbers: Sequence[int]
     """Leaf numbers, by row."""
 
     rows: tuple[int, int]
     stack: int
-    goal: Goal
+    abstract: AbstractLeaf
     destination: Destination
 
 
@@ -76,7 +76,7 @@ class LeafBuilder:
 
     _manifest: Manifest
     _stacks: Sequence[Stack]
-    _by_stack: Mapping[int, GoalsByRow]
+    _by_stack: Mapping[int, AbstractLeavesByRow]
     _destinations: Destinations
     values: dict[int, Any] = field(default_factory=dict[int, Any])
     """The values that have been created, by leaf number."""
@@ -107,27 +107,27 @@ class LeafBuilder:
         return arrays
 
     def _leaves(self, stack: int, run: Run) -> Iterator[_Leaves]:
-        goals = self._by_stack[stack]
-        for (start, stop), goal in goal_ranges({row: goals[row] for row in range(*run.rows)}):
-            numbers = [goals[row][0] for row in range(start, stop)]
-            yield _Leaves(numbers, (start, stop), stack, goal, self._destinations.of(goal, stack))
+        abstract_leaves = self._by_stack[stack]
+        for (start, stop), abstract in row_ranges({row: abstract_leaves[row] for row in range(*run.rows)}):
+            numbers = [abstract_leaves[row][0] for row in range(start, stop)]
+            yield _Leaves(numbers, (start, stop), stack, abstract, self._destinations.of(abstract, stack))
 
     def _create(self, leaves: _Leaves, parts: Sequence[Array], transfer: _Transfer) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
         them. Returns the arrays on devices that were created here."""
-        goal, destination = leaves.goal, leaves.destination
+        abstract, destination = leaves.abstract, leaves.destination
         match destination.way:
             case Way.ON_HOST:
                 self._keep_on_host(leaves, _split_rows(parts[0]))
             case Way.IN_BLOCKS:
                 devices = None if destination.is_whole else destination.shardings
-                arrays_by_row = place_rows(parts, goal.sharding, devices, destination.block_rows)
+                arrays_by_row = place_rows(parts, abstract.sharding, devices, destination.block_rows)
                 self._join(leaves, arrays_by_row)
                 return list(itertools.chain.from_iterable(arrays_by_row))
             case Way.BY_LEAF:
                 shape = self._stacks[leaves.stack].shape
                 views_by_leaf = zip(*map(_split_rows, parts), strict=True)
-                arrays = [_place_boxes(shape, goal.sharding, destination.boxes, views) for views in views_by_leaf]
+                arrays = [_place_boxes(shape, abstract.sharding, destination.boxes, views) for views in views_by_leaf]
                 self._finish(leaves, arrays)
                 return arrays
             case Way.TOGETHER:
@@ -149,7 +149,7 @@ class LeafBuilder:
         return arrays
 
     def _keep_on_host(self, leaves: _Leaves, rows: Sequence[Array]) -> None:
-        kind = leaves.goal.kind
+        kind = leaves.abstract.kind
         if kind == "numpy":  # nothing to convert, which matters for 20,000 leaves
             self.values.update(zip(leaves.numbers, rows, strict=True))
             return
@@ -158,7 +158,7 @@ class LeafBuilder:
 
     def _finish_streamed(self, leaves: _Leaves, boxes: Sequence[int]) -> None:
         """Create leaves whose boxes were gathered on the devices."""
-        dtype = wanted_dtype(self._stacks[leaves.stack], leaves.goal)
+        dtype = wanted_dtype(self._stacks[leaves.stack], leaves.abstract)
         keys = [[(leaves.stack, row, box) for box in boxes] for row in range(*leaves.rows)]
         self._join(leaves, [[_as_dtype(part, dtype) for key in row for part in self._parts.pop(key)] for row in keys])
 
@@ -168,12 +168,12 @@ class LeafBuilder:
         box = step.runs[run].boxes[number]
         receiving: dict[Any, Any] = {}
         for offset, row in enumerate(range(*part[0])):
-            _, goal = self._by_stack[step.stack][row]
-            destination = self._destinations.of(goal, step.stack)
+            _, abstract = self._by_stack[step.stack][row]
+            destination = self._destinations.of(abstract, step.stack)
             if box not in destination.boxes:
                 continue
             devices = destination.shardings[destination.boxes.index(box)]
-            piece = _cast(data[offset], goal)
+            piece = _cast(data[offset], abstract)
             key = (step.stack, row, number)
             if part[1:] == box:
                 arrays = jax.device_put([piece] * len(devices), list(devices))
@@ -192,12 +192,12 @@ class LeafBuilder:
     def create_unread_leaves(self) -> None:
         """Create the leaves for which nothing was read: those without elements, and those of other processes."""
         transfer = _Transfer()
-        for stack, goals in self._by_stack.items():
-            for row, (leaf, goal) in goals.items():
+        for stack, abstract_leaves in self._by_stack.items():
+            for row, (leaf, abstract) in abstract_leaves.items():
                 if leaf in self.values:
                     continue
-                leaves = _Leaves([leaf], (row, row + 1), stack, goal, self._destinations.of(goal, stack))
-                dtype = wanted_dtype(self._stacks[stack], goal)
+                leaves = _Leaves([leaf], (row, row + 1), stack, abstract, self._destinations.of(abstract, stack))
+                dtype = wanted_dtype(self._stacks[stack], abstract)
                 parts = [np.empty((1, *extent(box)), dtype) for box in leaves.destination.boxes]
                 if parts:
                     self._create(leaves, parts, transfer)
@@ -211,9 +211,9 @@ class LeafBuilder:
             self._finish(leaves, [array for (array,) in parts])
             return
         stack = self._stacks[leaves.stack]
-        sharding: Any = leaves.goal.sharding
+        sharding: Any = leaves.abstract.sharding
         # The dtype is needed if this process has no device of the sharding, and therefore no part.
-        dtype = wanted_dtype(stack, leaves.goal)
+        dtype = wanted_dtype(stack, leaves.abstract)
         joined = [
             jax.make_array_from_single_device_arrays(stack.shape, sharding, arrays, dtype=dtype) for arrays in parts
         ]
@@ -221,7 +221,7 @@ class LeafBuilder:
 
     def _finish(self, leaves: _Leaves, arrays: Sequence[Any]) -> None:
         """Create leaves from their arrays."""
-        if leaves.goal.kind == "key":
+        if leaves.abstract.kind == "key":
             arrays = [self._as_key(leaf, array) for leaf, array in zip(leaves.numbers, arrays, strict=True)]
         self.values.update(zip(leaves.numbers, arrays, strict=True))
 
@@ -269,23 +269,23 @@ _update: Any = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
 _bitcast: Any = jax.jit(jax.lax.bitcast_convert_type, static_argnums=1, donate_argnums=0)
 
 
-def _cast(view: Array, goal: Goal) -> Array:
-    if goal.cast is None or goal.cast == view.dtype:
+def _cast(view: Array, abstract: AbstractLeaf) -> Array:
+    if abstract.cast is None or abstract.cast == view.dtype:
         return view
-    cast = np.empty(view.shape, goal.cast)
+    cast = np.empty(view.shape, abstract.cast)
     assign(cast, view)
     return cast
 
 
-def value_in_manifest(record: LeafRecord, goal: Goal) -> Any:
+def value_in_manifest(record: LeafRecord, abstract: AbstractLeaf) -> Any:
     """The value of a leaf in the manifest."""
-    value, kind = decode_value(record.kind, record.value or ""), KINDS[goal.kind]
+    value, kind = decode_value(record.kind, record.value or ""), KINDS[abstract.kind]
     if kind.decode is not None:
-        return value if record.kind == goal.kind else kind.type(value)
-    array = _cast(np.asarray(value), goal)
-    if not goal.on_devices:
+        return value if record.kind == abstract.kind else kind.type(value)
+    array = _cast(np.asarray(value), abstract)
+    if not abstract.on_devices:
         return kind.from_array(array)
-    sharding: Any = goal.sharding
+    sharding: Any = abstract.sharding
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     # jax.device_put would exchange the value with the other processes, to compare it.

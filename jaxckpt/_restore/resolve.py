@@ -49,8 +49,8 @@ _Dtype = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """The form in which a saved leaf is restored. `resolve` shares one goal among all leaves with equal results."""
+class AbstractLeaf:
+    """The form in which a saved leaf is restored. `resolve` shares one among all leaves with equal results."""
 
     kind: str
     """One of `KINDS`."""
@@ -71,10 +71,10 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The goal of each leaf of a checkpoint, and how the tree is assembled from the leaves."""
+    """What each leaf of a checkpoint is restored as, and how the tree is assembled from the leaves."""
 
-    goals: Mapping[int, Goal]
-    """Goals by leaf number in the checkpoint."""
+    leaves: Mapping[int, AbstractLeaf]
+    """By leaf number in the checkpoint."""
 
     assembly: Assembly
 
@@ -97,20 +97,20 @@ class Resolved:
 
 
 @functools.cache
-def host_goal(kind: str) -> Goal:
-    """The goal of a leaf that is restored without devices: kind "numpy" for kinds that are restored onto devices."""
-    return Goal("numpy" if KINDS[kind].on_devices else kind)
+def host_leaf(kind: str) -> AbstractLeaf:
+    """What a leaf is restored as without devices: kind "numpy" for kinds that are restored onto devices."""
+    return AbstractLeaf("numpy" if KINDS[kind].on_devices else kind)
 
 
-def host_goals(manifest: Manifest, select: Select | None) -> Resolved:
-    """The goals for the saved tree, or its selected leaves, without devices."""
+def host_leaves(manifest: Manifest, select: Select | None) -> Resolved:
+    """What the leaves of the saved tree, or the selected ones, are restored as without devices."""
     numbers = selected_numbers(manifest, None if select is None else parse_select(select))
-    goals = {number: host_goal(manifest.leaves[number].kind) for number in numbers}
-    return Resolved(goals, Assembly.of_saved(manifest, manifest.tree, numbers))
+    abstract_leaves = {number: host_leaf(manifest.leaves[number].kind) for number in numbers}
+    return Resolved(abstract_leaves, Assembly.of_saved(manifest, manifest.tree, numbers))
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
-    """Match the target with the checkpoint: the goal of each leaf, and how the tree is built from the leaves.
+    """Match the target with the checkpoint: what each leaf is restored as, and how the tree is built from the leaves.
 
     Raises MismatchError, SpecError or LayoutError, each listing every leaf at fault. A leaf that fails a check is not
     laid out, because its shape differs from the requested shape.
@@ -125,16 +125,19 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
     numbers = match.requests.numbers
-    goals = {
-        numbers[index]: goal for group, goal in zip(groups, laid_out, strict=True) if goal for index in group.indices
+    abstract_leaves = {
+        numbers[index]: abstract
+        for group, abstract in zip(groups, laid_out, strict=True)
+        if abstract
+        for index in group.indices
     }
     unproven = {
         numbers[index]: problem
-        for group, goal in zip(groups, laid_out, strict=True)
-        if goal and (reason := _doubt(group, goal))
+        for group, abstract in zip(groups, laid_out, strict=True)
+        if abstract and (reason := _doubt(group, abstract))
         for index, problem in zip(group.indices, group.problems(reason), strict=True)
     }
-    return Resolved(goals, match.assembly, unproven)
+    return Resolved(abstract_leaves, match.assembly, unproven)
 
 
 def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:
@@ -231,7 +234,7 @@ def _group(
     casts: Mapping[str, _Dtype],
     policies: Mapping[str, str],
 ) -> list[_Group]:
-    """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the goal."""
+    """The requests in groups, by the properties of the saved leaf and the target's leaf that determine the result."""
     leaves = manifest.leaves
     indices_by_form: dict[Hashable, list[int]] = {}
     asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
@@ -242,7 +245,7 @@ def _group(
         form = (record.kind, record.impl, record.stack, record.layout, record.weak, spec, dtype, policies[path])
         if requested is not None:
             attributes = _attributes(type(requested))
-            if attributes is None or record.value is not None:  # the goal depends on the value
+            if attributes is None or record.value is not None:  # the result depends on the value
                 form = path
             else:
                 form = (form, type(requested), attributes(requested))
@@ -260,7 +263,7 @@ def _group(
 
 @functools.cache
 def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
-    """A function that returns the attributes of a target's leaf that determine the goal of a saved array, by type; None
+    """A function that returns the attributes of a target's leaf that determine what a saved array is restored as; None
     for a value."""
     if not is_array_like(kind):
         return None
@@ -277,20 +280,20 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 # Checking kind, shape and dtype ---------------------------------------------------------------------------
 
 
-def _check(groups: Sequence[_Group]) -> tuple[list[Goal | None], list[Problem]]:
-    """The goal of each group, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    goals = [_goal(group.leaf, group.requested, group.policy, group.dtype) for group in groups]
+def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Problem]]:
+    """What each group is restored as, without a sharding yet; None and a problem if the request cannot be satisfied."""
+    abstract_leaves = [_abstract_leaf(group.leaf, group.requested, group.policy, group.dtype) for group in groups]
     problems = [
         problem
-        for group, goal in zip(groups, goals, strict=True)
-        if isinstance(goal, _Reason)
-        for problem in group.problems(goal)
+        for group, abstract in zip(groups, abstract_leaves, strict=True)
+        if isinstance(abstract, _Reason)
+        for problem in group.problems(abstract)
     ]
-    return [None if isinstance(goal, _Reason) else goal for goal in goals], problems
+    return [None if isinstance(abstract, _Reason) else abstract for abstract in abstract_leaves], problems
 
 
-def _goal(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> Goal | _Reason:
-    """The goal of a saved leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
+def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> AbstractLeaf | _Reason:
+    """The abstract leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
@@ -303,19 +306,19 @@ def _goal(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) ->
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
         if is_value or (requested is None and not leaf.on_devices):
-            return host_goal(leaf.kind) if dtype is None else Goal(leaf.kind, dtype)
-        return _ordered(leaf, requested, _device_goal(leaf, dtype, leaf.record.weak and dtype is None, policy))
+            return host_leaf(leaf.kind) if dtype is None else AbstractLeaf(leaf.kind, dtype)
+        return _ordered(leaf, requested, _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy))
     if isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         cast = _cast_dtype(leaf, requested, policy, dtype)
         if isinstance(cast, _Reason):
             return cast
         if isinstance(requested, (np.ndarray, np.generic)):
-            return Goal("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
+            return AbstractLeaf("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
         weak = dtype is None and getattr(requested, "weak_type", False)
-        return _ordered(leaf, requested, _device_goal(leaf, cast, weak, policy))
+        return _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
     if type(requested) in PYTHON_KINDS:
-        return _python_goal(leaf, PYTHON_KINDS[type(requested)])
+        return _python_leaf(leaf, PYTHON_KINDS[type(requested)])
     return _Reason(unrestorable_reason(requested, is_container=False))
 
 
@@ -326,21 +329,21 @@ def _is_known(impl: str) -> bool:
         return False
 
 
-def _device_goal(leaf: TypedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> Goal | _Reason:
-    """The goal of an array on devices, with a dtype that JAX supports in its current configuration."""
+def _device_leaf(leaf: TypedLeaf, cast: _Dtype | None, weak: bool, policy: str) -> AbstractLeaf | _Reason:
+    """An array on devices, with a dtype that JAX supports in its current configuration."""
     if leaf.kind == "key":
-        return Goal("key")
+        return AbstractLeaf("key")
     dtype = leaf.dtype if cast is None else cast
     supported = np.dtype(jax.dtypes.canonicalize_dtype(dtype))  # pyright: ignore[reportUnknownMemberType]
     if supported == dtype:
-        return Goal("jax", cast, weak=weak)
+        return AbstractLeaf("jax", cast, weak=weak)
     if policy == "safe":
         return _Reason(
             f"would be {dtype}, which JAX converts to {supported} while jax_enable_x64 is off: a lossy cast",
             'jax.config.update("jax_enable_x64", True) keeps 64 bits, as do NumPy arrays in the target and load_numpy;'
             ' Options(cast="unsafe") restores 32 bits',
         )
-    return Goal("jax", supported, weak=weak)
+    return AbstractLeaf("jax", supported, weak=weak)
 
 
 _OTHER_SHAPE = "leave leaves of another shape out with select=, or change their shape by Rules in rename="
@@ -376,9 +379,9 @@ def _cast_dtype(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | No
     return np.dtype(requested.dtype)
 
 
-def _doubt(group: _Group, goal: Goal) -> _Reason | None:
-    """What is wrong with the goal of a group if its cast changes values; None if the cast is made in any case."""
-    leaf, cast = group.leaf, goal.cast
+def _doubt(group: _Group, abstract: AbstractLeaf) -> _Reason | None:
+    """What is wrong with a group if its cast changes values; None if the cast is made in any case."""
+    leaf, cast = group.leaf, abstract.cast
     if cast is None or not leaf.is_array or leaf.kind == "key":
         return None
     may_round = group.dtype is not None
@@ -409,39 +412,39 @@ def _cast_number(leaf: TypedLeaf, dtype: _Dtype, policy: str) -> _Dtype | _Reaso
     return _Reason(f"{differs}: a lossy cast", ALLOW_LOSS)
 
 
-def _python_goal(leaf: TypedLeaf, kind: str) -> Goal | _Reason:
+def _python_leaf(leaf: TypedLeaf, kind: str) -> AbstractLeaf | _Reason:
     """A Python value of a kind, from a saved value or from an array of one number."""
     saved = leaf.kind if not leaf.is_array or leaf.kind in ("str", "bytes") else None
     if saved == kind:
-        return Goal(kind)
+        return AbstractLeaf(kind)
     if kind in NUMBER_KINDS:
         convert = KINDS[kind].type
         if saved in NUMBER_KINDS and NUMBER_KINDS.index(saved) < NUMBER_KINDS.index(kind):
             value = leaf.value
             with contextlib.suppress(OverflowError):
                 if convert(value) == value or value != value:
-                    return Goal(kind)
+                    return AbstractLeaf(kind)
         if saved is None and leaf.kind != "key" and leaf.shape == () and is_lossless(leaf.dtype, np.dtype(convert)):
-            return Goal(kind)
+            return AbstractLeaf(kind)
     saved_as = f"{leaf.dtype}{list(leaf.shape)}" if saved is None else saved
     return _Reason(f"is {saved_as} in the checkpoint, {kind} in the target")
 
 
-def _ordered(leaf: TypedLeaf, requested: Any, goal: Goal | _Reason) -> Goal | _Reason:
-    """The goal, unless the target requests a non-default order in device memory, which restore does not support."""
-    if isinstance(goal, _Reason):
-        return goal
-    problem = order_problem(requested, goal.cast or leaf.dtype, leaf.shape)
-    return _Reason(problem) if problem else goal
+def _ordered(leaf: TypedLeaf, requested: Any, abstract: AbstractLeaf | _Reason) -> AbstractLeaf | _Reason:
+    """The leaf, unless the target requests a non-default order in device memory, which restore does not support."""
+    if isinstance(abstract, _Reason):
+        return abstract
+    problem = order_problem(requested, abstract.cast or leaf.dtype, leaf.shape)
+    return _Reason(problem) if problem else abstract
 
 
 # Laying out -----------------------------------------------------------------------------------------------
 
 
 def _assign_shardings(
-    request: RestoreRequest, groups: Sequence[_Group], goals: Sequence[Goal | None], options: Options
-) -> tuple[list[Goal | None], list[Problem], list[Problem]]:
-    """The goals with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
+    request: RestoreRequest, groups: Sequence[_Group], abstract_leaves: Sequence[AbstractLeaf | None], options: Options
+) -> tuple[list[AbstractLeaf | None], list[Problem], list[Problem]]:
+    """The abstract leaves with their shardings: from the target, otherwise from mesh= and specs=, otherwise as saved.
 
     The problems are leaves that do not fit their specs, and leaves whose saved devices do not exist here.
     """
@@ -450,8 +453,8 @@ def _assign_shardings(
     unavailable: list[Problem] = []
     by_mesh: dict[int, _Group] = {}
     saved_shardings: dict[int, Sharding | LayoutError | None] = {}
-    for index, (group, goal) in enumerate(zip(groups, goals, strict=True)):
-        if goal is None or not goal.on_devices:
+    for index, (group, abstract) in enumerate(zip(groups, abstract_leaves, strict=True)):
+        if abstract is None or not abstract.on_devices:
             continue
         leaf, sharding = group.leaf, _given_sharding(group.requested)
         if sharding is not None:
@@ -482,7 +485,9 @@ def _assign_shardings(
                 misfits.extend(group.problems(sharding))
             else:
                 shardings[index] = sharding
-    laid_out = [goal and replace(goal, sharding=shardings.get(index)) for index, goal in enumerate(goals)]
+    laid_out = [
+        abstract and replace(abstract, sharding=shardings.get(index)) for index, abstract in enumerate(abstract_leaves)
+    ]
     return laid_out, misfits, unavailable
 
 

@@ -22,7 +22,7 @@ from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.events import record_event
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
-from jaxckpt._restore.resolve import Goal, Resolved, host_goal, host_goals, lossy_casts_error, resolve
+from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
 from jaxckpt._sources.open_source import Location, source_at
@@ -133,7 +133,7 @@ def run_restore(
             digest = source.digest
             source = source if request.rules is None else request.rules.over(source)
             resolved = resolve(source.manifest, request, options)
-            _require_no_trace(resolved.goals.values())
+            _require_no_trace(resolved.leaves.values())
             _require_same_checkpoint(rendezvous.gather(f"{digest} {source.url}"), source.url)
             chosen = rendezvous.broadcast(f"{digest} {source.url}")
         with call.rendezvous("restoring") as rendezvous:
@@ -146,10 +146,10 @@ def run_restore(
             initial = request.initial(resolved.to_initialize) if request.initial else []
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
                 _require_lossless(source, resolved, options, rendezvous)
-                values = fetch(source, resolved.goals, options, rendezvous, tied=request.tied)
+                values = fetch(source, resolved.leaves, options, rendezvous, tied=request.tied)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
-            require_agreement(rendezvous, _global_goals_digest(resolved.goals) if call.count > 1 else "")
+            require_agreement(rendezvous, _global_leaves_digest(resolved.leaves) if call.count > 1 else "")
             if states:
                 rendezvous.start_next()
                 for one, state in states:
@@ -159,11 +159,11 @@ def run_restore(
         "restore",
         time.perf_counter() - start_time,
         lambda: (
-            f"restored {len(resolved.goals)} of the tree's {len(jax.tree.leaves(result))} leaves from {source.url},"
+            f"restored {len(resolved.leaves)} of the tree's {len(jax.tree.leaves(result))} leaves from {source.url},"
             f" which has {len(source.manifest.leaves)}"
         ),
         log=call.index == 0,
-        leaves=len(resolved.goals),
+        leaves=len(resolved.leaves),
     )
     return result
 
@@ -178,9 +178,9 @@ def _require_lossless(source: Source, resolved: Resolved, options: Options, rend
     options = replace(options, progress=None)
     for start in range(0, len(unproven), n_at_once):
         numbers = unproven[start : start + n_at_once]
-        values = fetch(source, dict.fromkeys(numbers, host_goal("numpy")), options, rendezvous)
+        values = fetch(source, dict.fromkeys(numbers, host_leaf("numpy")), options, rendezvous)
         for number in numbers:
-            wanted = resolved.goals[number].cast
+            wanted = resolved.leaves[number].cast
             lost = None if wanted is None else lost_value(values[number], wanted)
             if lost is not None:
                 problem = resolved.unproven[number]
@@ -189,15 +189,18 @@ def _require_lossless(source: Source, resolved: Resolved, options: Options, rend
         raise lossy_casts_error(problems)
 
 
-def _global_goals_digest(goals: Mapping[int, Goal]) -> str:
-    """A digest of the leaves whose arrays span several processes, and of their goals. It must be equal everywhere."""
-    numbers: dict[int, tuple[Goal, list[int]]] = {}  # by the id of the goal, which many leaves share
-    for number, goal in goals.items():
-        numbers.setdefault(id(goal), (goal, []))[1].append(number)
+def _global_leaves_digest(abstract_leaves: Mapping[int, AbstractLeaf]) -> str:
+    """A digest of the leaves whose arrays span several processes, and of their forms. It must be equal everywhere."""
+    numbers: dict[int, tuple[AbstractLeaf, list[int]]] = {}  # by the id of the abstract leaf, which many leaves share
+    for number, abstract in abstract_leaves.items():
+        numbers.setdefault(id(abstract), (abstract, []))[1].append(number)
     found = hashlib.sha256()
-    for goal, leaves in numbers.values():
-        if isinstance(goal.sharding, Sharding) and len({one.process_index for one in goal.sharding.device_set}) > 1:
-            found.update(repr((goal.kind, goal.cast, goal.weak, goal.sharding, leaves)).encode())
+    for abstract, leaves in numbers.values():
+        if (
+            isinstance(abstract.sharding, Sharding)
+            and len({one.process_index for one in abstract.sharding.device_set}) > 1
+        ):
+            found.update(repr((abstract.kind, abstract.cast, abstract.weak, abstract.sharding, leaves)).encode())
     return found.hexdigest()
 
 
@@ -211,9 +214,9 @@ def _require_same_checkpoint(found: Sequence[str], url: str) -> None:
         )
 
 
-def _require_no_trace(goals: Iterable[Goal]) -> None:
+def _require_no_trace(abstract_leaves: Iterable[AbstractLeaf]) -> None:
     """Raise InputError while JAX traces a function, because no arrays can be created then."""
-    if not any(goal.on_devices for goal in goals):
+    if not any(abstract.on_devices for abstract in abstract_leaves):
         return
     with jax.transfer_guard("allow"):
         array = jax.device_put(np.empty(0, np.uint8))
@@ -256,5 +259,5 @@ def load_numpy(
     """
     options = options_or_default(options)
     source = renamed_source(source_at(path, options), rename)
-    resolved = host_goals(source.manifest, select)
-    return resolved.build(fetch(source, resolved.goals, options), [])
+    resolved = host_leaves(source.manifest, select)
+    return resolved.build(fetch(source, resolved.leaves, options), [])

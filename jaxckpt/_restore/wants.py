@@ -1,6 +1,6 @@
 """What each process reads of the requested leaves. A restore carries it out, and a dry run adds up what it costs.
 
-goals ─▶ ranges of rows that are read alike, with the boxes for each process ─▶ reads of a process, alone and shared
+leaves ─▶ ranges of rows that are read alike, with the boxes for each process ─▶ reads of a process, alone and shared
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._restore.batched_placement import rows_per_block
 from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
-from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_reads import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
 
 WHOLE_BYTES = 256 << 10
 """Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
 so that nothing is copied; for leaves of 64 KiB this takes more CPU time."""
 
-GoalsByRow = Mapping[int, tuple[int, Goal]]
-"""(leaf number, its goal) of rows of a stack."""
+AbstractLeavesByRow = Mapping[int, tuple[int, AbstractLeaf]]
+"""(leaf number, its abstract leaf) of rows of a stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafBoxes:
-    """How leaves with one goal are read."""
+    """How leaves that are restored alike are read."""
 
     by_process: Mapping[int, tuple[Box, ...]]
     """The boxes of a leaf that each process reads, each box once. Processes that need nothing of the leaf are absent,
@@ -57,17 +57,17 @@ class LeafBoxes:
 
 @dataclass(frozen=True, slots=True)
 class WantedRange:
-    """Consecutive rows of a stack whose leaves have the same goal."""
+    """Consecutive rows of a stack whose leaves are restored alike."""
 
     stack: int
     rows: tuple[int, int]
-    goal: Goal
+    abstract: AbstractLeaf
     boxes: LeafBoxes
 
     def rows_for(self, process: int) -> WantedRows:
         """What a process needs of these rows."""
         boxes = self.boxes.by_process.get(process, ())
-        return WantedRows(self.stack, self.rows, boxes, self.goal.cast, self.boxes.kept)
+        return WantedRows(self.stack, self.rows, boxes, self.abstract.cast, self.boxes.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Wants:
 
     stacks: Sequence[Stack]
 
-    by_stack: Mapping[int, GoalsByRow]
+    by_stack: Mapping[int, AbstractLeavesByRow]
     """The leaves that are stored in each stack."""
 
     ranges: Sequence[WantedRange]
@@ -93,94 +93,102 @@ class Wants:
 
 
 def plan_wants(
-    manifest: Manifest, goals: Mapping[int, Goal], options: Options, processes: Sequence[int], job: Sequence[int]
+    manifest: Manifest,
+    abstract_leaves: Mapping[int, AbstractLeaf],
+    options: Options,
+    processes: Sequence[int],
+    job: Sequence[int],
 ) -> Wants:
-    """What these processes of a job need for the goals, whose leaves do not share rows.
+    """What these processes of a job need of leaves that do not share rows.
 
     `processes` is this process alone, or all of the job.
     """
     stacks = manifest.decoded_stacks
-    by_stack: dict[int, dict[int, tuple[int, Goal]]] = {}
-    for number, goal in goals.items():
+    by_stack: dict[int, dict[int, tuple[int, AbstractLeaf]]] = {}
+    for number, abstract in abstract_leaves.items():
         record = manifest.leaves[number]
         if record.stack is not None and record.row is not None:
-            by_stack.setdefault(record.stack, {})[record.row] = number, goal
-    boxes_by_goal: dict[tuple[Any, ...], LeafBoxes] = {}
+            by_stack.setdefault(record.stack, {})[record.row] = number, abstract
+    known_boxes: dict[tuple[Any, ...], LeafBoxes] = {}
     ranges: list[WantedRange] = []
     for stack, leaves in by_stack.items():
-        for rows, goal in goal_ranges(leaves):
-            key = (stack, goal.sharding, goal.on_devices, goal.cast)
-            if key not in boxes_by_goal:
-                boxes_by_goal[key] = _leaf_boxes(goal, stacks[stack], len(leaves), options, processes)
-            ranges.append(WantedRange(stack, rows, goal, boxes_by_goal[key]))
+        for rows, abstract in row_ranges(leaves):
+            key = (stack, abstract.sharding, abstract.on_devices, abstract.cast)
+            if key not in known_boxes:
+                known_boxes[key] = _leaf_boxes(abstract, stacks[stack], len(leaves), options, processes)
+            ranges.append(WantedRange(stack, rows, abstract, known_boxes[key]))
     layouts = None
     if options.read == "shared" and len(job) > 1:
-        layouts = [goal_layout(wanted_range.goal, stacks[wanted_range.stack].shape, job) for wanted_range in ranges]
+        layouts = [
+            needed_layout(wanted_range.abstract, stacks[wanted_range.stack].shape, job) for wanted_range in ranges
+        ]
     return Wants(stacks, by_stack, ranges, layouts)
 
 
-def split_tied_goals(manifest: Manifest, goals: Mapping[int, Goal]) -> list[Mapping[int, Goal]]:
-    """The goals in rounds, so that no two leaves of a round share a row. Separate arrays are read separately."""
+def split_ties(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> list[Mapping[int, AbstractLeaf]]:
+    """The leaves in rounds, so that no two of a round share a row. Separate arrays are read separately."""
     ties = manifest.ties
     if not ties:
-        return [goals]
-    by_round: list[dict[int, Goal]] = []
+        return [abstract_leaves]
+    by_round: list[dict[int, AbstractLeaf]] = []
     turns = collections.Counter[int]()
-    for number, goal in goals.items():
+    for number, abstract in abstract_leaves.items():
         first = ties.get(number, number)
         if turns[first] == len(by_round):
             by_round.append({})
-        by_round[turns[first]][number] = goal
+        by_round[turns[first]][number] = abstract
         turns[first] += 1
     return [*by_round]
 
 
-def goal_ranges(goals: GoalsByRow) -> Iterator[tuple[tuple[int, int], Goal]]:
-    """Ranges of consecutive rows that have the same goal."""
+def row_ranges(abstract_leaves: AbstractLeavesByRow) -> Iterator[tuple[tuple[int, int], AbstractLeaf]]:
+    """Ranges of consecutive rows that are restored alike."""
     begun = end = -1
-    goal: Goal | None = None
-    for row in sorted(goals):
-        new = goals[row][1]
-        if row != end or new is not goal:
-            if goal is not None:
-                yield (begun, end), goal
-            begun, goal = row, new
+    abstract: AbstractLeaf | None = None
+    for row in sorted(abstract_leaves):
+        new = abstract_leaves[row][1]
+        if row != end or new is not abstract:
+            if abstract is not None:
+                yield (begun, end), abstract
+            begun, abstract = row, new
         end = row + 1
-    if goal is not None:
-        yield (begun, end), goal
+    if abstract is not None:
+        yield (begun, end), abstract
 
 
-def goal_layout(goal: Goal, shape: tuple[int, ...], job: Iterable[int]) -> Layout:
+def needed_layout(abstract: AbstractLeaf, shape: tuple[int, ...], job: Iterable[int]) -> Layout:
     """The cells of a leaf, and the processes that need each: all of the job if the leaf has no sharding."""
-    if goal.sharding is None:
+    if abstract.sharding is None:
         return Layout((1,) * len(shape), (tuple(job),))
-    if isinstance(goal.sharding, PlannedSharding):
-        return goal.sharding.layout(shape)
-    return process_layout(goal.sharding, shape)
+    if isinstance(abstract.sharding, PlannedSharding):
+        return abstract.sharding.layout(shape)
+    return process_layout(abstract.sharding, shape)
 
 
-def wanted_dtype(stack: Stack, goal: Goal) -> np.dtype[Any]:
-    return DTYPES[stack.dtype] if goal.cast is None else goal.cast
+def wanted_dtype(stack: Stack, abstract: AbstractLeaf) -> np.dtype[Any]:
+    return DTYPES[stack.dtype] if abstract.cast is None else abstract.cast
 
 
 # Boxes ----------------------------------------------------------------------------------------------------
 
 
-def _leaf_boxes(goal: Goal, stack: Stack, n_leaves: int, options: Options, processes: Sequence[int]) -> LeafBoxes:
-    """How each of a stack's `n_leaves` that have this goal is read."""
-    sharding, whole = goal.sharding, (whole_box(stack.shape),)
+def _leaf_boxes(
+    abstract: AbstractLeaf, stack: Stack, n_leaves: int, options: Options, processes: Sequence[int]
+) -> LeafBoxes:
+    """How each of a stack's `n_leaves` that are restored like this is read."""
+    sharding, whole = abstract.sharding, (whole_box(stack.shape),)
     if sharding is None:
         by_process, are_whole = dict.fromkeys(processes, whole), True
     else:
-        dtype = wanted_dtype(stack, goal)
+        dtype = wanted_dtype(stack, abstract)
         by_process, is_in_one_process = _boxes_by_process(sharding, stack.shape, processes)
         n_bytes = volume(whole[0]) * dtype.itemsize
         are_whole = is_in_one_process and n_bytes < min(WHOLE_BYTES, max_read_bytes(options.host_bytes) + 1)
         if are_whole:
             by_process = dict.fromkeys(by_process, whole)
-    kept = can_keep_buffers(goal)
-    if kept and goal.on_devices and are_whole:  # the only ones of these that may be placed in blocks
-        kept = not rows_per_block(sharding, stack.shape, wanted_dtype(stack, goal), None, n_leaves)
+    kept = can_keep_buffers(abstract)
+    if kept and abstract.on_devices and are_whole:  # the only ones of these that may be placed in blocks
+        kept = not rows_per_block(sharding, stack.shape, wanted_dtype(stack, abstract), None, n_leaves)
     return LeafBoxes(by_process, are_whole, kept)
 
 
@@ -203,19 +211,19 @@ def placement_of(sharding: Sharding | PlannedSharding, shape: tuple[int, ...]) -
     return sharding.placement(shape) if isinstance(sharding, PlannedSharding) else placement(sharding, shape)
 
 
-def can_keep_buffers(goal: Goal) -> bool:
+def can_keep_buffers(abstract: AbstractLeaf) -> bool:
     """Whether host buffers become a leaf's arrays: on the host, and on CPU devices, which take ownership of them.
 
     This also holds in the host memory of an accelerator, because no program of the accelerator could join parts there.
     On other devices, buffers are temporary: they count as memory in flight, and a large leaf has no buffer.
     """
-    if not goal.on_devices:
+    if not abstract.on_devices:
         return True
-    if isinstance(goal.sharding, PlannedSharding):
+    if isinstance(abstract.sharding, PlannedSharding):
         return False
-    if goal.sharding is None:
+    if abstract.sharding is None:
         return all(device.platform == "cpu" for device in jax.device_put(np.empty(0, np.uint8)).devices())
-    return next(iter(goal.sharding.device_set)).platform == "cpu" or memory_kind(goal.sharding) is not None
+    return next(iter(abstract.sharding.device_set)).platform == "cpu" or memory_kind(abstract.sharding) is not None
 
 
 # Reads ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 path, case, host_bytes, passing, shapes = json.loads(sys.argv[1])
 options = jaxckpt.Options(host_bytes=host_bytes, cast="unsafe")
 if passing:
-    _wants.can_keep_buffers = lambda goal: not goal.on_devices
+    _wants.can_keep_buffers = lambda abstract: not abstract.on_devices
 
 
 def mesh(*sizes):

@@ -13,7 +13,7 @@ from jaxckpt._save import staging
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
 batched_placement.has_own_memory = lambda sharding: True
-wants.can_keep_buffers = lambda goal: goal.kind not in ("jax", "key")
+wants.can_keep_buffers = lambda abstract: abstract.kind not in ("jax", "key")
 
 calls: list[str] = []
 stacked, place_rows = staging._stage_stacked, placement.place_rows

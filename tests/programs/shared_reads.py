@@ -24,7 +24,7 @@ from jaxckpt._restore import fetch, shared_exchange, wants
 
 jax.config.update("jax_enable_x64", True)
 if args["accelerators"]:  # simulate a TPU slice: devices with their own memory and links
-    wants.can_keep_buffers = lambda goal: not goal.on_devices
+    wants.can_keep_buffers = lambda abstract: not abstract.on_devices
     interconnect.n_sending_devices = len
     shared_exchange.needs_whole_job = fetch.needs_whole_job = restore_plan.needs_whole_job = lambda: True
 host = jaxckpt.load_numpy(args["path"])

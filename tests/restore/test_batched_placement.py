@@ -45,7 +45,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(staging, "is_in_host_memory", lambda value: False)
     monkeypatch.setattr(device_to_host, "start_copies", counted_to_host)
     monkeypatch.setattr(batched_placement, "has_own_memory", lambda sharding: True)
-    monkeypatch.setattr(wants, "can_keep_buffers", lambda goal: goal.kind not in ("jax", "key"))
+    monkeypatch.setattr(wants, "can_keep_buffers", lambda abstract: abstract.kind not in ("jax", "key"))
     monkeypatch.setattr(placement, "place_rows", counted_place_rows)
     return counts
 

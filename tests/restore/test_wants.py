@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._model.grid import Box, contains, volume
 from jaxckpt._model.records import Manifest
-from jaxckpt._restore.resolve import Goal
+from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.wants import WHOLE_BYTES, Wants, plan_reads, plan_wants
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
@@ -48,15 +48,15 @@ def shardings() -> dict[str, Sharding | None]:
     }
 
 
-def wants_of(manifest: Manifest, goal: Goal, processes: range) -> Wants:
-    return plan_wants(manifest, dict.fromkeys(range(len(manifest.leaves)), goal), OPTIONS, processes, processes)
+def wants_of(manifest: Manifest, abstract: AbstractLeaf, processes: range) -> Wants:
+    return plan_wants(manifest, dict.fromkeys(range(len(manifest.leaves)), abstract), OPTIONS, processes, processes)
 
 
 @pytest.mark.parametrize("name", shardings())
 @pytest.mark.parametrize("cast", [None, "float64"])
 def test_one_process_and_all_processes_give_the_same_wants(manifest: Manifest, name: str, cast: str | None) -> None:
-    goal = Goal("jax", None if cast is None else np.dtype(cast), shardings()[name])
-    alone, together = wants_of(manifest, goal, range(1)), wants_of(manifest, goal, range(2))
+    abstract = AbstractLeaf("jax", None if cast is None else np.dtype(cast), shardings()[name])
+    alone, together = wants_of(manifest, abstract, range(1)), wants_of(manifest, abstract, range(2))
     assert [part.rows_for(0) for part in alone.ranges] == [part.rows_for(0) for part in together.ranges]
     assert [part.boxes.are_whole for part in alone.ranges] == [part.boxes.are_whole for part in together.ranges]
     (reads,) = plan_reads(alone, OPTIONS, range(1))
@@ -66,8 +66,8 @@ def test_one_process_and_all_processes_give_the_same_wants(manifest: Manifest, n
 @pytest.mark.parametrize("name", shardings())
 def test_every_box_of_a_device_is_wanted_once(manifest: Manifest, name: str) -> None:
     sharding = shardings()[name]
-    wants = wants_of(manifest, Goal("jax", sharding=sharding), range(1))
-    assert sorted(part.rows for part in wants.ranges) == [(0, 4), (0, 5)], "equal goals are one range"
+    wants = wants_of(manifest, AbstractLeaf("jax", sharding=sharding), range(1))
+    assert sorted(part.rows for part in wants.ranges) == [(0, 4), (0, 5)], "equal leaves are one range"
     for part in wants.ranges:
         shape = wants.stacks[part.stack].shape
         boxes = part.rows_for(0).boxes
@@ -81,9 +81,9 @@ def box_of(index: Any, shape: tuple[int, ...]) -> Box:
     return tuple(side.indices(length)[:2] for side, length in zip(index, shape, strict=True))
 
 
-def test_goals_that_differ_are_separate_ranges(manifest: Manifest) -> None:
-    goals = dict(zip(range(9), itertools.cycle([Goal("jax"), Goal("numpy")]), strict=False))
-    wants = plan_wants(manifest, goals, OPTIONS, range(1), range(1))
+def test_leaves_that_differ_are_separate_ranges(manifest: Manifest) -> None:
+    abstract_leaves = dict(zip(range(9), itertools.cycle([AbstractLeaf("jax"), AbstractLeaf("numpy")]), strict=False))
+    wants = plan_wants(manifest, abstract_leaves, OPTIONS, range(1), range(1))
     single_rows = [(row, row + 1) for n_leaves in (5, 4) for row in range(n_leaves)]
     assert sorted(part.rows for part in wants.ranges) == sorted(single_rows)
     (reads,) = plan_reads(wants, OPTIONS, range(1))
