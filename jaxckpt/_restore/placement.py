@@ -61,7 +61,7 @@ class _Leaves:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class _DevicePut:
     """Host arrays that are sent to the devices in one call of JAX, because a call has a fixed cost."""
 
     hosts: list[Array] = field(default_factory=list[Array])
@@ -92,7 +92,7 @@ class LeafBuilder:
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         """Create the values of the step's rows. Returns the arrays on devices that were created."""
         arrays: list[Any] = []
-        transfer = _Transfer()
+        transfer = _DevicePut()
         with infrequent_gc():
             for run, filled in zip(step.runs, buffers, strict=True):
                 for leaves in self._leaves(step.stack, run):
@@ -112,7 +112,7 @@ class LeafBuilder:
             numbers = [abstract_leaves[row][0] for row in range(start, stop)]
             yield _Leaves(numbers, (start, stop), stack, abstract, self._destinations.of(abstract, stack))
 
-    def _create(self, leaves: _Leaves, parts: Sequence[Array], transfer: _Transfer) -> list[Any]:
+    def _create(self, leaves: _Leaves, parts: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
         them. Returns the arrays on devices that were created here."""
         abstract, destination = leaves.abstract, leaves.destination
@@ -139,7 +139,7 @@ class LeafBuilder:
                 transfer.leaves.append(leaves)
         return []
 
-    def _run(self, transfer: _Transfer) -> list[Any]:
+    def _run(self, transfer: _DevicePut) -> list[Any]:
         """Send the arrays of a transfer, and create its leaves. Returns the arrays on devices."""
         arrays = jax.device_put(transfer.hosts, transfer.shardings) if transfer.hosts else []
         remaining = iter(arrays)
@@ -191,7 +191,7 @@ class LeafBuilder:
 
     def create_unread_leaves(self) -> None:
         """Create the leaves for which nothing was read: those without elements, and those of other processes."""
-        transfer = _Transfer()
+        transfer = _DevicePut()
         for stack, abstract_leaves in self._by_stack.items():
             for row, (leaf, abstract) in abstract_leaves.items():
                 if leaf in self.values:

@@ -32,11 +32,11 @@ from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.shared_reads import (
     Partition,
     Portion,
-    Round,
-    Transfer,
+    SharedRead,
+    Shipment,
     covers,
     members_of,
-    split_into_transfers,
+    split_into_shipments,
 )
 from jaxckpt._sources.source import Source
 from jaxckpt._store.objects import ArrayReader
@@ -61,7 +61,7 @@ def needs_whole_job() -> bool:
 def gather(
     source: Source,
     stacks: Sequence[Stack],
-    planned: Mapping[Partition, Sequence[Round]],
+    planned: Mapping[Partition, Sequence[SharedRead]],
     options: Options,
     delivery: Delivery,
     report: Report,
@@ -106,11 +106,11 @@ def _agree_on_programs(rendezvous: Rendezvous, offered: list[_Program] | None) -
     return agreed
 
 
-class _PendingRound:
+class _PendingSharedRead:
     """A round that is being read."""
 
-    def __init__(self, transfers: list[Transfer], own: Array, reads: Sequence[PendingRead]) -> None:
-        self.transfers = transfers
+    def __init__(self, shipments: list[Shipment], own: Array, reads: Sequence[PendingRead]) -> None:
+        self.shipments = shipments
         self.own = own
         self._reads = reads
 
@@ -126,7 +126,7 @@ class _Community:
         self,
         source: Source,
         stacks: Sequence[Stack],
-        rounds: Sequence[Round],
+        rounds: Sequence[SharedRead],
         interconnect: Interconnect,
         options: Options,
         aside: StorageThread,
@@ -142,7 +142,7 @@ class _Community:
         self._memory = MemoryPool()
         self._step_buffers: dict[int, StepBuffers] = {}
 
-    def start_rounds(self) -> Iterator[_PendingRound]:
+    def start_rounds(self) -> Iterator[_PendingSharedRead]:
         """Each round, after its reads have been started."""
         mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
         by_stack: dict[int, list[Portion]] = {}
@@ -155,7 +155,7 @@ class _Community:
         for portions in self._rounds:
             yield self._start_round(portions, readers)
 
-    def _start_round(self, portions: Round, readers: Mapping[int, ArrayReader]) -> _PendingRound:
+    def _start_round(self, portions: SharedRead, readers: Mapping[int, ArrayReader]) -> _PendingSharedRead:
         """Start the reads of this process in a round."""
         mine = [portion for portion in portions if portion.reader == self._process]
         own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
@@ -166,8 +166,8 @@ class _Community:
             regions = self._regions(portion, own[portion.start :])
             coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
             reads.append(coming)
-        return _PendingRound(
-            list(split_into_transfers(portions, self._interconnect.members, self._max_bytes)), own, reads
+        return _PendingSharedRead(
+            list(split_into_shipments(portions, self._interconnect.members, self._max_bytes)), own, reads
         )
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
@@ -180,35 +180,35 @@ class _Community:
         ]
 
     def exchange(
-        self, pending_round: _PendingRound | None, rendezvous: Rendezvous, delivery: Delivery, report: Report
+        self, pending_round: _PendingSharedRead | None, rendezvous: Rendezvous, delivery: Delivery, report: Report
     ) -> bool:
         """Exchange the data of a round, if this process has one left, and deliver it.
 
         Returns False if no process has a round left.
         """
-        found, own, offered = list[Transfer](), np.empty(0, np.uint8), None
+        found, own, offered = list[Shipment](), np.empty(0, np.uint8), None
         if pending_round is not None:
-            found, own = pending_round.transfers, pending_round.own
+            found, own = pending_round.shipments, pending_round.own
             offered = [(self._interconnect.rounded_bytes(piece.span_bytes), len(piece.spans)) for piece in found]
 
-        def agree() -> list[tuple[Transfer, _Program]] | None:
+        def agree() -> list[tuple[Shipment, _Program]] | None:
             programs = _agree_on_programs(rendezvous, offered)
             if programs is None:
                 return None
-            nothing = [Transfer([], {})] * (len(programs) - len(found))  # other communities have more
+            nothing = [Shipment([], {})] * (len(programs) - len(found))  # other communities have more
             return list(zip([*found, *nothing], programs, strict=True))
 
-        def gather(one: tuple[Transfer, _Program], _: object) -> dict[int, Bytes]:
+        def gather(one: tuple[Shipment, _Program], _: object) -> dict[int, Bytes]:
             piece, (n_bytes, n_senders) = one
             return self._interconnect.gather(piece.spans, n_bytes, n_senders, own)
 
-        with CollectiveCalls[tuple[Transfer, _Program], dict[int, Bytes]]((), gather) as calls:
+        with CollectiveCalls[tuple[Shipment, _Program], dict[int, Bytes]]((), gather) as calls:
             agreed = calls.extend(agree)
             for piece, _ in calls:
                 self._deliver(piece, calls.run_next(), delivery, report)
         return agreed is not None
 
-    def _deliver(self, piece: Transfer, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
+    def _deliver(self, piece: Shipment, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
         for portion in piece.portions:
             step = portion.step
             sent: dict[Any, Any] = {}

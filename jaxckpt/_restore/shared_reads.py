@@ -147,11 +147,13 @@ class Portion:
     """Offset of each region among these bytes."""
 
 
-Round = list[Portion]
+SharedRead = list[Portion]
 """The reads of a community between two rendezvous of the job."""
 
 
-def plan_rounds(stacks: Sequence[Stack], wants: Sequence[WantedRows], members: Members, host_bytes: int) -> list[Round]:
+def plan_shared_reads(
+    stacks: Sequence[Stack], wants: Sequence[WantedRows], members: Members, host_bytes: int
+) -> list[SharedRead]:
     """Evenly distributed reads of everything that a community needs, with no chunk in two of them.
 
     In a round, each process reads consecutive data, at most about a quarter of `host_bytes`. Several rounds allow
@@ -163,7 +165,7 @@ def plan_rounds(stacks: Sequence[Stack], wants: Sequence[WantedRows], members: M
     )
     round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
     finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
-    rounds: list[Round] = []
+    rounds: list[SharedRead] = []
     unassigned: list[tuple[ReadStep, Read, list[int]]] = []
     size = 0
     for step in plan_read(stacks, wants, host_bytes, finest):
@@ -178,9 +180,9 @@ def plan_rounds(stacks: Sequence[Stack], wants: Sequence[WantedRows], members: M
     return [*rounds, _assign_readers(unassigned, size, members)] if unassigned else rounds
 
 
-def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> Round:
+def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> SharedRead:
     """Assign reads, with the ends of their regions, in order to the members in order."""
-    portions: Round = []
+    portions: SharedRead = []
     filled = dict.fromkeys(members, 0)
     before = 0
     for step, read, ends in reads:
@@ -193,10 +195,10 @@ def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: in
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Shipment:
     """The data that a community sends with one program."""
 
-    portions: Round
+    portions: SharedRead
 
     spans: Mapping[int, Span]
     """The part that each process sends of the bytes that it has read in the round."""
@@ -207,14 +209,14 @@ class Transfer:
         return max(end - first for first, end in self.spans.values())
 
 
-def split_into_transfers(portions: Round, members: Members, max_bytes: int) -> Iterator[Transfer]:
+def split_into_shipments(portions: SharedRead, members: Members, max_bytes: int) -> Iterator[Shipment]:
     """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
     count = len(members)
     max_bytes = min(max_bytes, MAX_BYTES)
     width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
     at_once = max(1, min(count, max_bytes // (2 * width)))
     place = {member: number for number, member in enumerate(members)}
-    found: dict[tuple[int, int], Round] = {}
+    found: dict[tuple[int, int], SharedRead] = {}
     for portion in portions:
         found.setdefault((portion.start // width, place[portion.reader] // at_once), []).append(portion)
     for _, together in sorted(found.items(), key=lambda one: one[0]):
@@ -222,10 +224,10 @@ def split_into_transfers(portions: Round, members: Members, max_bytes: int) -> I
         for portion in together:
             first, _ = spans.get(portion.reader, (portion.start, 0))
             spans[portion.reader] = first, portion.start + portion.n_bytes
-        yield Transfer(together, spans)
+        yield Shipment(together, spans)
 
 
-def shared_cost(stacks: Sequence[Stack], rounds: Sequence[Round], process: int, host_bytes: int) -> ReadCost:
+def shared_cost(stacks: Sequence[Stack], rounds: Sequence[SharedRead], process: int, host_bytes: int) -> ReadCost:
     """The reads of one process in the rounds, and the bytes that it receives from others, needed or not."""
     mine = [portion for portions in rounds for portion in portions if portion.reader == process]
     steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]

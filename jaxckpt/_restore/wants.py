@@ -30,7 +30,15 @@ from jaxckpt._options import Options
 from jaxckpt._restore.batched_placement import rows_per_block
 from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.shared_reads import Members, Partition, Round, members_of, plan_rounds, share, shared_cost
+from jaxckpt._restore.shared_reads import (
+    Members,
+    Partition,
+    SharedRead,
+    members_of,
+    plan_shared_reads,
+    share,
+    shared_cost,
+)
 
 WHOLE_BYTES = 256 << 10
 """Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
@@ -241,7 +249,7 @@ class ProcessReads:
     steps: Sequence[ReadStep]
     """What it reads for itself."""
 
-    rounds: Mapping[Partition, list[Round]]
+    rounds: Mapping[Partition, list[SharedRead]]
     """For each partition, what its community reads; empty if it is in none."""
 
     def cost(self, stacks: Sequence[Stack], host_bytes: int) -> ReadCost:
@@ -260,19 +268,19 @@ def plan_reads(
     If `job_size` is the number of processes of the job, all of them read together or none do.
     """
     stacks, host_bytes = wants.stacks, options.host_bytes
-    known_rounds: dict[tuple[Partition, Members], list[Round]] = {}
+    known_rounds: dict[tuple[Partition, Members], list[SharedRead]] = {}
     for process in processes:
         needed = [wanted_range.rows_for(process) for wanted_range in wants.ranges]
         needed_bytes = sum(_n_bytes(stacks[rows.stack], rows) for rows in needed)
         own, shared = needed, dict[Partition, list[WantedRows]]()
         if wants.layouts is not None:
             own, shared = share(stacks, list(zip(needed, wants.layouts, strict=True)), process, job_size)
-        rounds: dict[Partition, list[Round]] = {}
+        rounds: dict[Partition, list[SharedRead]] = {}
         for partition, common in shared.items():
             members = members_of(partition, process)
             key = (partition, members)
             if common and key not in known_rounds:
-                known_rounds[key] = plan_rounds(stacks, common, members, host_bytes)
+                known_rounds[key] = plan_shared_reads(stacks, common, members, host_bytes)
             rounds[partition] = known_rounds[key] if common else []
         yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
 

@@ -24,11 +24,11 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._restore.read_plan import WantedRows
 from jaxckpt._restore.shared_reads import (
     READ_ALIGNMENT_BYTES,
-    Round,
+    SharedRead,
     members_of,
-    plan_rounds,
+    plan_shared_reads,
     share,
-    split_into_transfers,
+    split_into_shipments,
     wants_digest,
 )
 
@@ -66,7 +66,7 @@ def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Sta
     divided = [share(found, wanted[process], process) for process in range(COUNT)]
     assert len({wants_digest(one) for one in wanted}) == 1
     assert len({tuple(shared) for _, shared in divided}) == 1, "all go through the same communities in the same order"
-    planned: dict[tuple[int, ...], list[Round]] = {}
+    planned: dict[tuple[int, ...], list[SharedRead]] = {}
     reads = collections.Counter[tuple[int, tuple[int, ...]]]()
     for process, (own, shared) in enumerate(divided):
         arriving: dict[int, list[Box]] = collections.defaultdict(list)
@@ -76,7 +76,7 @@ def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Sta
             members = members_of(partition, process)
             if not wants:
                 continue
-            rounds = plan_rounds(found, wants, members, host)
+            rounds = plan_shared_reads(found, wants, members, host)
             key = (*members, -1, *map(hash, sorted(shared)), hash(partition))
             if key not in planned:
                 planned[key] = rounds
@@ -99,7 +99,7 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_byt
     _, shared = share(found, wanted_by(0, found, sought), 0)
     for partition, wants in shared.items():
         members = members_of(partition, 0)
-        for portions in plan_rounds(found, wants, members, max_bytes) if wants else []:
+        for portions in plan_shared_reads(found, wants, members, max_bytes) if wants else []:
             total, largest = sum(one.n_bytes for one in portions), max(one.n_bytes for one in portions)
             read = collections.Counter[int]()
             for one in portions:
@@ -107,8 +107,8 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_byt
                 assert not one.start % READ_ALIGNMENT_BYTES
                 read[one.reader] += one.n_bytes
             assert max(read.values()) <= total / len(members) + largest
-            passed: Round = []
-            for piece in split_into_transfers(portions, members, max_bytes):
+            passed: SharedRead = []
+            for piece in split_into_shipments(portions, members, max_bytes):
                 passed += piece.portions
                 assert set(piece.spans) == {one.reader for one in piece.portions}
                 for reader, (first, end) in piece.spans.items():
