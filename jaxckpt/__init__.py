@@ -42,6 +42,7 @@ __all__ = [
     "RestorePlan",
     "Rule",
     "Rules",
+    "Run",
     "SaveInfo",
     "SpecError",
     "Step",
@@ -50,24 +51,18 @@ __all__ = [
     "VerifyReport",
     "convert",
     "diff",
-    "follow",
-    "fork",
     "huggingface_rules",
-    "latest_step",
     "load_numpy",
     "mindspore_ranks",
     "oneflow_ranks",
     "open",
-    "pin",
     "rank_files",
     "register_leaf",
     "report",
     "restore",
     "save",
     "save_async",
-    "steps",
     "subscribe",
-    "unpin",
     "verify",
 ]
 
@@ -91,9 +86,8 @@ if TYPE_CHECKING:
     from jaxckpt._rules.rule import Rule
     from jaxckpt._rules.rules import Rules
     from jaxckpt._runs.checkpointer import Checkpointer
-    from jaxckpt._runs.follow import Step, follow, latest_step, steps
-    from jaxckpt._runs.fork import fork
-    from jaxckpt._runs.pins import pin, unpin
+    from jaxckpt._runs.follow import Step
+    from jaxckpt._runs.run import Run
     from jaxckpt._save.async_saves import PendingSave
     from jaxckpt._save.save import save, save_async
     from jaxckpt._save.save_info import SaveInfo
@@ -149,9 +143,8 @@ _MODULES = {
     "_save.save_info": "SaveInfo",
     "_save.save": "save save_async",
     "_runs.checkpointer": "Checkpointer",
-    "_runs.follow": "Step follow latest_step steps",
-    "_runs.fork": "fork",
-    "_runs.pins": "pin unpin",
+    "_runs.follow": "Step",
+    "_runs.run": "Run",
     "weights": "Publisher subscribe",
 }
 """The names that each module defines. A module is imported when one of its names is used for the first time."""

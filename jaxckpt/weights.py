@@ -20,14 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_whole_number
-from jaxckpt._run_folder.steps import step_name
 from jaxckpt._runs.checkpointer import Checkpointer
-from jaxckpt._runs.follow import follow, latest_step
+from jaxckpt._runs.run import Run
 from jaxckpt._save.async_saves import PendingSave
-from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import run_at
 from jaxckpt.errors import DataError, InputError
 
@@ -152,7 +149,7 @@ def subscribe(
     *,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    timeout: float | None = None,
+    timeout_seconds: float | None = None,
     poll_seconds: float = 0.1,
     options: Options | None = None,
 ) -> Generator[tuple[int, Tree]]:
@@ -163,7 +160,7 @@ def subscribe(
         target: As for `jaxckpt.restore`; its dtypes must be bfloat16.
         mesh: As for `jaxckpt.restore`.
         specs: As for `jaxckpt.restore`.
-        timeout: End without an error if nothing is published for this many seconds; None: no limit.
+        timeout_seconds: End without an error if nothing is published for this many seconds; None: no limit.
         poll_seconds: Seconds between two checks of the directory.
         options: See `Options`.
 
@@ -176,31 +173,30 @@ def subscribe(
         Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
     """
     # The returned generator must not depend on the current folder when it runs.
-    run = run_at(directory, options_or_default(options))
-    return _subscribe(run, target, mesh, specs, timeout, poll_seconds, options)
+    run = Run(run_at(directory, options_or_default(options)).url, options=options)
+    return _subscribe(run, target, mesh, specs, timeout_seconds, poll_seconds)
 
 
 def _subscribe(
-    run: Store,
+    run: Run,
     target: Tree,
     mesh: Mesh | None,
     specs: Specs,
-    timeout: float | None,
+    timeout_seconds: float | None,
     poll_seconds: float,
-    options: Options | None,
 ) -> Generator[tuple[int, Tree]]:
     """The generator of `subscribe`."""
     tried: tuple[int, float | None] | None = None
     while True:
-        newest = latest_step(run.url, options=options)
-        found, newest_seen = _newest_chain(run, newest, options), newest or 0
+        newest = run.latest_step()
+        found, newest_seen = _newest_chain(run, newest), newest or 0
         if found is not None and found == tried:
-            raise DataError(f"{run.url} lacks a publication since its newest anchor, {found[0]}")
+            raise DataError(f"{run.directory} lacks a publication since its newest anchor, {found[0]}")
         tried = found
         weights: Tree = None
         last_applied: tuple[int, float | None] | None = None
         after = found[0] - 1 if found and found[0] else None
-        for publication in follow(run.url, after=after, timeout=timeout, poll_seconds=poll_seconds, options=options):
+        for publication in run.follow(after=after, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds):
             _require_anchor(publication.path, publication.metrics)
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
@@ -214,18 +210,17 @@ def _subscribe(
             # The newest at the time of the check, because a fast publisher would always be ahead.
             if publication.number >= newest_seen:
                 yield note["step"], weights
-                newest_seen = latest_step(run.url, options=options) or 0
+                newest_seen = run.latest_step() or 0
         else:
             return
 
 
-def _newest_chain(run: Store, newest: int | None, options: Options | None) -> tuple[int, float | None] | None:
+def _newest_chain(run: Run, newest: int | None) -> tuple[int, float | None] | None:
     """(the number of the newest publication's anchor, the id of its chain); None before the first publication."""
     if newest is None:
         return None
-    newest_path = run.child(step_name(newest)).url
-    metrics = open_checkpoint(newest_path, options=options).metrics
-    return int(_require_anchor(newest_path, metrics)), metrics.get(_CHAIN)
+    metrics = run.metrics(newest)
+    return int(_require_anchor(run.path(newest), metrics)), metrics.get(_CHAIN)
 
 
 def _require_anchor(path: str, metrics: Mapping[str, float | None]) -> float:

@@ -315,6 +315,7 @@ def integrate() -> None:
     "writing",
     location("path"),
     click.option("--name", required=True, help="Letters, digits, '_', '-' and '.', starting with a letter."),
+    click.option("--move", is_flag=True, help="Take the name from the step that has it now."),
 )
 def pin() -> None:
     """Name a step of a run and protect it from deletion.

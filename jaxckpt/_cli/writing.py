@@ -21,11 +21,11 @@ from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
 from jaxckpt._pipeline.workers import run_watched
-from jaxckpt._run_folder.run_paths import steps_of
+from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import is_link, step_name
-from jaxckpt._runs.fork import fork as fork_run
-from jaxckpt._runs.pins import pin as pin_step
-from jaxckpt._runs.pins import unpin as unpin_step
+from jaxckpt._runs.fork import fork_step
+from jaxckpt._runs.pins import pin_step, unpin_name
+from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError
 
@@ -98,8 +98,9 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_jso
     _print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
 
 
-def pin(path: str, name: str, as_json: bool) -> None:
-    step = pin_step(path, name)
+def pin(path: str, name: str, move: bool, as_json: bool) -> None:
+    _, run, step = step_of(source_at(path, Options()), "a Checkpointer deletes only those")
+    pin_step(run, step, name, Options(), move=move)
     above, _, last = path.rstrip("/").rpartition("/")
     if last == step_name(step):  # otherwise digits are the name of the run, such as its date
         run = above or "."
@@ -109,12 +110,14 @@ def pin(path: str, name: str, as_json: bool) -> None:
 
 
 def unpin(path: str, as_json: bool) -> None:
-    unpin_step(path)
+    store = store_at(path, Options())
+    run, name = run_and_name(store) or (store, "")
+    unpin_name(run, name)
     _print_done(f"{path} is no longer pinned", {"path": path}, as_json)
 
 
 def fork(run: str, new_run: str, as_json: bool) -> None:
-    step = fork_run(run, new_run)
+    step = fork_step(run, new_run, Options())
     source = run.removesuffix(f"@{step}")
     _print_done(
         f"{new_run} starts from step {step} of {source}", {"run": run, "new_run": new_run, "step": step}, as_json

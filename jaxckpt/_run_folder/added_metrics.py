@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from jaxckpt._model.records import Manifest
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError
@@ -58,6 +59,12 @@ def read_added_metrics(run: Store) -> AddedMetrics:
             raise DataError(f"{notes.url}/{name}, a metric that was added to a step, is damaged: {error}") from error
         added.setdefault((step, metric.save_id), {})[metric.name] = metric.value
     return added
+
+
+def metrics_of(run: Store, step: int, manifest: Manifest) -> dict[str, float | None]:
+    """The metrics of a step: those that were saved, and those that were added. Raises DataError, StorageError."""
+    saved = {} if manifest.step is None else manifest.step.metrics
+    return {**saved, **read_added_metrics(run).get((step, manifest.save_id), {})}
 
 
 def remove_added_metrics(run: Store, step: int) -> None:

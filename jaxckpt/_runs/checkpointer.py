@@ -24,13 +24,15 @@ from jaxckpt._pipeline.threads import run_uninterrupted
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._rules.rename import Renaming, split_rename
-from jaxckpt._run_folder.steps import require_step
+from jaxckpt._run_folder.added_metrics import read_added_metrics
+from jaxckpt._run_folder.steps import Mode, require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.initial import target_of
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.process_states import Resplit, restore_process_state
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
+from jaxckpt._runs.run import Run, StepName
 from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.saving import Saver
 from jaxckpt._runs.schedule import SaveSchedule
@@ -46,8 +48,8 @@ from jaxckpt.errors import InputError, JaxckptError, Preempted
 _log = logging.getLogger("jaxckpt")
 
 
-class Checkpointer:
-    """Saves the steps of a run into a directory, restores them, and deletes old steps by rules.
+class Checkpointer(Run):
+    """A `Run` that writes: saves the steps of a run into a directory, restores them, and deletes old steps by rules.
 
     Every process creates a Checkpointer with the same arguments and calls the same methods in the same order, with
     `save` at every step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. A new Checkpointer
@@ -149,6 +151,7 @@ class Checkpointer:
             rules = RetentionPolicy.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
             self._due = SaveSchedule(every, every_minutes, save_if, call.count)
             self._directory = Directory(directory, rules, self._options)
+            self._store = self._directory.store
             self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
             self._preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
             self._local = LocalTier.of(
@@ -386,7 +389,7 @@ class Checkpointer:
 
     def restore(
         self,
-        step: int | None = None,
+        step: StepName | None = None,
         target: Tree = None,
         *,
         mesh: Mesh | None = None,
@@ -411,7 +414,18 @@ class Checkpointer:
                 step is restored in its place.
         """
         request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
-        return self._restore(step, self._find_step(step, allow_peers=request.rules is None), request)[1]
+        number = self._named_step(step)
+        return self._restore(number, self._find_step(number, allow_peers=request.rules is None), request)[1]
+
+    def _named_step(self, step: StepName | None) -> int | None:
+        """The number of a step that is given by name."""
+        if not isinstance(step, str):
+            return step
+        with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
+            self._last_save.wait()
+            number = self._number(step)
+            rendezvous.gather("")
+            return int(rendezvous.broadcast(str(number)))
 
     def _restore(
         self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None
@@ -530,10 +544,6 @@ class Checkpointer:
 
     # Inspecting ------------------------------------------------------------------------------------------
 
-    def path(self, step: int) -> str:
-        """The path or URL of a step, for `jaxckpt.restore`, `open` and every function that takes a checkpoint."""
-        return self._directory.child(step).url
-
     def steps(self) -> list[int]:
         """The published steps, oldest first. One listing of the directory; only steps with a manifest count."""
         return self._directory.steps()
@@ -542,20 +552,24 @@ class Checkpointer:
         """The newest step, which `restore` would restore, or None. With `local`, every process calls this."""
         return max(self.steps(), default=None) if self._local is None else self._find_step(None).step
 
-    def best_step(self, metric: str | None = None) -> int | None:
-        """The best step by a metric of `keep_best`, by default of its first rule; None if no step has the metric.
-        Raises InputError if `keep_best` has no such rule."""
+    def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
+        """The best step by a metric, by default of the first rule of `keep_best`; None if no step has the metric.
+        Raises InputError if `keep_best` has no such rule, and no `mode` is given."""
         bests = self._directory.policy.keep_best
-        best = next((best for best in bests if metric in (None, best.metric)), None)
+        best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
+        if best is None and metric is not None and mode is not None:
+            return super().best_step(metric, mode)
         if best is None:
             raise InputError(f"best_step({metric or ''}) needs Checkpointer(keep_best=({metric or 'metric'!r}, mode))")
         return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
 
-    def metrics(self, step: int) -> dict[str, float | None]:
-        """The metrics given to `save` for a step; None for values that were not finite. Raises NotACheckpointError."""
-        step = require_step(step)
+    def metrics(self, step: StepName) -> dict[str, float | None]:
+        """The metrics given to `save` for a step, and those that were added; None for values that were not finite.
+        Raises NotACheckpointError."""
+        number = self._number(step)
         self._directory.require_same_folder()
-        found = self._directory.saved_step(step)
-        if found is not None:
-            return dict(found.record.metrics)
-        return self._step_finder.metrics(step)
+        saved = self._directory.saved_step(number)
+        if saved is not None:
+            added = read_added_metrics(self._store).get((number, saved.save_id), {})
+            return {**saved.record.metrics, **added}
+        return self._step_finder.metrics(number)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import NoReturn
 
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.manifest import state_file_name
-from jaxckpt._options import Options, options_or_default
+from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import run_uninterrupted
-from jaxckpt._run_folder.steps import require_step, step_folders, step_name
+from jaxckpt._run_folder.steps import step_folders, step_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import store_at
+from jaxckpt._store.store_path import Path, store_at
 from jaxckpt._store.transaction import begin
 from jaxckpt.errors import (
     CheckpointExistsError,
@@ -28,48 +27,8 @@ from jaxckpt.errors import (
 )
 
 
-def fork(
-    run: str | os.PathLike[str],
-    new_run: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    options: Options | None = None,
-) -> int:
-    """Start a new run from a step of another run without copying data: the files are hard-linked.
-
-    Each run may delete its step at any time; the other run keeps the data. One process calls it; it takes milliseconds.
-    The metrics, metadata and process states of the step are included; the names of pinned steps are not.
-
-    Args:
-        run: The directory of the run, or one of its steps, as in "run@best".
-        new_run: The directory of the new run, on the same file system, without any steps.
-        step: The number of the step; by default the newest step, or the step that `run` names.
-        options: `sync`; see `Options`.
-
-    Returns:
-        The number of the step.
-
-    Raises:
-        CheckpointExistsError: `new_run` has steps, or is itself a checkpoint or a file.
-        InputError: One of the paths is on an object store or on another file system, the file system refused a link, or
-            `run` is not a run. `convert(run, f"{new_run}/{step:08d}")` makes a copy instead.
-        NotACheckpointError: The step does not exist, or was deleted in the meantime.
-        DataError: A file of the step is missing or has the wrong length.
-
-    Examples:
-        >>> import shutil, jax.numpy as jnp, jaxckpt
-        >>> for name in ("forked", "fork"):
-        ...     shutil.rmtree(f"/tmp/jaxckpt-doc/{name}", ignore_errors=True)
-        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/forked") as steps:
-        ...     saved = steps.save(40, {"w": jnp.ones(4)})
-        >>> jaxckpt.fork("/tmp/jaxckpt-doc/forked", "/tmp/jaxckpt-doc/fork", step=40)
-        40
-        >>> jaxckpt.restore("/tmp/jaxckpt-doc/fork")["w"].shape
-        (4,)
-    """
-    options = options_or_default(options)
-    path = store_at(run, options).url
-    path = path if step is None else f"{path}@{require_step(step)}"
+def fork_step(path: str, new_run: Path, options: Options) -> int:
+    """Start a new run from the step at a path. Returns its number. Raises as `Run.fork`."""
     source, _, number = step_of(source_at(path, options), "give a run, or one of its steps")
     new = store_at(new_run, options).absolute()
     steps = [] if new.is_file() else step_folders(new)[0]

@@ -1,0 +1,316 @@
+"""A run: a directory of steps, for programs that read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxckpt._arguments.casts import Dtypes
+from jaxckpt._arguments.specs import Specs
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._model.select import Select
+from jaxckpt._model.tree import Tree
+from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._restore.restore import run_restore
+from jaxckpt._rules.rename import Renaming, split_rename
+from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
+from jaxckpt._run_folder.leases import TERM_SECONDS
+from jaxckpt._run_folder.run_paths import best_rule, best_steps, resolve_name
+from jaxckpt._run_folder.steps import Mode, pins, require_no_checkpoint, require_step, step_folders, step_name
+from jaxckpt._runs.follow import Step, follow_steps
+from jaxckpt._runs.fork import fork_step
+from jaxckpt._runs.metrics import recorded_metrics
+from jaxckpt._runs.pins import pin_step, unpin_name
+from jaxckpt._sources.open_source import foreign_steps_of
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import run_at
+from jaxckpt.errors import InputError, NotACheckpointError
+
+StepName = int | str
+"""A step: its number, "latest", "best", or the name of a pin."""
+
+
+class Run:
+    """A run's directory of steps, for reading it: an evaluator, a server, a notebook. It deletes nothing.
+
+    Any single process may use it while a `Checkpointer` trains. Where a method takes a step, that is its number,
+    "latest", "best", or the name of a pin.
+
+    Args:
+        directory: The directory of a `Checkpointer`: a local path or a URL. It need not exist yet. `steps`,
+            `latest_step`, `open` and `restore` also work with a local run of Orbax's `CheckpointManager`.
+        options: See `Options`.
+
+    Raises:
+        InputError: `directory` is a file.
+
+    Examples:
+        >>> import shutil, jaxckpt
+        >>> shutil.rmtree("/tmp/jaxckpt-doc/run", ignore_errors=True)
+        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/run") as checkpointer:
+        ...     saved = [checkpointer.save(step, {"w": step}) for step in (10, 20)]
+        >>> run = jaxckpt.Run("/tmp/jaxckpt-doc/run")
+        >>> run.steps()
+        [10, 20]
+        >>> run.restore(10)
+        {'w': 10}
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, options: Options | None = None) -> None:
+        self._options = options_or_default(options)
+        self._store: Store = run_at(directory, self._options)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory!r}>"
+
+    @property
+    def directory(self) -> str:
+        """The path or URL of the run."""
+        return self._store.url
+
+    # Steps -----------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The numbers of the published steps, oldest first. One listing of the directory.
+
+        Raises:
+            InputError: The directory is itself a checkpoint.
+            StorageError: The directory cannot be listed, or jaxckpt cannot determine whether a step is published.
+        """
+        published, _ = step_folders(self._store)
+        if not published:
+            require_no_checkpoint(self._store)
+            return [step.number for step in foreign_steps_of(self._store.url, self._options)]
+        return published
+
+    def latest_step(self) -> int | None:
+        """The newest published step, or None if there are no steps."""
+        return max(self.steps(), default=None)
+
+    def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
+        """The best step by a metric; the newest of equal ones. None if no step has a value.
+
+        Args:
+            metric: The name of the metric. None: the first of `Checkpointer(keep_best=…)`.
+            mode: "min" or "max". None: as in `keep_best`, if it names this metric.
+
+        Raises:
+            InputError: No metric is given and the run does not record one, or no mode is given for this metric.
+        """
+        if mode not in ("min", "max", None):
+            raise InputError(f'mode must be "min" or "max", found {mode!r}')
+        if metric is None or mode is None:
+            recorded_metric, recorded_mode = best_rule(self._store)
+            if metric not in (None, recorded_metric):
+                raise InputError(f'best_step({metric!r}) needs mode="min" or mode="max"')
+            metric, mode = recorded_metric, mode or recorded_mode
+        return next(iter(best_steps(self._store, self.steps(), metric, mode)), None)
+
+    def path(self, step: StepName) -> str:
+        """The path or URL of a step, for every function that takes a checkpoint."""
+        return self._store.child(step_name(self._number(step))).url
+
+    def _number(self, step: StepName) -> int:
+        """The number of a step. Raises InputError, NotACheckpointError."""
+        if not isinstance(step, str):
+            return require_step(step)
+        steps = self.steps()
+        if not steps:
+            raise NotACheckpointError(f"{self._store.url} has no steps")
+        return resolve_name(self._store, step, steps)
+
+    # Metrics ---------------------------------------------------------------------------------------------
+
+    def metrics(self, step: StepName) -> dict[str, float | None]:
+        """The metrics given to `Checkpointer.save`, and those that were added; None for values that were not finite.
+
+        Raises NotACheckpointError.
+        """
+        number = self._number(step)
+        manifest, _ = load_manifest(self._store.child(step_name(number)))
+        return metrics_of(self._store, number, manifest)
+
+    def add_metrics(self, step: StepName, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a step, or replace metrics that it has. `keep_best` and "best" respect them.
+
+        A `Checkpointer` reads them after its next save. They belong to this save of the step: if the step is saved
+        again, they are ignored.
+
+        Raises:
+            InputError: A metric is not a number.
+            NotACheckpointError: The step does not exist.
+            StorageError: The run's directory cannot be written to.
+        """
+        number, values = self._number(step), recorded_metrics(metrics)
+        manifest, _ = load_manifest(self._store.child(step_name(number)))
+        add_metrics(self._store, number, manifest.save_id, values, sync=self._options.sync)
+
+    # Pins ------------------------------------------------------------------------------------------------
+
+    def pins(self) -> dict[str, int]:
+        """The step of each pin, by the name of the pin."""
+        return pins(self._store)
+
+    def pin(self, step: StepName, name: str, *, move: bool = False) -> int:
+        """Name a step. No rule of a Checkpointer deletes a named step until `unpin`. Nothing is copied.
+
+        The step can then be opened as `run@name`. A step may have several names.
+
+        Args:
+            step: The step.
+            name: Letters, digits, "_", "-" and ".", starting with a letter; not "latest" or "best".
+            move: If another step has this name, take it from that step, after this step is protected.
+
+        Returns:
+            The number of the step.
+
+        Raises:
+            InputError: `name` is invalid, or another step has it and `move` is false.
+            NotACheckpointError: The step does not exist, or is being deleted.
+            StorageError: The run's directory cannot be written to.
+
+        Examples:
+            >>> import jaxckpt
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/pinned", keep_last=1) as checkpointer:
+            ...     saved = checkpointer.save(40, {"w": 1}, overwrite=True)
+            >>> run = jaxckpt.Run("/tmp/jaxckpt-doc/pinned")
+            >>> run.pin("latest", "paper")
+            40
+            >>> jaxckpt.open("/tmp/jaxckpt-doc/pinned@paper").step
+            40
+            >>> run.unpin("paper")
+        """
+        number = self._number(step)
+        pin_step(self._store, number, name, self._options, move=require_bool(move, "move"))
+        return number
+
+    def unpin(self, name: str) -> None:
+        """Remove the name of a step. Unless it has other names, the rules of a Checkpointer may then delete it.
+
+        Raises:
+            NotACheckpointError: No step has that name.
+            StorageError: The run's directory cannot be written to.
+        """
+        unpin_name(self._store, name)
+
+    # Reading ---------------------------------------------------------------------------------------------
+
+    def open(self, step: StepName = "latest", *, rename: Renaming | None = None) -> Checkpoint:
+        """Open a step to inspect it, as `jaxckpt.open` does."""
+        return open_checkpoint(self._path_to_read(step), rename=rename, options=self._options)
+
+    def restore(
+        self,
+        step: StepName | None = None,
+        target: Tree = None,
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Renaming | None = None,
+        strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
+    ) -> Tree:
+        """Restore a step, by default the newest. In a job of several processes, every process calls this.
+
+        The other arguments and the errors are those of `jaxckpt.restore`.
+        """
+        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return run_restore(self._path_to_read("latest" if step is None else step), request, self._options)
+
+    def _path_to_read(self, step: StepName) -> str:
+        """A path that also names a step of Orbax."""
+        if isinstance(step, str):
+            return self._store.url if step == "latest" else f"{self._store.url}@{step}"
+        return f"{self._store.url}@{require_step(step)}"
+
+    def follow(
+        self,
+        *,
+        after: int | None = None,
+        timeout_seconds: float | None = None,
+        poll_seconds: float = 1.0,
+        term_seconds: float = TERM_SECONDS,
+    ) -> Generator[Step]:
+        """Iterate over the steps as they are published, oldest first, for example to evaluate during training.
+
+        A lease holds each step until the loop asks for the next one, so that no `keep_` rule deletes it in the
+        meantime. Steps that were deleted before the loop reached them are skipped. Without permission to write to the
+        directory, steps are read without leases, with one warning: if a step is deleted while it is being read, the
+        read raises an error; it never returns wrong data.
+
+        The loop ends after the last step, once `Checkpointer.close` has recorded the end of the run. One process calls
+        this; in a job of several processes, one follows and sends `step.path` to the others.
+
+        Args:
+            after: Start with the first step above this number; None starts with the oldest step.
+            timeout_seconds: End without an error if no new step is published for this many seconds; None: no limit.
+                Time spent in the loop body does not count.
+            poll_seconds: Seconds between two checks of the directory. Each check is one listing and one small read.
+            term_seconds: How long a lease protects a step, at most, after this process has died; see
+                `Checkpoint.hold`.
+
+        Yields:
+            A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
+
+        Raises:
+            InputError: An argument is invalid, or the directory is a run of Orbax.
+            ManifestError: The manifest of a step is damaged.
+            StorageError: The directory cannot be read.
+
+        Examples:
+            >>> import jaxckpt
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/followed", every=10) as checkpointer:
+            ...     saved = [checkpointer.save(step, {"w": step}, overwrite=True) for step in (10, 20)]
+            >>> run = jaxckpt.Run("/tmp/jaxckpt-doc/followed")
+            >>> [(step.number, step.restore()["w"]) for step in run.follow()]
+            [(10, 10), (20, 20)]
+        """
+        return follow_steps(
+            self._store,
+            self._options,
+            after=after,
+            timeout_seconds=timeout_seconds,
+            poll_seconds=poll_seconds,
+            term_seconds=term_seconds,
+        )
+
+    def fork(self, new_directory: str | os.PathLike[str], *, step: StepName = "latest") -> int:
+        """Start a new run from a step without copying data: the files are hard-linked.
+
+        Each run may delete its step at any time; the other run keeps the data. One process calls it; it takes
+        milliseconds. The metrics, metadata and process states of the step are included; pins are not.
+
+        Args:
+            new_directory: The directory of the new run, on the same file system, without any steps.
+            step: The step.
+
+        Returns:
+            The number of the step.
+
+        Raises:
+            CheckpointExistsError: `new_directory` has steps, or is itself a checkpoint or a file.
+            InputError: One of the paths is on an object store or on another file system, the file system refused a
+                link, or this is not a run. `jaxckpt.convert` makes a copy instead.
+            NotACheckpointError: The step does not exist, or was deleted in the meantime.
+            DataError: A file of the step is missing or has the wrong length.
+
+        Examples:
+            >>> import shutil, jaxckpt
+            >>> for name in ("forked", "fork"):
+            ...     shutil.rmtree(f"/tmp/jaxckpt-doc/{name}", ignore_errors=True)
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/forked") as checkpointer:
+            ...     saved = checkpointer.save(40, {"w": 1.0})
+            >>> jaxckpt.Run("/tmp/jaxckpt-doc/forked").fork("/tmp/jaxckpt-doc/fork", step=40)
+            40
+            >>> jaxckpt.Run("/tmp/jaxckpt-doc/fork").restore()
+            {'w': 1.0}
+        """
+        return fork_step(self._path_to_read(step), new_directory, self._options)
