@@ -32,8 +32,8 @@ from jaxckpt._run_folder.steps import steps_of
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint
-from jaxckpt._store.objects import Objects
 from jaxckpt._store.storage_errors import retry_stale
+from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import (
     CorruptError,
@@ -306,7 +306,7 @@ def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_
         meter.pause(file.length)
 
 
-def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
+def _check(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
     try:
         found = retry_stale(_object_problems, store, meter, file)
     except (DataError, OSError) as error:
@@ -315,7 +315,7 @@ def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Pro
     return [problem for box, reason in found for problem in file.problems(box, reason)]
 
 
-def _object_problems(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
+def _object_problems(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
     left = file.length
 
     def read_counted(start: int, stop: int) -> Bytes:
@@ -341,7 +341,7 @@ def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield f"{manifest.data_folder}/{manifests.state_file_name(process)}", sha256
 
 
-def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
+def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
     key, sha256 = file
     try:
         content = store.read(key)
@@ -381,7 +381,7 @@ class _RunningCheck:
 
 
 def _check_concurrently(
-    check: Callable[[T], list[Problem]], store: Objects, files: Iterable[T], meter: _ReadMeter, seconds: float
+    check: Callable[[T], list[Problem]], store: Store, files: Iterable[T], meter: _ReadMeter, seconds: float
 ) -> Iterator[list[Problem]]:
     """The problems of each file, in order. Some files are checked concurrently, and a few are queued.
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, under
 from jaxckpt.errors import StorageError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 THREADS = min(32, max(2, os.cpu_count() or 1))
@@ -208,17 +210,17 @@ def _idle_or_new() -> SimpleQueue[Task[Any] | None] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class MappedWork:
+class MappedWork(Generic[S, T]):
     """Running work, and the function that computes its result."""
 
-    pending: Any
-    finish: Callable[[Any], Any]
+    pending: Pending[S]
+    finish: Callable[[Pending[S]], T]
     """Called with the work. It gets the result, which may raise."""
 
     def done(self) -> bool:
         return self.pending.done()
 
-    def result(self) -> Any:
+    def result(self) -> T:
         return self.finish(self.pending)
 
 
@@ -226,7 +228,7 @@ class MappedWork:
 class JoinedWork:
     """Several pieces of running work as one."""
 
-    works: Sequence[Any]
+    works: Sequence[Pending[object]]
 
     def done(self) -> bool:
         return all(work.done() for work in self.works)
@@ -244,15 +246,15 @@ class JoinedWork:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainedWork:
+class ChainedWork(Generic[T]):
     """Work that starts further work. Its result is the result of the further work."""
 
-    first: Any
+    first: Pending[Pending[T]]
 
     def done(self) -> bool:
         return self.first.done() and self.first.result().done()
 
-    def result(self) -> Any:
+    def result(self) -> T:
         return self.first.result().result()
 
 

@@ -15,10 +15,12 @@ from jaxckpt._model.grid import Box, extent, slices_within
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import indexed_objects_of
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import CompletedWork, JoinedWork, MappedWork
 from jaxckpt._restore.surviving import Availability, FileRequest, Files, split_request
-from jaxckpt._store.objects import ArrayReader, Objects, Pending
+from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import clean_error_text
+from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, StorageError
 
 
@@ -38,7 +40,7 @@ class PooledCheckpoint:
     """SHA-256 of the stored manifest."""
 
     files: Files
-    folders: Sequence[Objects]
+    folders: Sequence[Store]
     """The folders that this process sees."""
 
     folder_of_file: Sequence[int]
@@ -95,12 +97,12 @@ class PooledCheckpoint:
             raise DataError(f"{self.path(number)} {self.damaged[self.path(number)]}")
         return content
 
-    def serve(self, wanted: Sequence[tuple[FileRequest, Array]]) -> list[Pending]:
+    def serve(self, wanted: Sequence[tuple[FileRequest, Array]]) -> list[Pending[None]]:
         """Start to read the requests of other processes, each into an array of bytes."""
         by_stack: dict[int | None, list[tuple[FileRequest, Array]]] = {}
         for request, target in wanted:
             by_stack.setdefault(self.files.stack(request[0]), []).append((request, target))
-        begun: list[Pending] = []
+        begun: list[Pending[None]] = []
         for number, some in by_stack.items():
             if number is None:
                 for (file, _), target in some:
@@ -111,7 +113,7 @@ class PooledCheckpoint:
             begun += reader.read([(box, data.view(dtype).reshape(extent(box))) for (_, box), data in some])
         return begun
 
-    def wait_and_record(self, number: int, pending: Pending) -> None:
+    def wait_and_record(self, number: int, pending: Pending[None]) -> None:
         """Wait for a read of a file, and note its error in `damaged`."""
         with self.recording_damage(number):
             pending.result()
@@ -135,10 +137,10 @@ class _PooledReader(ArrayReader):
     readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader])
     """Readers by the index of the folder."""
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         source, stack = self.source, self.record.stack()
         by_object: dict[int, list[tuple[Box, Array, int]]] = {}
-        pending_by_box: list[list[Pending]] = [[] for _ in wanted]
+        pending_by_box: list[list[Pending[None]]] = [[] for _ in wanted]
         numbers = source.files.numbers[self.record.name]
         for at, (box, target) in enumerate(wanted):
             for index, part, _ in indexed_objects_of(stack, box):

@@ -13,8 +13,8 @@ from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._options import require_whole_number
-from jaxckpt._store.child_folders import UNLISTABLE
 from jaxckpt._store.folder import Folder
+from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
 

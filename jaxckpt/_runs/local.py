@@ -33,10 +33,10 @@ from jaxckpt._save.copies import Domains
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.prepare import Spread, plan_spread
 from jaxckpt._save.write_plan import Object
-from jaxckpt._store.claims import parse_note
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path
+from jaxckpt._store.writer_note import parse_note
 from jaxckpt.errors import DataError, InputError, StorageError
 
 _log = logging.getLogger("jaxckpt")

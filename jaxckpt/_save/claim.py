@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
 from jaxckpt._model.stacks import Stack
 from jaxckpt._run_folder.steps import is_link, is_step, resolve_step
-from jaxckpt._store.objects import Objects
 from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction, begin
 from jaxckpt.errors import CheckpointExistsError, PathNotSharedError, show_count
@@ -82,7 +81,7 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     return None
 
 
-def require_shared(store: Objects, data: str, process: int) -> None:
+def require_shared(store: Store, data: str, process: int) -> None:
     """Raise PathNotSharedError unless this process sees the data folder that process 0 has created."""
     if store.read(f"{data}/{WRITER}") is None:
         raise PathNotSharedError(

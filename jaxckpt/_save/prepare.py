@@ -27,8 +27,7 @@ from jaxckpt._save.peers import Transfer
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.write_plan import Object, SavePlan, plan_save
-from jaxckpt._store.objects import MAX_FILE_BYTES
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import MAX_FILE_BYTES, Store
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError
 

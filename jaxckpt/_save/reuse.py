@@ -29,12 +29,13 @@ from jaxckpt._model.chunks import content_digest, sample_digest
 from jaxckpt._model.pieces import Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import ChainedWork, CompletedWork, MappedWork, submit
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._save.write_plan import Object, SavePlan
+from jaxckpt._store.arrays import ArrayWriter, ObjectRecord
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.objects import ArrayWriter, Pending
 from jaxckpt._store.store import Store
 from jaxckpt.errors import JaxckptError, StorageError
 
@@ -161,7 +162,7 @@ class Reuse:
 
     def begin_object(
         self, staged: StagedObject, stack: Stack, writer: ArrayWriter, data: str
-    ) -> tuple[Pending, Pieces | None]:
+    ) -> tuple[Pending[WrittenObject], Pieces | None]:
         """Start to link or write an object. Returns (work that results in a `WrittenObject`, data to keep until
         then)."""
         obj = staged.obj
@@ -190,7 +191,7 @@ class Reuse:
         stack: Stack,
         writer: ArrayWriter,
         data: str,
-    ) -> Pending:
+    ) -> Pending[WrittenObject]:
         """Link an object if possible, otherwise start to write it. `source` is None if it has an original."""
         index = staged.obj.index
         original = self.originals.get(staged.obj)
@@ -293,7 +294,7 @@ def _load_base(store: Store | None) -> BaseCheckpoint | None:
     return BaseCheckpoint(store, by_content=found) if found else None
 
 
-def _await_write(record: WrittenObject, pending: Pending) -> WrittenObject:
+def _await_write(record: WrittenObject, pending: Pending[ObjectRecord]) -> WrittenObject:
     length, digest, content = pending.result()
     return replace(record, length=length, digest=digest, content=content or record.content)
 

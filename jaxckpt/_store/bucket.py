@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -33,14 +33,20 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import log_swept
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress
-from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
+from jaxckpt._store.arrays import ObjectRecord
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
-from jaxckpt._store.objects import MAX_FILE_BYTES, Objects, Pending
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
+from jaxckpt._store.store import MAX_FILE_BYTES, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
 from jaxckpt._store.transaction import Transaction
+from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
 from jaxckpt.errors import DataError, InputError, StorageError
+
+T = TypeVar("T")
+
+_Stamp = ts.KvStore.TimestampedStorageGeneration
 
 MARKS = "_steps/"
 """Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
@@ -141,7 +147,7 @@ class Bucket:
         """(content of a key, its generation for a conditional write)."""
         return self._await_read(key, self._keys.read(key))
 
-    def _await_read(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
+    def _await_read(self, key: str, pending: ts.Future[ts.KvStore.ReadResult]) -> tuple[bytes | None, bytes]:
         found = self._await("read", key, pending)
         if len(found.value) > MAX_FILE_BYTES:
             raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
@@ -150,18 +156,17 @@ class Bucket:
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         self._require_applied(key, self._await("write", key, self._keys.write(key, content)))
 
-    def _begin_put(self, key: str, content: bytes, digest: str = "") -> MappedWork:
-        """Write a key unconditionally. The result is that of `ArrayWriter.write`."""
-        return MappedWork(
-            self._keys.write(key, content), functools.partial(self._await_write, key, (len(content), digest, ""))
-        )
+    def _begin_put(self, key: str, content: bytes, digest: str) -> Pending[ObjectRecord]:
+        """Start to write an object."""
+        record = ObjectRecord(len(content), digest)
+        return MappedWork(self._keys.write(key, content), functools.partial(self._await_write, key, record))
 
-    def _await_write(self, key: str, result: tuple[int, str, str], pending: Pending) -> tuple[int, str, str]:
+    def _await_write(self, key: str, record: ObjectRecord, pending: Pending[_Stamp]) -> ObjectRecord:
         with self._translate_errors("write", key):
             self._require_applied(key, pending.result())
-        return result
+        return record
 
-    def _require_applied(self, key: str, stamp: ts.KvStore.TimestampedStorageGeneration) -> None:
+    def _require_applied(self, key: str, stamp: _Stamp) -> None:
         if not stamp.generation:  # as for a failed condition, although this write has none
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
 
@@ -172,11 +177,13 @@ class Bucket:
 
     can_link = False  # deletion would have to count references
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+    def link(self, source: Store, old: str, new: str, length: int, *, sync: bool) -> None:
         raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> EncodingWriter:
-        return EncodingWriter(f"{self.url}/{data}", stack, lambda key, *found: self._begin_put(f"{data}/{key}", *found))
+        return EncodingWriter(
+            f"{self.url}/{data}", stack, lambda key, content, digest: self._begin_put(f"{data}/{key}", content, digest)
+        )
 
     def array_reader(
         self,
@@ -202,7 +209,7 @@ class Bucket:
         found = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
         return {key: problem for key, problem in found.items() if problem}
 
-    def _length_problem(self, key: str, pending: Pending, length: int) -> str | None:
+    def _length_problem(self, key: str, pending: ts.Future[ts.KvStore.ReadResult], length: int) -> str | None:
         try:
             tail = self._await("read", key, pending, reading=True)
         except DataError:  # beyond its end
@@ -478,13 +485,13 @@ class Bucket:
     def _is_google(self) -> bool:
         return json.loads(self.spec)["driver"] == "gcs"
 
-    def _await(self, verb: str, key: str, pending: Pending, *, reading: bool = False) -> Any:
+    def _await(self, verb: str, key: str, pending: ts.Future[T], *, reading: bool = False) -> T:
         """The result of a request that moves few bytes. Raises StorageError if the server does not answer in time, and
         DataError."""
         with self._translate_errors(verb, key, reading=reading):
             return self._answer(pending, self._answer_seconds)
 
-    def _await_listing(self, pending: Pending) -> Any:
+    def _await_listing(self, pending: ts.Future[T]) -> T:
         """A listing takes one request per thousand keys. It may take longer while the server answers other requests."""
         try:
             while True:
@@ -495,7 +502,7 @@ class Bucket:
         finally:
             pending.cancel()
 
-    def _answer(self, pending: Pending, seconds: float) -> Any:
+    def _answer(self, pending: ts.Future[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
         try:

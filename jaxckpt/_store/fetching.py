@@ -15,8 +15,9 @@ from jaxckpt._model import zarr
 from jaxckpt._model.grid import Box, volume
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import note_progress
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
 from jaxckpt.errors import DataError
@@ -37,13 +38,13 @@ def _in_memory(path: str = "") -> dict[str, Any]:
 class EncodingWriter:
     """Encodes objects in memory immediately, then writes each with one request."""
 
-    def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending]) -> None:
+    def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending[ObjectRecord]]) -> None:
         self._url = url
         self._stack = stack
         self._begin_put = begin_put  # called with a key below the data folder, its content and its digest
         self._memory = open_array(_in_memory(), stack, _own_memory(ROOT_CONTEXT))
 
-    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         assert not content, "object stores have no links"
         key = zarr.object_key(self._stack, index)
         below = key.removeprefix(f"{self._stack.name}/")
@@ -77,7 +78,7 @@ class _Object:
     remaining_reads: int = 0
     """Number of reads that still need this object."""
 
-    pending: Pending | None = None
+    pending: ts.Future[ts.KvStore.ReadResult] | None = None
     is_in_memory: bool = False
 
 
@@ -132,7 +133,7 @@ class FetchingReader(ArrayReader):
     def buffered_bytes(self, boxes: Sequence[Box]) -> int:
         return sum({one.key: one.length for box in boxes for one in self._fetched_objects(box)}.values())
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         touched = [self._fetched_objects(box) for box, _ in wanted]
         if not any(touched):
             return self._array.read(wanted)

@@ -31,9 +31,11 @@ from jaxckpt._model.grid import Box, box_at, hull, show_box, slices_within, touc
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._model.zarr import Bytes, Chunks
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import THREADS, JoinedWork, note_progress, submit
-from jaxckpt._store.objects import MAX_FILE_BYTES, ArrayReader, Pending
+from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
+from jaxckpt._store.store import MAX_FILE_BYTES
 from jaxckpt.errors import DataError
 
 BATCH_BYTES = 4 << 20
@@ -67,10 +69,10 @@ class FileWriter:
     sync: bool
     """Whether an object must be on disk before it counts as written."""
 
-    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         return submit(lambda: self._write(index, pieces, content))
 
-    def _write(self, index: tuple[int, ...], pieces: Pieces, content: bool) -> tuple[int, str, str]:
+    def _write(self, index: tuple[int, ...], pieces: Pieces, content: bool) -> ObjectRecord:
         path = _path(self.folder, index)
         with translate_os_errors(f"cannot write {path}"):
             handle = retry_stale(_create_file, path, self.folder)
@@ -82,8 +84,8 @@ class FileWriter:
             finally:
                 os.close(handle)
 
-    def _encode(self, handle: int, index: tuple[int, ...], pieces: Pieces, content: bool) -> tuple[int, str, str]:
-        """Write an object; returns its length, its digest and, if `content` is set, the digest of its content."""
+    def _encode(self, handle: int, index: tuple[int, ...], pieces: Pieces, content: bool) -> ObjectRecord:
+        """Write an object; with `content`, also compute the digest of its content."""
         stack = self.stack
         size = stack.chunk_stored_bytes
         out = _Output(handle, size, content)
@@ -97,7 +99,7 @@ class FileWriter:
         out.write()
         in_order = np.array(out.sums, "<u4")[np.argsort(out.numbers)]
         compared = combined_digest(zip(out.numbers, out.contents, strict=True)) if content else ""
-        return len(out.numbers) * size + stack.index_bytes, zarr.digest_of(in_order), compared
+        return ObjectRecord(len(out.numbers) * size + stack.index_bytes, zarr.digest_of(in_order), compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class FileReader(ArrayReader):
 
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         by_object: dict[tuple[int, ...], list[_Wanted]] = {}
         touched: list[list[tuple[int, ...]]] = []
         for box, target in wanted:

@@ -38,16 +38,17 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.events import log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
-from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
+from jaxckpt._store.arrays import ArrayReader, ArrayWriter
 from jaxckpt._store.files import FileReader, FileWriter, current_size, read_into, read_to_end
 from jaxckpt._store.links import link
-from jaxckpt._store.objects import ArrayReader, ArrayWriter, Objects
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
+from jaxckpt._store.store import Store
 from jaxckpt._store.tensor_files import TensorFileReader, TensorFileWriter
 from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
 from jaxckpt._store.transaction import Transaction
 from jaxckpt._store.watched import watched
+from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
 from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
 
 _LOCK_SECONDS = 300.0
@@ -218,7 +219,7 @@ class Folder:
 
     can_link = True
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+    def link(self, source: Store, old: str, new: str, length: int, *, sync: bool) -> None:
         stack = self._path(new.partition("/c/")[0])
         if not isinstance(source, Folder):
             raise StorageError(errno.EXDEV, f"{old} is in another store than {self.url}")

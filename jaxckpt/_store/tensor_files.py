@@ -14,8 +14,9 @@ from jaxckpt._model.chunks import content_digest
 from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import CompletedWork, MappedWork, note_progress, submit
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import TensorReader, begin_write
 from jaxckpt.errors import DataError
@@ -35,7 +36,7 @@ class TensorFileReader(ArrayReader):
     array: TensorReader
     checked: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         for box, _ in wanted:
             for index, _, _ in indexed_objects_of(self.stack, box):
                 if index not in self.checked:
@@ -63,12 +64,12 @@ class TensorFileWriter:
     stack: Stack
     array: ts.TensorStore
 
-    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"
         compare = submit(functools.partial(content_digest, self.stack, index, pieces)) if content else CompletedWork("")
         return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key, compare))
 
-    def _written(self, key: str, compare: Pending, pending: Pending) -> tuple[int, str, str]:
+    def _written(self, key: str, compare: Pending[str], pending: Pending[None]) -> ObjectRecord:
         with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
             pending.result()
-        return *self.files.digest(key, self.stack), compare.result()
+        return ObjectRecord(*self.files.digest(key, self.stack), compare.result())

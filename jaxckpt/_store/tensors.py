@@ -15,7 +15,8 @@ from jaxckpt._model import zarr
 from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt.errors import DataError, StorageError
 
@@ -47,7 +48,7 @@ def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStor
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
-def begin_write(array: ts.TensorStore, pieces: Pieces) -> Any:
+def begin_write(array: ts.TensorStore, pieces: Pieces) -> Pending[None]:
     """Start to write an object."""
     view = array[tuple(slice(a, b) for a, b in pieces.box)]
     source = pieces.array().view(array.dtype.numpy_dtype)
@@ -60,8 +61,8 @@ class TensorReader(ArrayReader):
 
     array: ts.TensorStore
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        pending: list[Pending] = []
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        pending: list[Pending[None]] = []
         with ts.Batch() as batch:
             for box, target in wanted:
                 view = self.array[tuple(slice(a, b) for a, b in box)][ts.d[:].translate_to[0]]
