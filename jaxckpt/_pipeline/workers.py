@@ -41,12 +41,23 @@ class Workers:
         with self._lock:
             if not self._started:
                 for number in range(self._n_threads):
-                    start_thread(functools.partial(_run_all, self._todo), f"{self._name}-{number}")
+                    start_thread(self._run, f"{self._name}-{number}")
                 self._started = True
 
+    def _run(self) -> None:
+        _this_thread.workers = self
+        _run_all(self._todo)
+
     def submit(self, work: Callable[[], T]) -> Task[T]:
-        """Run work as a part of the storage operation of this thread, if there is one."""
+        """Run work as a part of the storage operation of this thread, if there is one.
+
+        What one of these threads submits is done before this returns, because all of them could otherwise wait for work
+        that is left in the queue.
+        """
         task = Task(functools.partial(_run_part, current_watchdog(), work))
+        if _this_thread.workers is self:
+            task.run()
+            return task
         try:
             if not self._started:
                 self._start()
@@ -62,6 +73,14 @@ class Workers:
         """End the threads after all submitted work."""
         for _ in range(self._n_threads if self._started else 0):
             self._todo.put(None)
+
+
+class _Thread(threading.local):
+    workers: Workers | None = None
+    """Whose thread this is."""
+
+
+_this_thread = _Thread()
 
 
 def _run_part(watchdog: Watchdog | None, work: Callable[[], T]) -> T:
@@ -111,12 +130,12 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
-    """Run work in the threads that move bytes. It must not wait for other such work."""
+    """Run work in the threads that move bytes."""
     return _workers.submit(work)
 
 
 def submit_waiting(work: Callable[[], T]) -> Task[T]:
-    """Run work that waits for the threads that move bytes, in other threads. It must not wait for other such work."""
+    """Run work that waits for the threads that move bytes, in other threads."""
     return _waiting.submit(work)
 
 
@@ -243,29 +262,3 @@ class JoinedWork:
                 error = error or found
         if error is not None:
             raise error
-
-
-@dataclass(frozen=True, slots=True)
-class ChainedWork(Generic[T]):
-    """Work that starts further work. Its result is the result of the further work."""
-
-    first: Pending[Pending[T]]
-
-    def done(self) -> bool:
-        return self.first.done() and self.first.result().done()
-
-    def result(self) -> T:
-        return self.first.result().result()
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedWork(Generic[T]):
-    """Completed work, and its result."""
-
-    value: T
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> T:
-        return self.value

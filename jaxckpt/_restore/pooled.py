@@ -16,7 +16,7 @@ from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.workers import CompletedWork, JoinedWork, MappedWork
+from jaxckpt._pipeline.workers import JoinedWork, MappedWork
 from jaxckpt._restore.surviving import Availability, FileRequest, Files, split_request
 from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import clean_error_text
@@ -157,7 +157,7 @@ class _PooledReader(ArrayReader):
                 begun = self._reader(source.folder_of_file[number]).read([(part, into) for part, into, _ in some])
             for (_, _, at), pending in zip(some, begun, strict=True):
                 pending_by_box[at].append(MappedWork(pending, functools.partial(source.wait_and_record, number)))
-        return [JoinedWork(some) if some else CompletedWork(None) for some in pending_by_box]
+        return [JoinedWork(some) for some in pending_by_box]
 
     def _reader(self, folder: int) -> ArrayReader:
         if folder not in self.readers:

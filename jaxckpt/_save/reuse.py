@@ -30,7 +30,7 @@ from jaxckpt._model.pieces import Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.workers import ChainedWork, CompletedWork, MappedWork, submit
+from jaxckpt._pipeline.workers import MappedWork, submit
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._save.write_plan import Object, SavePlan
@@ -181,7 +181,7 @@ class Reuse:
             if not self.compares or changed or not (self.base and self.base.by_content):
                 work = writer.write(obj.index, source, self.compares and not changed)
                 return MappedWork(work, functools.partial(_await_write, record)), source
-        return ChainedWork(submit(functools.partial(self._link, staged, record, source, stack, writer, data))), source
+        return submit(functools.partial(self._link, staged, record, source, stack, writer, data)), source
 
     def _link(
         self,
@@ -191,8 +191,8 @@ class Reuse:
         stack: Stack,
         writer: ArrayWriter,
         data: str,
-    ) -> Pending[WrittenObject]:
-        """Link an object if possible, otherwise start to write it. `source` is None if it has an original."""
+    ) -> WrittenObject:
+        """Link an object if possible, otherwise write it. `source` is None if it has an original."""
         index = staged.obj.index
         original = self.originals.get(staged.obj)
         if source is not None:
@@ -202,7 +202,7 @@ class Reuse:
             key, sync = f"{data}/{zarr.object_key(stack, index)}", self.options.sync and not self.base.is_synced
             try:
                 self.store.link(self.base.store, original.key, key, original.length, sync=sync)
-                return CompletedWork(replace(record, length=original.length, digest=original.digest, linked=True))
+                return replace(record, length=original.length, digest=original.digest, linked=True)
             except StorageError as error:
                 lost = error.errno in (errno.ENOENT, errno.ESTALE)
                 reason = _LOST if lost else f"the file system refuses links ({os.strerror(error.errno or errno.EIO)})"
@@ -216,7 +216,7 @@ class Reuse:
                 f"{original.key} was to be reused but can no longer be linked, and the arrays that"
                 " would be written instead were donated or deleted in the meantime: save again",
             ) from error
-        return MappedWork(writer.write(index, source, False), functools.partial(_await_write, record))
+        return _await_write(record, writer.write(index, source, False))
 
     def keep(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
         """After publication, keep what this process wrote for the next save."""

@@ -15,7 +15,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.workers import CompletedWork, MappedWork, note_progress, submit
+from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
 from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import TensorReader, begin_write
@@ -66,10 +66,10 @@ class TensorFileWriter:
 
     def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        compare = submit(functools.partial(content_digest, self.stack, index, pieces)) if content else CompletedWork("")
+        compare = submit(functools.partial(content_digest, self.stack, index, pieces)) if content else None
         return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key, compare))
 
-    def _written(self, key: str, compare: Pending[str], pending: Pending[None]) -> ObjectRecord:
+    def _written(self, key: str, compare: Pending[str] | None, pending: Pending[None]) -> ObjectRecord:
         with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
             pending.result()
-        return ObjectRecord(*self.files.digest(key, self.stack), compare.result())
+        return ObjectRecord(*self.files.digest(key, self.stack), compare.result() if compare else "")
