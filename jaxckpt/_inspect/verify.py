@@ -15,12 +15,12 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from jaxckpt._model import manifest as manifests
-from jaxckpt._model import zarr
+from jaxckpt._model import object_index, zarr
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
-from jaxckpt._model.zarr import Bytes
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._pipeline.progress import Report, display_progress, report_nothing, show_bytes
@@ -328,7 +328,7 @@ def _object_problems(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> 
 
     try:
         with store.range_reader(file.key) as read:
-            return list(zarr.object_problems(read_counted, file.stack, file.index, file.length, file.digest))
+            return list(object_index.object_problems(read_counted, file.stack, file.index, file.length, file.digest))
     finally:
         meter.add(left)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxckpt._job.rendezvous import Group
 from jaxckpt._model import zarr
 from jaxckpt._model.manifest import state_file_name
+from jaxckpt._model.object_index import object_problems
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
@@ -169,5 +170,5 @@ def _require_unchanged(where: str, content: bytes, stack: Stack, index: tuple[in
     length, digest = record.length_and_digest(index)
     if len(data) != length:
         raise DataError(f"{where} is {len(data)} bytes long, expected {length}")
-    for _, problem in zarr.object_problems(lambda start, stop: data[start:stop], stack, index, length, digest):
+    for _, problem in object_problems(lambda start, stop: data[start:stop], stack, index, length, digest):
         raise DataError(f"{where} {problem}")

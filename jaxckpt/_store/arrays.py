@@ -1,7 +1,7 @@
 """Writes the objects of a stack, and reads boxes of it: the interface of both engines.
 
 - `files` moves uncompressed chunks on file systems, with system calls of its own.
-- `tensor_files` and `fetching` move the others with tensorstore, on file systems and on object stores.
+- `tensors` moves the others on file systems, and `fetching` all on object stores, with tensorstore.
 
 `Folder` and `Bucket` choose the engine of a stack. Nothing else depends on which one it is.
 """

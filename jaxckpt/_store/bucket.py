@@ -29,6 +29,7 @@ import tensorstore as ts
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
 from jaxckpt._model.grid import Box
+from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
@@ -220,7 +221,7 @@ class Bucket:
         return None if found == length else f"is {found} bytes long, expected {length}"
 
     @contextlib.contextmanager
-    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+    def range_reader(self, key: str) -> Generator[ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             found = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
             if len(found.value) != stop - start:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorstore as ts
 
 from jaxckpt._model import zarr
 from jaxckpt._model.grid import Box, volume
+from jaxckpt._model.object_index import digest_of_content, problem_of
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
@@ -54,9 +54,7 @@ class EncodingWriter:
             begin_write(self._memory, pieces).result()
             encoded = memory.read(below).result().value
             memory.write(below, None).result()
-        view = np.frombuffer(encoded, np.uint8)
-        digest = zarr.read_digest(lambda start, stop: view[start:stop], self._stack, len(encoded))
-        return self._begin_put(key, encoded, digest)
+        return self._begin_put(key, encoded, digest_of_content(encoded, self._stack))
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -178,14 +176,8 @@ class FetchingReader(ArrayReader):
         one.pending = None
         if found.state != "value":
             return f"{where} is missing"
-        if len(found.value) != one.length:
-            return f"{where} is {len(found.value)} bytes long, expected {one.length}"
-        content = np.frombuffer(found.value, np.uint8)
-        problems = zarr.object_problems(
-            lambda start, stop: content[start:stop], self._stack, one.index, one.length, one.digest
-        )
-        for _, reason in problems:
-            return f"{where} {reason}"
+        if problem := problem_of(found.value, self._stack, one.index, one.length, one.digest):
+            return f"{where} {problem}"
         self._memory.write(one.key, found.value).result()
         one.is_in_memory = True
         return None

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
-import tensorstore as ts
 
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import (
@@ -34,18 +33,17 @@ from jaxckpt._model.file_names import (
     may_reference_data,
 )
 from jaxckpt._model.grid import Box
+from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.events import log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.arrays import ArrayReader, ArrayWriter
-from jaxckpt._store.files import FileReader, FileWriter, current_size, read_into, read_to_end
-from jaxckpt._store.links import link
+from jaxckpt._store.files import FileReader, FileWriter, current_size, link, read_into, read_to_end
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
 from jaxckpt._store.store import Store
-from jaxckpt._store.tensor_files import TensorFileReader, TensorFileWriter
-from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
+from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
 from jaxckpt._store.transaction import Transaction
 from jaxckpt._store.watched import watched
 from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
@@ -65,12 +63,6 @@ _REFUSED_LINK = (
     errno.EMLINK,
 )
 """Errors of file systems without hard links. They may have other causes too."""
-
-
-@functools.cache
-def _context(*, sync: bool) -> ts.Context:
-    # No two processes write the same object, so writing it needs no lock.
-    return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
 
 
 @watched(
@@ -201,7 +193,7 @@ class Folder:
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
         if self._uses_own_engine(stack):
             return FileWriter(self._path(data, stack.name), stack, sync)
-        return TensorFileWriter(self, data, stack, self._open_array(data, stack, sync=sync))
+        return TensorFileWriter(self, data, stack, open_in_folder(self.folder, data, stack, sync=sync))
 
     def array_reader(
         self,
@@ -215,7 +207,7 @@ class Folder:
             below = len(self._path(""))
             folder = self._path(data, stack.name)
             return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
-        return TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
+        return TensorFileReader(self, data, stack, stored, TensorReader(open_in_folder(self.folder, data, stack)))
 
     can_link = True
 
@@ -227,9 +219,6 @@ class Folder:
 
     def _uses_own_engine(self, stack: Stack) -> bool:
         return self.io == "auto" and stack.compression is None
-
-    def _open_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
-        return open_array(local_store(self._path(data, stack.name, "")), stack, _context(sync=sync))
 
     # Objects as bytes -------------------------------------------------------------------------------------
 
@@ -244,7 +233,7 @@ class Folder:
     def _digest(self, key: str, stack: Stack) -> tuple[int, str]:
         with self._open_file(key) as (handle, status):
             size = status.st_size
-            return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
+            return size, read_digest(self._reader_of(key, handle), stack, size)
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         plain = set[str]()
@@ -267,11 +256,11 @@ class Folder:
             return current_size(handle)
 
     @contextlib.contextmanager
-    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+    def range_reader(self, key: str) -> Generator[ReadRange]:
         with self._translate_errors("read", key), self._open_file(key) as (handle, _):
             yield self._reader_of(key, handle)
 
-    def _reader_of(self, key: str, handle: int) -> zarr.ReadRange:
+    def _reader_of(self, key: str, handle: int) -> ReadRange:
         buffer = np.empty(0, np.uint8)
 
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
+from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.stacks import Stack
-from jaxckpt._model.zarr import ReadRange
 from jaxckpt._store.arrays import ArrayReader, ArrayWriter
 from jaxckpt.errors import StorageError
 
