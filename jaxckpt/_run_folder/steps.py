@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeGuard
+from typing import Literal
 
 import msgspec
 
@@ -13,7 +13,6 @@ from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._options import require_whole_number
-from jaxckpt._store.folder import Folder
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
@@ -54,9 +53,9 @@ def require_no_checkpoint(directory: Store) -> None:
         raise InputError(f"{directory.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
 
 
-def is_link(step: Store) -> TypeGuard[Folder]:
+def is_link(step: Store) -> bool:
     """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never changed."""
-    return isinstance(step, Folder) and step.is_link()
+    return step.link_target() is not None
 
 
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:

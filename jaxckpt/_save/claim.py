@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterable
 
@@ -56,7 +55,7 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
             raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
         if is_link(store):
             raise CheckpointExistsError(
-                f"{store.url} is a symbolic link to {os.path.realpath(store.folder)}, and overwriting it would replace"
+                f"{store.url} is a symbolic link to {store.link_target()}, and overwriting it would replace"
                 " the checkpoint there: give that path, or delete the link first"
             )
         return store.read(MANIFEST)

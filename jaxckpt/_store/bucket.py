@@ -26,7 +26,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
 from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange
@@ -171,10 +170,13 @@ class Bucket:
         if not stamp.generation:  # as for a failed condition, although this write has none
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
 
+    def replace(self, key: str, content: bytes) -> None:
+        self.put(key, content)
+
     def remove(self, key: str) -> None:
         self._await("delete", key, self._keys.write(key, None))
 
-    # Arrays -----------------------------------------------------------------------------------------------
+    # Objects ----------------------------------------------------------------------------------------------
 
     can_link = False  # deletion would have to count references
 
@@ -187,11 +189,7 @@ class Bucket:
         )
 
     def array_reader(
-        self,
-        data: str,
-        stack: Stack,
-        stored: Mapping[str, tuple[int, str]],
-        plan: Iterable[Sequence[Box]] = (),
+        self, data: str, stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]] = ()
     ) -> FetchingReader:
         below = f"{data}/{stack.name}/"
         base = {**json.loads(self.spec), "path": f"{self.path}{below}"}
@@ -199,8 +197,6 @@ class Bucket:
         return FetchingReader(
             f"{self.url}/{below}", self._keys + below, base, _context(self.retry_seconds), stack, fetched
         )
-
-    # Objects as bytes -------------------------------------------------------------------------------------
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """One request per object, for its last byte."""
@@ -230,7 +226,7 @@ class Bucket:
 
         yield read
 
-    # Claim and publish ------------------------------------------------------------------------------------
+    # Publication ------------------------------------------------------------------------------------------
 
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         data = f"data-{save_id}"
@@ -275,9 +271,6 @@ class Bucket:
 
     def unlock(self, handle: int) -> None:
         pass
-
-    def create_array(self, data: str, stack: Stack) -> None:
-        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         found, generation = self._get(MANIFEST)
@@ -415,10 +408,19 @@ class Bucket:
         racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
         return sum(bool(self._await("write", key, racer).generation) for racer in racers)
 
-    # As a directory of checkpoints ------------------------------------------------------------------------
+    # Folders ----------------------------------------------------------------------------------------------
 
     def absolute(self) -> Self:
         return self
+
+    def link_target(self) -> None:
+        return None
+
+    def remove_link(self) -> None:
+        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
+
+    def anchor(self) -> None:
+        return None
 
     def is_file(self) -> bool:
         return False  # a key of that name does not exclude keys below it
@@ -475,6 +477,11 @@ class Bucket:
     def delete(self, name: str) -> None:
         for pending in [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]:
             self._await("delete", name, pending)
+
+    can_rename = False
+
+    def rename(self, name: str, to: str) -> None:
+        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no folders, so none can be renamed")
 
     # Inside -----------------------------------------------------------------------------------------------
 

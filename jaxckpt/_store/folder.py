@@ -38,6 +38,7 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.events import log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
+from jaxckpt._store.anchor import Anchor
 from jaxckpt._store.arrays import ArrayReader, ArrayWriter
 from jaxckpt._store.files import FileReader, FileWriter, current_size, link, read_into, read_to_end
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
@@ -69,6 +70,7 @@ _REFUSED_LINK = (
     read="reading",
     read_all="reading",
     put="writing to",
+    replace="writing to",
     remove="deleting from",
     array_writer=None,
     array_reader=None,
@@ -78,7 +80,6 @@ _REFUSED_LINK = (
     range_reader=None,
     begin_save="preparing",
     unlock="closing a file in",
-    create_array="preparing",
     publish="publishing",
     unpublish="deleting",
     discard="deleting",
@@ -88,9 +89,10 @@ _REFUSED_LINK = (
     sync_folders="syncing",
     sync_data="syncing",
     absolute=None,
+    anchor=None,
     require_no_dangling_link="looking for",
     is_file="looking at",
-    is_link="looking at",
+    link_target="looking at",
     remove_link="deleting",
     names="listing",
     is_empty_folder="listing",
@@ -184,11 +186,17 @@ class Folder:
             if sync:
                 os.fsync(file.fileno())
 
+    def replace(self, key: str, content: bytes) -> None:
+        folder, slash, name = key.rpartition("/")
+        temporary = f"{folder}{slash}new-{name}"
+        self.put(temporary, content)
+        self.rename(temporary, key)
+
     def remove(self, key: str) -> None:
         with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             retry_stale(os.unlink, self._path(key))
 
-    # Arrays -----------------------------------------------------------------------------------------------
+    # Objects ----------------------------------------------------------------------------------------------
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
         if self._uses_own_engine(stack):
@@ -196,11 +204,7 @@ class Folder:
         return TensorFileWriter(self, data, stack, open_in_folder(self.folder, data, stack, sync=sync))
 
     def array_reader(
-        self,
-        data: str,
-        stack: Stack,
-        stored: Mapping[str, tuple[int, str]],
-        plan: Iterable[Sequence[Box]] = (),
+        self, data: str, stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]] = ()
     ) -> ArrayReader:
         if self._uses_own_engine(stack):
             plain = set[str]()
@@ -219,8 +223,6 @@ class Folder:
 
     def _uses_own_engine(self, stack: Stack) -> bool:
         return self.io == "auto" and stack.compression is None
-
-    # Objects as bytes -------------------------------------------------------------------------------------
 
     def digest(self, key: str, stack: Stack) -> tuple[int, str]:
         """Length and digest of an object."""
@@ -272,7 +274,7 @@ class Folder:
 
         return read
 
-    # Claim and publish ------------------------------------------------------------------------------------
+    # Publication ------------------------------------------------------------------------------------------
 
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """The note stays locked while the writer is alive."""
@@ -361,11 +363,6 @@ class Folder:
                 time.sleep(0.005)
             except OSError:  # a file system without locks
                 return
-
-    def create_array(self, data: str, stack: Stack) -> None:
-        with self._translate_errors("create", f"{data}/{stack.name}"):
-            retry_stale(os.makedirs, self._path(data, stack.name), exist_ok=True)
-        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
@@ -605,7 +602,7 @@ class Folder:
                 return
             folder = os.path.dirname(folder)
 
-    # As a directory of checkpoints ------------------------------------------------------------------------
+    # Folders ----------------------------------------------------------------------------------------------
 
     def absolute(self) -> Self:
         return replace(self, url=self.folder)
@@ -622,14 +619,16 @@ class Folder:
                 )
             path = os.path.dirname(path)
 
+    def anchor(self) -> Anchor:
+        return Anchor(self.folder, self.timeout_seconds)
+
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)
 
-    def is_link(self) -> bool:
-        return os.path.islink(self.folder)
+    def link_target(self) -> str | None:
+        return os.path.realpath(self.folder) if os.path.islink(self.folder) else None
 
     def remove_link(self) -> None:
-        """Delete this symbolic link, but not the folder that it leads to."""
         with translate_os_errors(f"cannot delete {self.url}"):
             os.unlink(self.folder)
 
@@ -686,8 +685,9 @@ class Folder:
     def unmark(self, name: str) -> None:
         pass
 
+    can_rename = True
+
     def rename(self, name: str, to: str) -> None:
-        """Rename a folder below this one atomically. Does nothing if it does not exist."""
         with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
             retry_stale(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True)
             try:

@@ -16,6 +16,7 @@ from jaxckpt._store.arrays import ArrayReader, ArrayWriter
 from jaxckpt.errors import StorageError
 
 if TYPE_CHECKING:
+    from jaxckpt._store.anchor import Anchor
     from jaxckpt._store.transaction import Transaction
 
 MAX_FILE_BYTES = 1 << 30
@@ -41,6 +42,9 @@ class Store(Protocol):
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         """Write a file into an existing folder. With `sync`, its content is durable; the folder is synced later."""
+
+    def replace(self, key: str, content: bytes) -> None:
+        """Write a small file such that a reader sees the old content or the new, and a hard link keeps the old."""
 
     def remove(self, key: str) -> None:
         """Delete a small file, if it exists."""
@@ -105,6 +109,15 @@ class Store(Protocol):
         """Names directly in it; empty if it does not exist."""
         ...
 
+    def link_target(self) -> str | None:
+        """The path that this folder leads to if it is a symbolic link; None otherwise."""
+
+    def remove_link(self) -> None:
+        """Delete this symbolic link, but not the folder that it leads to."""
+
+    def anchor(self) -> Anchor | None:
+        """Remembers to which folder the path leads, on file systems, where that can change."""
+
     def is_empty_folder(self, name: str) -> bool:
         """Whether a name directly below is a folder in which there are no files, at any depth."""
         ...
@@ -122,6 +135,12 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Delete a folder below with everything in it."""
 
+    can_rename: bool
+    """Whether a folder can be renamed."""
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename a folder or a file below atomically. Does nothing if it does not exist."""
+
     # Publication ------------------------------------------------------------------------------------------
     #
     # At every moment the path has the old checkpoint, the new one, or none. Process 0 calls these methods; in a save
@@ -133,9 +152,6 @@ class Store(Protocol):
 
     def unlock(self, handle: int) -> None:
         """Close the locked file of a writer. Errors are ignored: what the save has written was checked before."""
-
-    def create_array(self, data: str, stack: Stack) -> None:
-        """Write the `zarr.json` of a stack."""
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
         """Make the folders above the objects of this process durable."""

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
+from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder_of, may_reference_data
 from jaxckpt._model.stacks import Stack
 from jaxckpt.errors import CorruptError, StorageError
@@ -52,7 +53,7 @@ class Transaction:
     def create_arrays(self, stacks: Iterable[Stack]) -> None:
         """Write every stack's zarr.json."""
         for stack in stacks:
-            self.store.create_array(self.data, stack)
+            self.store.create_child(f"{self.data}/{stack.name}").put("zarr.json", zarr.metadata(stack))
 
     def sync(self, stacks: Iterable[Stack]) -> None:
         """Make each zarr.json, the data folder, and every folder above it durable."""
