@@ -49,7 +49,7 @@ class FileWriter:
     """Whether an object must be on disk before it counts as written."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
-        return submit(lambda: self._write(index, pieces, content))
+        return submit(functools.partial(self._write, index, pieces, content))
 
     def _write(self, index: tuple[int, ...], pieces: Pieces, content: bool) -> ObjectRecord:
         path = _path(self.folder, index)
@@ -203,7 +203,7 @@ def make_folders(path: str, folder: str) -> None:
 
 def write_all(handle: int, buffers: Sequence[Any]) -> None:
     """Append buffers to a file."""
-    _move_all(buffers, lambda rest: os.writev(handle, rest))
+    _move_all(buffers, functools.partial(os.writev, handle))
 
 
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:

@@ -222,6 +222,7 @@ class Folder:
         link(source._path(old), self._path(new), stack, length, sync=sync)
 
     def _uses_own_engine(self, stack: Stack) -> bool:
+        """The choice between `files` and tensorstore."""
         return self.io == "auto" and stack.compression is None
 
     def digest(self, key: str, stack: Stack) -> tuple[int, str]:

@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 1 << 30
 
 
 class Store(Protocol):
-    """Everything below one path. A key is a path relative to it, a name is a key without a slash."""
+    """Everything below one path. Keys of files and names of folders are relative to it."""
 
     @property
     def url(self) -> str:
