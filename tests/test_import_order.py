@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-TENSORSTORE = [f"_store.{name}" for name in ("tensors", "tensor_files", "fetching", "folder", "bucket")]
+TENSORSTORE = [f"_store.{name}" for name in ("tensors", "fetching", "bucket")]
 """The modules that may import tensorstore."""
 
 JAX_PRIVATE = ["_job.job", "_devices.current_mesh"]

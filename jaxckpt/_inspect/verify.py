@@ -15,12 +15,12 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from jaxckpt._model import manifest as manifests
-from jaxckpt._model import zarr
+from jaxckpt._model import object_index, zarr
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
-from jaxckpt._model.zarr import Bytes
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._pipeline.progress import Report, display_progress, report_nothing, show_bytes
@@ -32,8 +32,8 @@ from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint
-from jaxckpt._store.objects import Objects
 from jaxckpt._store.storage_errors import retry_stale
+from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import (
     CorruptError,
@@ -306,7 +306,7 @@ def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_
         meter.pause(file.length)
 
 
-def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
+def _check(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
     try:
         found = retry_stale(_object_problems, store, meter, file)
     except (DataError, OSError) as error:
@@ -315,7 +315,7 @@ def _check(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[Pro
     return [problem for box, reason in found for problem in file.problems(box, reason)]
 
 
-def _object_problems(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
+def _object_problems(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
     left = file.length
 
     def read_counted(start: int, stop: int) -> Bytes:
@@ -328,7 +328,7 @@ def _object_problems(store: Objects, meter: _ReadMeter, file: _ExpectedObject) -
 
     try:
         with store.range_reader(file.key) as read:
-            return list(zarr.object_problems(read_counted, file.stack, file.index, file.length, file.digest))
+            return list(object_index.object_problems(read_counted, file.stack, file.index, file.length, file.digest))
     finally:
         meter.add(left)
 
@@ -341,7 +341,7 @@ def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield f"{manifest.data_folder}/{manifests.state_file_name(process)}", sha256
 
 
-def _check_small(store: Objects, file: tuple[str, str]) -> list[Problem]:
+def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
     key, sha256 = file
     try:
         content = store.read(key)
@@ -381,7 +381,7 @@ class _RunningCheck:
 
 
 def _check_concurrently(
-    check: Callable[[T], list[Problem]], store: Objects, files: Iterable[T], meter: _ReadMeter, seconds: float
+    check: Callable[[T], list[Problem]], store: Store, files: Iterable[T], meter: _ReadMeter, seconds: float
 ) -> Iterator[list[Problem]]:
     """The problems of each file, in order. Some files are checked concurrently, and a few are queued.
 

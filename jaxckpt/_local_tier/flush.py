@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from jaxckpt._job.call import Call
 from jaxckpt._model import zarr
 from jaxckpt._model.manifest import state_file_name
+from jaxckpt._model.object_index import problem_of
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
@@ -157,9 +156,5 @@ class Flush:
 
 def _require_unchanged(where: str, content: bytes, stack: Stack, index: tuple[int, ...], record: StackRecord) -> None:
     """Raise DataError unless an object is unchanged since the save."""
-    data = np.frombuffer(content, np.uint8)
-    length, digest = record.length_and_digest(index)
-    if len(data) != length:
-        raise DataError(f"{where} is {len(data)} bytes long, expected {length}")
-    for _, problem in zarr.object_problems(lambda start, stop: data[start:stop], stack, index, length, digest):
+    if problem := problem_of(content, stack, index, *record.length_and_digest(index)):
         raise DataError(f"{where} {problem}")

@@ -31,10 +31,10 @@ from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenc
 from jaxckpt._options import Options, require_rate, require_whole_number
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
 from jaxckpt._save.describe import Draft
-from jaxckpt._store.claims import parse_note
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path
+from jaxckpt._store.writer_note import parse_note
 from jaxckpt.errors import DataError, InputError, StorageError
 
 _log = logging.getLogger("jaxckpt")

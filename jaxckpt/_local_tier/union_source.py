@@ -19,10 +19,12 @@ from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import indexed_objects_of
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import CompletedWork, JoinedWork, MappedWork
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.workers import JoinedWork, MappedWork
 from jaxckpt._sources.source import Arrivals, StackBoxes
-from jaxckpt._store.objects import ArrayReader, Objects, Pending
+from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import clean_error_text
+from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, StorageError
 
 
@@ -38,7 +40,7 @@ class UnionCheckpoint:
     """SHA-256 of the stored manifest."""
 
     files: Files
-    folders: Sequence[Objects]
+    folders: Sequence[Store]
     """The folders that this process sees."""
 
     folder_of_file: Sequence[int]
@@ -109,12 +111,12 @@ class UnionCheckpoint:
             raise DataError(f"{self.path(number)} {self.damaged[self.path(number)]}")
         return content
 
-    def serve(self, wanted: Sequence[tuple[FileRequest, Array]]) -> list[Pending]:
+    def serve(self, wanted: Sequence[tuple[FileRequest, Array]]) -> list[Pending[None]]:
         """Start to read the requests of other processes, each into an array of bytes."""
         by_stack: dict[int | None, list[tuple[FileRequest, Array]]] = {}
         for request, target in wanted:
             by_stack.setdefault(self.files.stack(request[0]), []).append((request, target))
-        begun: list[Pending] = []
+        begun: list[Pending[None]] = []
         for number, some in by_stack.items():
             if number is None:
                 for (file, _), target in some:
@@ -125,7 +127,7 @@ class UnionCheckpoint:
             begun += reader.read([(box, data.view(dtype).reshape(extent(box))) for (_, box), data in some])
         return begun
 
-    def wait_and_record(self, number: int, pending: Pending) -> None:
+    def wait_and_record(self, number: int, pending: Pending[None]) -> None:
         """Wait for a read of a file, and note its error in `damaged`."""
         with self.recording_damage(number):
             pending.result()
@@ -149,10 +151,10 @@ class _UnionReader(ArrayReader):
     readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader])
     """Readers by the index of the folder."""
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         source, stack = self.source, self.record.stack()
         by_object: dict[int, list[tuple[Box, Array, int]]] = {}
-        pending_by_box: list[list[Pending]] = [[] for _ in wanted]
+        pending_by_box: list[list[Pending[None]]] = [[] for _ in wanted]
         numbers = source.files.numbers[self.record.name]
         for at, (box, target) in enumerate(wanted):
             for index, part, _ in indexed_objects_of(stack, box):
@@ -169,7 +171,7 @@ class _UnionReader(ArrayReader):
                 begun = self._reader(source.folder_of_file[number]).read([(part, into) for part, into, _ in some])
             for (_, _, at), pending in zip(some, begun, strict=True):
                 pending_by_box[at].append(MappedWork(pending, functools.partial(source.wait_and_record, number)))
-        return [JoinedWork(some) if some else CompletedWork(None) for some in pending_by_box]
+        return [JoinedWork(some) for some in pending_by_box]
 
     def _reader(self, folder: int) -> ArrayReader:
         if folder not in self.readers:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, under
 from jaxckpt.errors import StorageError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 THREADS = min(32, max(2, os.cpu_count() or 1))
@@ -39,12 +41,23 @@ class Workers:
         with self._lock:
             if not self._started:
                 for number in range(self._n_threads):
-                    start_thread(functools.partial(_run_all, self._todo), f"{self._name}-{number}")
+                    start_thread(self._run, f"{self._name}-{number}")
                 self._started = True
 
+    def _run(self) -> None:
+        _this_thread.workers = self
+        _run_all(self._todo)
+
     def submit(self, work: Callable[[], T]) -> Task[T]:
-        """Run work as a part of the storage operation of this thread, if there is one."""
+        """Run work as a part of the storage operation of this thread, if there is one.
+
+        What one of these threads submits is done before this returns, because all of them could otherwise wait for work
+        that is left in the queue.
+        """
         task = Task(functools.partial(_run_part, current_watchdog(), work))
+        if _this_thread.workers is self:
+            task.run()
+            return task
         try:
             if not self._started:
                 self._start()
@@ -60,6 +73,14 @@ class Workers:
         """End the threads after all submitted work."""
         for _ in range(self._n_threads if self._started else 0):
             self._todo.put(None)
+
+
+class _Thread(threading.local):
+    workers: Workers | None = None
+    """Whose thread this is."""
+
+
+_this_thread = _Thread()
 
 
 def _run_part(watchdog: Watchdog | None, work: Callable[[], T]) -> T:
@@ -109,12 +130,12 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
-    """Run work in the threads that move bytes. It must not wait for other such work."""
+    """Run work in the threads that move bytes."""
     return _workers.submit(work)
 
 
 def submit_waiting(work: Callable[[], T]) -> Task[T]:
-    """Run work that waits for the threads that move bytes, in other threads. It must not wait for other such work."""
+    """Run work that waits for the threads that move bytes, in other threads."""
     return _waiting.submit(work)
 
 
@@ -208,17 +229,17 @@ def _idle_or_new() -> SimpleQueue[Task[Any] | None] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class MappedWork:
+class MappedWork(Generic[S, T]):
     """Running work, and the function that computes its result."""
 
-    pending: Any
-    finish: Callable[[Any], Any]
+    pending: Pending[S]
+    finish: Callable[[Pending[S]], T]
     """Called with the work. It gets the result, which may raise."""
 
     def done(self) -> bool:
         return self.pending.done()
 
-    def result(self) -> Any:
+    def result(self) -> T:
         return self.finish(self.pending)
 
 
@@ -226,7 +247,7 @@ class MappedWork:
 class JoinedWork:
     """Several pieces of running work as one."""
 
-    works: Sequence[Any]
+    works: Sequence[Pending[object]]
 
     def done(self) -> bool:
         return all(work.done() for work in self.works)
@@ -241,29 +262,3 @@ class JoinedWork:
                 error = error or found
         if error is not None:
             raise error
-
-
-@dataclass(frozen=True, slots=True)
-class ChainedWork:
-    """Work that starts further work. Its result is the result of the further work."""
-
-    first: Any
-
-    def done(self) -> bool:
-        return self.first.done() and self.first.result().done()
-
-    def result(self) -> Any:
-        return self.first.result().result()
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedWork(Generic[T]):
-    """Completed work, and its result."""
-
-    value: T
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> T:
-        return self.value

@@ -20,12 +20,12 @@ from jaxckpt._model.pieces import Array, aligned_empty, assign
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options
-from jaxckpt._pipeline.pipeline import Budget, pipeline
+from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import StorageThread, note_progress
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
 from jaxckpt._sources.source import Source, leaves_at
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
@@ -158,7 +158,7 @@ class PendingRead:
         self._stack = stack
         self._aside = aside
         self._doing = f"reading from {source.url}"
-        self._pending: list[tuple[Box, Pending]] = []
+        self._pending: list[tuple[Box, Pending[None]]] = []
 
     def begin(self, array: ArrayReader, targets: Sequence[tuple[Box, Array]]) -> None:
         """Start to read each box into an array. Raises DataError, StorageError."""

@@ -13,10 +13,10 @@ import numpy as np
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, intersection, relative, slices_within
 from jaxckpt._model.pieces import Array, as_bits, assign
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData
-from jaxckpt._store.objects import Pending
 from jaxckpt.errors import DataError, show_path
 
 _WASTE = 2
@@ -150,7 +150,7 @@ class MappedData(AsyncArrayData):
     is_padded: bool = False
     """Whether zeros fill the rest."""
 
-    def start(self, box: Box, target: Array) -> Pending:
+    def start(self, box: Box, target: Array) -> Pending[None]:
         return submit_waiting(functools.partial(self.read, box, target))
 
     def read(self, box: Box, target: Array) -> None:

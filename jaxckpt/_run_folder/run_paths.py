@@ -11,7 +11,7 @@ from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._run_folder.added_metrics import read_added_metrics
 from jaxckpt._run_folder.steps import BEST, RUN, Mode, best_of, is_step, pins, step_name
-from jaxckpt._store.child_folders import UNLISTABLE
+from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
 

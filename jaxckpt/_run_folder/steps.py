@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeGuard
+from typing import Literal
 
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._options import require_whole_number
-from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError, StorageError
 
@@ -49,9 +48,9 @@ def require_no_checkpoint(directory: Store) -> None:
         raise InputError(f"{directory.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
 
 
-def is_link(step: Store) -> TypeGuard[Folder]:
+def is_link(step: Store) -> bool:
     """Whether a step's folder is a symbolic link. Its files may belong to another run, so they are never changed."""
-    return isinstance(step, Folder) and step.is_link()
+    return step.link_target() is not None
 
 
 def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:

@@ -21,7 +21,6 @@ from jaxckpt._run_folder.leases import Leases
 from jaxckpt._run_folder.steps import TRASH, all_pins, is_link, is_step, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep
-from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.transaction import republish
 from jaxckpt.errors import CorruptError, InputError, NotACheckpointError
@@ -37,7 +36,7 @@ class Deletion:
     """
 
     def __init__(self, directory: Directory, options: Options, *, trash: bool) -> None:
-        if trash and not isinstance(directory.store, Folder):
+        if trash and not directory.store.can_rename:
             raise InputError(
                 f"trash=True needs a file system, where one rename moves a step; {directory.url} is on an object store."
                 " Omit it, and turn on object versioning in the bucket to keep deleted objects"
@@ -249,7 +248,7 @@ class Deletion:
             child.remove_link()
             self._directory.forget(step)
             return
-        if self._trash and isinstance(self._store, Folder):
+        if self._trash:
             at = datetime.datetime.now(datetime.UTC)
             self._store.rename(step_name(step), f"{TRASH}/{step_name(step)}-{at:%Y%m%dT%H%M%S.%fZ}")
             self._directory.forget(step)

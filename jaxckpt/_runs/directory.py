@@ -26,8 +26,6 @@ from jaxckpt._run_folder.steps import (
 )
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
-from jaxckpt._store.anchor import Anchor
-from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import run_at
@@ -49,7 +47,7 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str], policy: RetentionPolicy, options: Options) -> None:
         self.store: Store = run_at(path, options, to_write=True)
-        self._anchor = Anchor(self.store.folder, options.timeout_seconds) if isinstance(self.store, Folder) else None
+        self._anchor = self.store.anchor()
         self._options = options
         self.policy = policy
         self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
@@ -270,11 +268,7 @@ class Directory:
             if content is None:
                 if (run := self.store.child(RUN)).read(name) is not None:
                     run.remove(name)
-            elif isinstance(run := self.store.create_child(RUN), Folder):
-                # Replaces the old file, so that a reader sees one of the two, and a hard-linked copy keeps the old one.
-                run.put(f"new-{name}", content)
-                run.rename(f"new-{name}", name)
             else:
-                run.put(name, content)
+                self.store.create_child(RUN).replace(name, content)
         except (StorageError, CorruptError) as error:
             _log.warning("readers of %s do not see that %s has changed: %s", self.url, name, error)

@@ -22,8 +22,7 @@ from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
 from jaxckpt._save.save_destination import Destination
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.write_plan import SavePlan
-from jaxckpt._store.objects import MAX_FILE_BYTES
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import MAX_FILE_BYTES, Store
 from jaxckpt.errors import InputError
 
 

@@ -29,12 +29,13 @@ from jaxckpt._model.chunks import content_digest, sample_digest
 from jaxckpt._model.pieces import Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import ChainedWork, CompletedWork, MappedWork, submit
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.workers import MappedWork, submit
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._save.write_plan import Object, SavePlan
+from jaxckpt._store.arrays import ArrayWriter, ObjectRecord
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.objects import ArrayWriter, Pending
 from jaxckpt._store.store import Store
 from jaxckpt.errors import JaxckptError, StorageError
 
@@ -161,7 +162,7 @@ class Reuse:
 
     def begin_object(
         self, staged: StagedObject, stack: Stack, writer: ArrayWriter, data: str
-    ) -> tuple[Pending, Pieces | None]:
+    ) -> tuple[Pending[WrittenObject], Pieces | None]:
         """Start to link or write an object. Returns (work that results in a `WrittenObject`, data to keep until
         then)."""
         obj = staged.obj
@@ -180,7 +181,7 @@ class Reuse:
             if not self.compares or changed or not (self.base and self.base.by_content):
                 work = writer.write(obj.index, source, self.compares and not changed)
                 return MappedWork(work, functools.partial(_await_write, record)), source
-        return ChainedWork(submit(functools.partial(self._link, staged, record, source, stack, writer, data))), source
+        return submit(functools.partial(self._link, staged, record, source, stack, writer, data)), source
 
     def _link(
         self,
@@ -190,8 +191,8 @@ class Reuse:
         stack: Stack,
         writer: ArrayWriter,
         data: str,
-    ) -> Pending:
-        """Link an object if possible, otherwise start to write it. `source` is None if it has an original."""
+    ) -> WrittenObject:
+        """Link an object if possible, otherwise write it. `source` is None if it has an original."""
         index = staged.obj.index
         original = self.originals.get(staged.obj)
         if source is not None:
@@ -201,7 +202,7 @@ class Reuse:
             key, sync = f"{data}/{zarr.object_key(stack, index)}", self.options.sync and not self.base.is_synced
             try:
                 self.store.link(self.base.store, original.key, key, original.length, sync=sync)
-                return CompletedWork(replace(record, length=original.length, digest=original.digest, linked=True))
+                return replace(record, length=original.length, digest=original.digest, linked=True)
             except StorageError as error:
                 lost = error.errno in (errno.ENOENT, errno.ESTALE)
                 reason = _LOST if lost else f"the file system refuses links ({os.strerror(error.errno or errno.EIO)})"
@@ -215,7 +216,7 @@ class Reuse:
                 f"{original.key} was to be reused but can no longer be linked, and the arrays that"
                 " would be written instead were donated or deleted in the meantime: save again",
             ) from error
-        return MappedWork(writer.write(index, source, False), functools.partial(_await_write, record))
+        return _await_write(record, writer.write(index, source, False))
 
     def keep(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
         """After publication, keep what this process wrote for the next save."""
@@ -293,7 +294,7 @@ def _load_base(store: Store | None) -> BaseCheckpoint | None:
     return BaseCheckpoint(store, by_content=found) if found else None
 
 
-def _await_write(record: WrittenObject, pending: Pending) -> WrittenObject:
+def _await_write(record: WrittenObject, pending: Pending[ObjectRecord]) -> WrittenObject:
     length, digest, content = pending.result()
     return replace(record, length=length, digest=digest, content=content or record.content)
 

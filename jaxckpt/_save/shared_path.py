@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from jaxckpt._save.publish import PublishResult, Share, build_manifest, encode_m
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.staging import StagedObject, exchanges
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
-from jaxckpt._store.objects import Objects
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, store_at
 from jaxckpt._store.transaction import Transaction, begin
@@ -134,7 +132,7 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
             raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
         if is_link(store):
             raise CheckpointExistsError(
-                f"{store.url} is a symbolic link to {os.path.realpath(store.folder)}, and overwriting it would replace"
+                f"{store.url} is a symbolic link to {store.link_target()}, and overwriting it would replace"
                 " the checkpoint there: give that path, or delete the link first"
             )
         return store.read(MANIFEST)
@@ -159,7 +157,7 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     return None
 
 
-def require_shared(store: Objects, data: str, process: int) -> None:
+def require_shared(store: Store, data: str, process: int) -> None:
     """Raise PathNotSharedError unless this process sees the data folder that process 0 has created."""
     if store.read(f"{data}/{WRITER}") is None:
         raise PathNotSharedError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
 from jaxckpt._pipeline.phases import Phases
-from jaxckpt._pipeline.pipeline import Budget, pipeline
+from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.watchdog import Watchdog
@@ -21,7 +21,7 @@ from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._save.write_plan import WRITE_MEMORY_FACTOR, Object
-from jaxckpt._store.objects import ArrayWriter, Pending
+from jaxckpt._store.arrays import ArrayWriter
 
 WrittenObjects = list[tuple[Object, WrittenObject]]
 
@@ -118,7 +118,7 @@ class _WritingObject:
     """An object that is being written."""
 
     n_bytes: int
-    pending: Pending
+    pending: Pending[WrittenObject]
     source: Pieces | None
     """Its data, which is kept until it is written."""
 

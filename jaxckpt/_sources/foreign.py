@@ -16,9 +16,10 @@ from jaxckpt._model.grid import Box, Spec
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import Manifest, MeshRecord
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.arrays import ArrayReader
 
 if TYPE_CHECKING:
     from jaxckpt._job.rendezvous import Rendezvous
@@ -47,7 +48,7 @@ class AsyncArrayData(ArrayData):
     """Data that can be read asynchronously, without a thread of jaxckpt."""
 
     @abc.abstractmethod
-    def start(self, box: Box, target: Array) -> Pending:
+    def start(self, box: Box, target: Array) -> Pending[None]:
         """Start to fill `target` with a box. It and its result raise tensorstore's errors."""
 
 
@@ -58,7 +59,7 @@ class StackRow(AsyncArrayData):
     reader: ArrayReader
     row: int
 
-    def start(self, box: Box, target: Array) -> Pending:
+    def start(self, box: Box, target: Array) -> Pending[None]:
         (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
         return pending
 
@@ -148,14 +149,14 @@ class ForeignCheckpoint:
 class _RowReader(ArrayReader):
     rows: Sequence[ArrayData]
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
 
     def _parts(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
         for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
             yield self.rows[row], into if target.ndim > 1 else into.reshape(())
 
-    def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending:
+    def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending[None]:
         started = [block.start(box, into) for block, into in parts if isinstance(block, AsyncArrayData)]
         rest = [(block, into) for block, into in parts if not isinstance(block, AsyncArrayData)]
         if rest:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
 from jaxckpt._model.records import Manifest
+from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.objects import ArrayReader
 from jaxckpt._store.store import Store
 from jaxckpt.errors import (
     DataError,
@@ -59,7 +59,7 @@ class Source(Protocol):
         ...
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
-        """A reader of boxes of a stack, like `Objects.array_reader`."""
+        """A reader of boxes of a stack, like `Store.array_reader`."""
         ...
 
     def change_since_open(self) -> str | None:

@@ -21,26 +21,32 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
 from jaxckpt._model.grid import Box
+from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import log_swept
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress
-from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
+from jaxckpt._store.arrays import ObjectRecord
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
-from jaxckpt._store.objects import MAX_FILE_BYTES, Objects, Pending
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
+from jaxckpt._store.store import MAX_FILE_BYTES, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
 from jaxckpt._store.transaction import Transaction
+from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
 from jaxckpt.errors import DataError, InputError, StorageError
+
+T = TypeVar("T")
+
+_Stamp = ts.KvStore.TimestampedStorageGeneration
 
 MARKS = "_steps/"
 """Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
@@ -141,7 +147,7 @@ class Bucket:
         """(content of a key, its generation for a conditional write)."""
         return self._await_read(key, self._keys.read(key))
 
-    def _await_read(self, key: str, pending: Pending) -> tuple[bytes | None, bytes]:
+    def _await_read(self, key: str, pending: ts.Future[ts.KvStore.ReadResult]) -> tuple[bytes | None, bytes]:
         found = self._await("read", key, pending)
         if len(found.value) > MAX_FILE_BYTES:
             raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
@@ -150,40 +156,40 @@ class Bucket:
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         self._require_applied(key, self._await("write", key, self._keys.write(key, content)))
 
-    def _begin_put(self, key: str, content: bytes, digest: str = "") -> MappedWork:
-        """Write a key unconditionally. The result is that of `ArrayWriter.write`."""
-        return MappedWork(
-            self._keys.write(key, content), functools.partial(self._await_write, key, (len(content), digest, ""))
-        )
+    def _begin_put(self, key: str, content: bytes, digest: str) -> Pending[ObjectRecord]:
+        """Start to write an object."""
+        record = ObjectRecord(len(content), digest)
+        return MappedWork(self._keys.write(key, content), functools.partial(self._await_write, key, record))
 
-    def _await_write(self, key: str, result: tuple[int, str, str], pending: Pending) -> tuple[int, str, str]:
+    def _await_write(self, key: str, record: ObjectRecord, pending: Pending[_Stamp]) -> ObjectRecord:
         with self._translate_errors("write", key):
             self._require_applied(key, pending.result())
-        return result
+        return record
 
-    def _require_applied(self, key: str, stamp: ts.KvStore.TimestampedStorageGeneration) -> None:
+    def _require_applied(self, key: str, stamp: _Stamp) -> None:
         if not stamp.generation:  # as for a failed condition, although this write has none
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
+
+    def replace(self, key: str, content: bytes) -> None:
+        self.put(key, content)
 
     def remove(self, key: str) -> None:
         self._await("delete", key, self._keys.write(key, None))
 
-    # Arrays -----------------------------------------------------------------------------------------------
+    # Objects ----------------------------------------------------------------------------------------------
 
     can_link = False  # deletion would have to count references
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+    def link(self, source: Store, old: str, new: str, length: int, *, sync: bool) -> None:
         raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> EncodingWriter:
-        return EncodingWriter(f"{self.url}/{data}", stack, lambda key, *found: self._begin_put(f"{data}/{key}", *found))
+        return EncodingWriter(
+            f"{self.url}/{data}", stack, lambda key, content, digest: self._begin_put(f"{data}/{key}", content, digest)
+        )
 
     def array_reader(
-        self,
-        data: str,
-        stack: Stack,
-        stored: Mapping[str, tuple[int, str]],
-        plan: Iterable[Sequence[Box]] = (),
+        self, data: str, stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]] = ()
     ) -> FetchingReader:
         below = f"{data}/{stack.name}/"
         base = {**json.loads(self.spec), "path": f"{self.path}{below}"}
@@ -191,8 +197,6 @@ class Bucket:
         return FetchingReader(
             f"{self.url}/{below}", self._keys + below, base, _context(self.retry_seconds), stack, fetched
         )
-
-    # Objects as bytes -------------------------------------------------------------------------------------
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """One request per object, for its last byte."""
@@ -202,7 +206,7 @@ class Bucket:
         found = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
         return {key: problem for key, problem in found.items() if problem}
 
-    def _length_problem(self, key: str, pending: Pending, length: int) -> str | None:
+    def _length_problem(self, key: str, pending: ts.Future[ts.KvStore.ReadResult], length: int) -> str | None:
         try:
             tail = self._await("read", key, pending, reading=True)
         except DataError:  # beyond its end
@@ -213,7 +217,7 @@ class Bucket:
         return None if found == length else f"is {found} bytes long, expected {length}"
 
     @contextlib.contextmanager
-    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+    def range_reader(self, key: str) -> Generator[ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             found = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
             if len(found.value) != stop - start:
@@ -222,7 +226,7 @@ class Bucket:
 
         yield read
 
-    # Claim and publish ------------------------------------------------------------------------------------
+    # Publication ------------------------------------------------------------------------------------------
 
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         data = f"data-{save_id}"
@@ -267,9 +271,6 @@ class Bucket:
 
     def unlock(self, handle: int) -> None:
         pass
-
-    def create_array(self, data: str, stack: Stack) -> None:
-        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         found, generation = self._get(MANIFEST)
@@ -407,10 +408,19 @@ class Bucket:
         racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
         return sum(bool(self._await("write", key, racer).generation) for racer in racers)
 
-    # As a directory of checkpoints ------------------------------------------------------------------------
+    # Folders ----------------------------------------------------------------------------------------------
 
     def absolute(self) -> Self:
         return self
+
+    def link_target(self) -> None:
+        return None
+
+    def remove_link(self) -> None:
+        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no links")
+
+    def anchor(self) -> None:
+        return None
 
     def is_file(self) -> bool:
         return False  # a key of that name does not exclude keys below it
@@ -468,6 +478,11 @@ class Bucket:
         for pending in [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]:
             self._await("delete", name, pending)
 
+    can_rename = False
+
+    def rename(self, name: str, to: str) -> None:
+        raise StorageError(errno.EOPNOTSUPP, f"{self.url} has no folders, so none can be renamed")
+
     # Inside -----------------------------------------------------------------------------------------------
 
     @property
@@ -478,13 +493,13 @@ class Bucket:
     def _is_google(self) -> bool:
         return json.loads(self.spec)["driver"] == "gcs"
 
-    def _await(self, verb: str, key: str, pending: Pending, *, reading: bool = False) -> Any:
+    def _await(self, verb: str, key: str, pending: ts.Future[T], *, reading: bool = False) -> T:
         """The result of a request that moves few bytes. Raises StorageError if the server does not answer in time, and
         DataError."""
         with self._translate_errors(verb, key, reading=reading):
             return self._answer(pending, self._answer_seconds)
 
-    def _await_listing(self, pending: Pending) -> Any:
+    def _await_listing(self, pending: ts.Future[T]) -> T:
         """A listing takes one request per thousand keys. It may take longer while the server answers other requests."""
         try:
             while True:
@@ -495,7 +510,7 @@ class Bucket:
         finally:
             pending.cancel()
 
-    def _answer(self, pending: Pending, seconds: float) -> Any:
+    def _answer(self, pending: ts.Future[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
         try:

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorstore as ts
 
 from jaxckpt._model import zarr
 from jaxckpt._model.grid import Box, volume
+from jaxckpt._model.object_index import digest_of_content, problem_of
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import note_progress
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
 from jaxckpt.errors import DataError
@@ -37,13 +38,13 @@ def _in_memory(path: str = "") -> dict[str, Any]:
 class EncodingWriter:
     """Encodes objects in memory immediately, then writes each with one request."""
 
-    def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending]) -> None:
+    def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending[ObjectRecord]]) -> None:
         self._url = url
         self._stack = stack
         self._begin_put = begin_put  # called with a key below the data folder, its content and its digest
         self._memory = open_array(_in_memory(), stack, _own_memory(ROOT_CONTEXT))
 
-    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending:
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         assert not content, "object stores have no links"
         key = zarr.object_key(self._stack, index)
         below = key.removeprefix(f"{self._stack.name}/")
@@ -53,9 +54,7 @@ class EncodingWriter:
             begin_write(self._memory, pieces).result()
             encoded = memory.read(below).result().value
             memory.write(below, None).result()
-        view = np.frombuffer(encoded, np.uint8)
-        digest = zarr.read_digest(lambda start, stop: view[start:stop], self._stack, len(encoded))
-        return self._begin_put(key, encoded, digest)
+        return self._begin_put(key, encoded, digest_of_content(encoded, self._stack))
 
 
 # Reading --------------------------------------------------------------------------------------------------
@@ -77,7 +76,7 @@ class _Object:
     remaining_reads: int = 0
     """Number of reads that still need this object."""
 
-    pending: Pending | None = None
+    pending: ts.Future[ts.KvStore.ReadResult] | None = None
     is_in_memory: bool = False
 
 
@@ -132,7 +131,7 @@ class FetchingReader(ArrayReader):
     def buffered_bytes(self, boxes: Sequence[Box]) -> int:
         return sum({one.key: one.length for box in boxes for one in self._fetched_objects(box)}.values())
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         touched = [self._fetched_objects(box) for box, _ in wanted]
         if not any(touched):
             return self._array.read(wanted)
@@ -177,14 +176,8 @@ class FetchingReader(ArrayReader):
         one.pending = None
         if found.state != "value":
             return f"{where} is missing"
-        if len(found.value) != one.length:
-            return f"{where} is {len(found.value)} bytes long, expected {one.length}"
-        content = np.frombuffer(found.value, np.uint8)
-        problems = zarr.object_problems(
-            lambda start, stop: content[start:stop], self._stack, one.index, one.length, one.digest
-        )
-        for _, reason in problems:
-            return f"{where} {reason}"
+        if problem := problem_of(found.value, self._stack, one.index, one.length, one.digest):
+            return f"{where} {problem}"
         self._memory.write(one.key, found.value).result()
         one.is_in_memory = True
         return None

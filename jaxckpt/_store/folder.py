@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
-import tensorstore as ts
 
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import (
@@ -34,20 +33,21 @@ from jaxckpt._model.file_names import (
     may_reference_data,
 )
 from jaxckpt._model.grid import Box
+from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.events import log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
-from jaxckpt._store.claims import manifest_identity, overtaken_error, parse_note
-from jaxckpt._store.files import FileReader, FileWriter, current_size, read_into, read_to_end
-from jaxckpt._store.links import link
-from jaxckpt._store.objects import ArrayReader, ArrayWriter, Objects
+from jaxckpt._store.anchor import Anchor
+from jaxckpt._store.arrays import ArrayReader, ArrayWriter
+from jaxckpt._store.files import FileReader, FileWriter, current_size, link, read_into, read_to_end
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
-from jaxckpt._store.tensor_files import TensorFileReader, TensorFileWriter
-from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, local_store, open_array
+from jaxckpt._store.store import Store
+from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
 from jaxckpt._store.transaction import Transaction
 from jaxckpt._store.watched import watched
+from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
 from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
 
 _LOCK_SECONDS = 300.0
@@ -66,16 +66,11 @@ _REFUSED_LINK = (
 """Errors of file systems without hard links. They may have other causes too."""
 
 
-@functools.cache
-def _context(*, sync: bool) -> ts.Context:
-    # No two processes write the same object, so writing it needs no lock.
-    return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
-
-
 @watched(
     read="reading",
     read_all="reading",
     put="writing to",
+    replace="writing to",
     remove="deleting from",
     array_writer=None,
     array_reader=None,
@@ -85,7 +80,6 @@ def _context(*, sync: bool) -> ts.Context:
     range_reader=None,
     begin_save="preparing",
     unlock="closing a file in",
-    create_array="preparing",
     publish="publishing",
     unpublish="deleting",
     discard="deleting",
@@ -95,9 +89,10 @@ def _context(*, sync: bool) -> ts.Context:
     sync_folders="syncing",
     sync_data="syncing",
     absolute=None,
+    anchor=None,
     require_no_dangling_link="looking for",
     is_file="looking at",
-    is_link="looking at",
+    link_target="looking at",
     remove_link="deleting",
     names="listing",
     is_empty_folder="listing",
@@ -191,46 +186,44 @@ class Folder:
             if sync:
                 os.fsync(file.fileno())
 
+    def replace(self, key: str, content: bytes) -> None:
+        folder, slash, name = key.rpartition("/")
+        temporary = f"{folder}{slash}new-{name}"
+        self.put(temporary, content)
+        self.rename(temporary, key)
+
     def remove(self, key: str) -> None:
         with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             retry_stale(os.unlink, self._path(key))
 
-    # Arrays -----------------------------------------------------------------------------------------------
+    # Objects ----------------------------------------------------------------------------------------------
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
         if self._uses_own_engine(stack):
             return FileWriter(self._path(data, stack.name), stack, sync)
-        return TensorFileWriter(self, data, stack, self._open_array(data, stack, sync=sync))
+        return TensorFileWriter(self, data, stack, open_in_folder(self.folder, data, stack, sync=sync))
 
     def array_reader(
-        self,
-        data: str,
-        stack: Stack,
-        stored: Mapping[str, tuple[int, str]],
-        plan: Iterable[Sequence[Box]] = (),
+        self, data: str, stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]] = ()
     ) -> ArrayReader:
         if self._uses_own_engine(stack):
             plain = set[str]()
             below = len(self._path(""))
             folder = self._path(data, stack.name)
             return FileReader(folder, stack, stored, lambda path: self._inspect_file(path[below:], plain)[1])
-        return TensorFileReader(self, data, stack, stored, TensorReader(self._open_array(data, stack, sync=False)))
+        return TensorFileReader(self, data, stack, stored, TensorReader(open_in_folder(self.folder, data, stack)))
 
     can_link = True
 
-    def link(self, source: Objects, old: str, new: str, length: int, *, sync: bool) -> None:
+    def link(self, source: Store, old: str, new: str, length: int, *, sync: bool) -> None:
         stack = self._path(new.partition("/c/")[0])
         if not isinstance(source, Folder):
             raise StorageError(errno.EXDEV, f"{old} is in another store than {self.url}")
         link(source._path(old), self._path(new), stack, length, sync=sync)
 
     def _uses_own_engine(self, stack: Stack) -> bool:
+        """The choice between `files` and tensorstore."""
         return self.io == "auto" and stack.compression is None
-
-    def _open_array(self, data: str, stack: Stack, *, sync: bool) -> ts.TensorStore:
-        return open_array(local_store(self._path(data, stack.name, "")), stack, _context(sync=sync))
-
-    # Objects as bytes -------------------------------------------------------------------------------------
 
     def digest(self, key: str, stack: Stack) -> tuple[int, str]:
         """Length and digest of an object."""
@@ -243,7 +236,7 @@ class Folder:
     def _digest(self, key: str, stack: Stack) -> tuple[int, str]:
         with self._open_file(key) as (handle, status):
             size = status.st_size
-            return size, zarr.read_digest(self._reader_of(key, handle), stack, size)
+            return size, read_digest(self._reader_of(key, handle), stack, size)
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         plain = set[str]()
@@ -266,11 +259,11 @@ class Folder:
             return current_size(handle)
 
     @contextlib.contextmanager
-    def range_reader(self, key: str) -> Generator[zarr.ReadRange]:
+    def range_reader(self, key: str) -> Generator[ReadRange]:
         with self._translate_errors("read", key), self._open_file(key) as (handle, _):
             yield self._reader_of(key, handle)
 
-    def _reader_of(self, key: str, handle: int) -> zarr.ReadRange:
+    def _reader_of(self, key: str, handle: int) -> ReadRange:
         buffer = np.empty(0, np.uint8)
 
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -282,7 +275,7 @@ class Folder:
 
         return read
 
-    # Claim and publish ------------------------------------------------------------------------------------
+    # Publication ------------------------------------------------------------------------------------------
 
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """The note stays locked while the writer is alive."""
@@ -371,11 +364,6 @@ class Folder:
                 time.sleep(0.005)
             except OSError:  # a file system without locks
                 return
-
-    def create_array(self, data: str, stack: Stack) -> None:
-        with self._translate_errors("create", f"{data}/{stack.name}"):
-            retry_stale(os.makedirs, self._path(data, stack.name), exist_ok=True)
-        self.put(f"{data}/{stack.name}/zarr.json", zarr.metadata(stack))
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
@@ -615,7 +603,7 @@ class Folder:
                 return
             folder = os.path.dirname(folder)
 
-    # As a directory of checkpoints ------------------------------------------------------------------------
+    # Folders ----------------------------------------------------------------------------------------------
 
     def absolute(self) -> Self:
         return replace(self, url=self.folder)
@@ -632,14 +620,16 @@ class Folder:
                 )
             path = os.path.dirname(path)
 
+    def anchor(self) -> Anchor:
+        return Anchor(self.folder, self.timeout_seconds)
+
     def is_file(self) -> bool:
         return os.path.isfile(self.folder)
 
-    def is_link(self) -> bool:
-        return os.path.islink(self.folder)
+    def link_target(self) -> str | None:
+        return os.path.realpath(self.folder) if os.path.islink(self.folder) else None
 
     def remove_link(self) -> None:
-        """Delete this symbolic link, but not the folder that it leads to."""
         with translate_os_errors(f"cannot delete {self.url}"):
             os.unlink(self.folder)
 
@@ -696,8 +686,9 @@ class Folder:
     def unmark(self, name: str) -> None:
         pass
 
+    can_rename = True
+
     def rename(self, name: str, to: str) -> None:
-        """Rename a folder below this one atomically. Does nothing if it does not exist."""
         with self._translate_errors("move", name), contextlib.suppress(FileNotFoundError):
             retry_stale(os.makedirs, os.path.dirname(self._path(to)), exist_ok=True)
             try:

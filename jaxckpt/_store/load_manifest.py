@@ -11,7 +11,7 @@ from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode, decode_state, state_file_name
 from jaxckpt._model.records import Manifest
-from jaxckpt._store.child_folders import UNLISTABLE
+from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, ManifestError, NotACheckpointError, StorageError
 

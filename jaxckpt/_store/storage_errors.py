@@ -15,6 +15,9 @@ from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+UNLISTABLE = (errno.ENOTSUP, errno.EACCES)
+"""Errors of stores that can be read but not listed, for example over HTTP or without permission."""
+
 _STALE_SECONDS = 2.0
 """How long a path may lead to a file that another host has deleted or replaced. GlusterFS and FUSE cache for 1 s."""
 

@@ -1,13 +1,182 @@
-"""The store of one path: reads and writes bytes, claims and publishes checkpoints, and lists the directory."""
+"""The store of one path: its small files, objects and folders, and how data there becomes a checkpoint.
+
+There are two: `Folder` on file systems, and `Bucket` on object stores.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, Self
 
-from jaxckpt._store.child_folders import ChildFolders
-from jaxckpt._store.claims import Claims
-from jaxckpt._store.objects import Objects
+from jaxckpt._model.grid import Box
+from jaxckpt._model.object_index import ReadRange
+from jaxckpt._model.stacks import Stack
+from jaxckpt._store.arrays import ArrayReader, ArrayWriter
+from jaxckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from jaxckpt._store.anchor import Anchor
+    from jaxckpt._store.transaction import Transaction
+
+MAX_FILE_BYTES = 1 << 30
+"""The largest file that `Store.read` reads."""
 
 
-class Store(Objects, Claims, ChildFolders, Protocol):
-    """The common interface of `Folder` (file systems) and `Bucket` (object stores)."""
+class Store(Protocol):
+    """Everything below one path. Keys of files and names of folders are relative to it."""
+
+    @property
+    def url(self) -> str:
+        """The path as the user gave it, without a trailing slash."""
+        ...
+
+    # Small files ------------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes | None:
+        """The content of a small file; None if it does not exist."""
+
+    def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
+        """The contents of several small files; None for those that do not exist."""
+        ...
+
+    def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        """Write a file into an existing folder. With `sync`, its content is durable; the folder is synced later."""
+
+    def replace(self, key: str, content: bytes) -> None:
+        """Write a small file such that a reader sees the old content or the new, and a hard link keeps the old."""
+
+    def remove(self, key: str) -> None:
+        """Delete a small file, if it exists."""
+
+    # Objects ----------------------------------------------------------------------------------------------
+
+    can_link: bool
+    """Whether an object of another checkpoint can be linked into this one without a copy."""
+
+    def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
+        """A writer for the objects of a stack. With `sync`, an object is durable when it counts as written."""
+        ...
+
+    def array_reader(
+        self, data: str, stack: Stack, stored: Mapping[str, tuple[int, str]], plan: Iterable[Sequence[Box]] = ()
+    ) -> ArrayReader:
+        """A reader for a stack whose objects have these lengths and digests, by grid index.
+
+        `plan` has the boxes of each future read. Reads nothing: the array's metadata is built from the manifest.
+        """
+        ...
+
+    def link(self, source: Store, old: str, new: str, length: int, *, sync: bool) -> None:
+        """Link the object of `length` bytes at the key `old` of `source` to the key `new` here. With `sync`, its data
+        is made durable first. Raises StorageError if that is impossible: ENOENT if there is no such object."""
+        ...
+
+    def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
+        """The problems of objects of these lengths that can be found without reading them completely."""
+        ...
+
+    def range_reader(self, key: str) -> contextlib.AbstractContextManager[ReadRange]:
+        """A function that reads ranges of an object. It raises DataError if the object is too short."""
+        ...
+
+    # Folders ----------------------------------------------------------------------------------------------
+
+    def absolute(self) -> Self:
+        """The same folder with an absolute path, which a later change of the working directory does not affect."""
+        ...
+
+    def with_url(self, url: str) -> Self:
+        """The same folder, by another path in messages."""
+        ...
+
+    def child(self, name: str) -> Self:
+        """The folder of this name directly below, which need not exist."""
+        ...
+
+    def create_child(self, name: str) -> Self:
+        """The folder of this name below. Creates it, and the folders above it, if they do not exist."""
+        ...
+
+    def parent_and_name(self) -> tuple[Self, str] | None:
+        """The folder above, and the name of this one in it; None at the root."""
+
+    def is_file(self) -> bool:
+        """Whether the path is a plain file instead of a folder."""
+        ...
+
+    def names(self) -> list[str]:
+        """Names directly in it; empty if it does not exist."""
+        ...
+
+    def link_target(self) -> str | None:
+        """The path that this folder leads to if it is a symbolic link; None otherwise."""
+
+    def remove_link(self) -> None:
+        """Delete this symbolic link, but not the folder that it leads to."""
+
+    def anchor(self) -> Anchor | None:
+        """Remembers to which folder the path leads, on file systems, where that can change."""
+
+    def is_empty_folder(self, name: str) -> bool:
+        """Whether a name directly below is a folder in which there are no files, at any depth."""
+        ...
+
+    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> Mapping[str, bool | StorageError]:
+        """Whether each folder directly below that `wanted` accepts holds a checkpoint, or why that is unknown."""
+        ...
+
+    def mark(self, name: str) -> None:
+        """Note that a folder directly below may hold a checkpoint, on stores where only listing all keys shows it."""
+
+    def unmark(self, name: str) -> None:
+        """Remove the note of `mark`."""
+
+    def delete(self, name: str) -> None:
+        """Delete a folder below with everything in it."""
+
+    can_rename: bool
+    """Whether a folder can be renamed."""
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename a folder or a file below atomically. Does nothing if it does not exist."""
+
+    # Publication ------------------------------------------------------------------------------------------
+    #
+    # At every moment the path has the old checkpoint, the new one, or none. Process 0 calls these methods; in a save
+    # that is spread over folders, every process does, for its own folder. Every process calls `sync_folders`.
+
+    def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
+        """Create `data-<save id>` with a note of its writer, for a save that will replace the manifest `previous`."""
+        ...
+
+    def unlock(self, handle: int) -> None:
+        """Close the locked file of a writer. Errors are ignored: what the save has written was checked before."""
+
+    def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
+        """Make the folders above the objects of this process durable."""
+
+    def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Make each zarr.json, the data folder, and every folder above it durable."""
+
+    def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
+        """Atomically replace the manifest `previous` by `manifest`, which describes the data folder `data`."""
+
+    def unpublish(self, *, sync: bool) -> None:
+        """Delete the manifest. After that, the path has no checkpoint."""
+
+    def discard(self, data: str) -> None:
+        """Delete the data of a failed save, unless that save may still be published."""
+
+    def sweep(self, current: str | None) -> bool:
+        """Delete the data of saves that can no longer publish, except the folder in use, `current`. Returns whether
+        data of saves that may still publish is left."""
+        ...
+
+    def clear(self, *, evict: bool = True) -> None:
+        """Delete the remains of saves if the path has no checkpoint. If a running save cannot be distinguished from a
+        dead one, the data of both is deleted with `evict`, so that the running save fails; without `evict`, both stay.
+        """
+
+    def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Delete the folders of stacks that a published manifest no longer names."""

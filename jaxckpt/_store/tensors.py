@@ -1,23 +1,31 @@
-"""Reads and writes arrays with tensorstore."""
+"""Reads and writes arrays on a file system with tensorstore."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorstore as ts
 
 from jaxckpt._model import zarr
+from jaxckpt._model.chunks import content_digest
 from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array, Pieces
-from jaxckpt._model.stacks import Stack
-from jaxckpt._store.objects import ArrayReader, Pending
+from jaxckpt._model.stacks import Stack, indexed_objects_of
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
+from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt.errors import DataError, StorageError
+
+if TYPE_CHECKING:
+    from jaxckpt._store.folder import Folder
 
 # One parent context, so that memory:// paths refer to the same memory in every call.
 ROOT_CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -34,6 +42,17 @@ def local_store(path: str) -> dict[str, str]:
     return {"driver": "file", "path": path}
 
 
+@functools.cache
+def _file_context(*, sync: bool) -> ts.Context:
+    # No two processes write the same object, so writing it needs no lock.
+    return ts.Context({"file_io_sync": sync, "file_io_locking": {"mode": "none"}}, parent=ROOT_CONTEXT)
+
+
+def open_in_folder(folder: str, data: str, stack: Stack, *, sync: bool = False) -> ts.TensorStore:
+    """A stack of a checkpoint on a file system. With `sync`, an object is durable when it counts as written."""
+    return open_array(local_store(os.path.join(folder, data, stack.name, "")), stack, _file_context(sync=sync))
+
+
 def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStore:
     """A stack as a tensorstore array on a key-value store. Nothing is read."""
     spec = {
@@ -47,7 +66,7 @@ def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStor
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
-def begin_write(array: ts.TensorStore, pieces: Pieces) -> Any:
+def begin_write(array: ts.TensorStore, pieces: Pieces) -> Pending[None]:
     """Start to write an object."""
     view = array[tuple(slice(a, b) for a, b in pieces.box)]
     source = pieces.array().view(array.dtype.numpy_dtype)
@@ -60,13 +79,63 @@ class TensorReader(ArrayReader):
 
     array: ts.TensorStore
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending]:
-        pending: list[Pending] = []
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        pending: list[Pending[None]] = []
         with ts.Batch() as batch:
             for box, target in wanted:
                 view = self.array[tuple(slice(a, b) for a, b in box)][ts.d[:].translate_to[0]]
                 pending.append(ts.array(target.view(self.array.dtype.numpy_dtype)).write(view, batch=batch))
         return pending
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileReader(ArrayReader):
+    """Reads and decodes objects with tensorstore, after comparing them with the manifest."""
+
+    files: Folder
+    data: str
+    stack: Stack
+    stored: Mapping[str, tuple[int, str]]
+    array: TensorReader
+    checked: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
+
+    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        for box, _ in wanted:
+            for index, _, _ in indexed_objects_of(self.stack, box):
+                if index not in self.checked:
+                    self._require_intact(index)
+                    self.checked.add(index)
+                    note_progress()
+        return self.array.read(wanted)
+
+    def _require_intact(self, index: tuple[int, ...]) -> None:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        length, digest = self.stored["/".join(map(str, index))]
+        problem = self.files.check_lengths({key: length}).get(key)
+        if not problem and self.files.digest(key, self.stack)[1] != digest:
+            problem = "does not hold the data that was saved there"
+        if problem:
+            raise DataError(f"{self.files.url}/{key} {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileWriter:
+    """Encodes and writes objects with tensorstore."""
+
+    files: Folder
+    data: str
+    stack: Stack
+    array: ts.TensorStore
+
+    def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
+        key = f"{self.data}/{zarr.object_key(self.stack, index)}"
+        compare = submit(functools.partial(content_digest, self.stack, index, pieces)) if content else None
+        return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key, compare))
+
+    def _written(self, key: str, compare: Pending[str] | None, pending: Pending[None]) -> ObjectRecord:
+        with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
+            pending.result()
+        return ObjectRecord(*self.files.digest(key, self.stack), compare.result() if compare else "")
 
 
 @dataclass(frozen=True, slots=True)

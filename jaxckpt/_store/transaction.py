@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
+from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder_of, may_reference_data
 from jaxckpt._model.stacks import Stack
 from jaxckpt.errors import CorruptError, StorageError
@@ -129,7 +130,8 @@ def begin_own(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transactio
 def _create_arrays(transaction: Transaction, stacks: Iterable[Stack]) -> Transaction:
     try:
         for stack in stacks:
-            transaction.store.create_array(transaction.data, stack)
+            folder = transaction.store.create_child(f"{transaction.data}/{stack.name}")
+            folder.put("zarr.json", zarr.metadata(stack))
     except BaseException:
         transaction.close()
         raise

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._model import chunks as _chunks
+from jaxckpt._store import codec as _codec
 from jaxckpt._store import files as _files
-from jaxckpt._store import links as _links
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
 
@@ -162,8 +162,8 @@ def test_a_deleted_original_is_written_again(
             victim.rename(tmp_path / "moved")
             victim.symlink_to(tmp_path / "moved")
         case _:
-            link = _links._link
-            monkeypatch.setattr(_links, "_link", lambda *paths: victim.unlink(missing_ok=True) or link(*paths))
+            link = _files._link
+            monkeypatch.setattr(_files, "_link", lambda *paths: victim.unlink(missing_ok=True) or link(*paths))
     info = saved(run, 1, tree)
     assert 0 < info.reused_bytes < info.stored_bytes
     require_equal(run.restore(1), tree)
@@ -205,7 +205,7 @@ def test_a_lost_original_of_donated_arrays_is_an_error(
         tree["w"].delete()
         raise FileNotFoundError
 
-    monkeypatch.setattr(_links, "_link", lose)
+    monkeypatch.setattr(_files, "_link", lose)
     run.save(1, tree)
     with pytest.raises(jaxckpt.StorageError, match=r"can no longer be linked.*donated or deleted in the meantime"):
         run.wait()
@@ -330,7 +330,7 @@ def test_the_cost_of_data_that_changes_is_one_sample(
 ) -> None:
     digests: list[Any] = []
     digest, first = _chunks.chunk_digest, 0
-    for module in (_chunks, _files):
+    for module in (_chunks, _codec):
         monkeypatch.setattr(module, "chunk_digest", lambda *args: digests.append(args) or digest(*args))
     for step in range(4):
         info = saved(run, step, {f"w{n}": jnp.full((1100, 1024), step + n) for n in range(3)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import http.server
@@ -214,3 +215,15 @@ def test_a_flipped_answer_never_deletes_existing_data(bucket: Bucket, place: flo
         if not spoiled:
             break
     assert number > 5, "a save makes several requests"
+
+
+def test_an_object_store_renames_and_links_nothing(store: Store) -> None:
+    store.replace("note", b"old")
+    store.replace("note", b"new")
+    assert (store.read("note"), store.link_target(), store.anchor()) == (b"new", None, None)
+    assert (store.can_link, store.can_rename) == (False, False)
+    for call in (lambda: store.rename("note", "other"), store.remove_link):
+        with pytest.raises(jaxckpt.StorageError) as found:
+            call()
+        assert found.value.errno == errno.EOPNOTSUPP
+    assert store.names() == ["note"]

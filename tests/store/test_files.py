@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from processes import RunPython
 
 import jaxckpt
+from jaxckpt._model import object_index as _object_index
 from jaxckpt._model import zarr as _zarr
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.file_names import SEAL
@@ -118,7 +119,7 @@ def test_one_checksum_of_intact_chunks_does_not_depend_on_their_content(
     contents: list[bytes], data: st.DataObject
 ) -> None:
     content = b"".join(one + crc32c.crc32c(one).to_bytes(4, "little") for one in contents)
-    expected = _zarr.intact_chunks_crc32c(11, len(contents))
+    expected = _object_index.intact_chunks_crc32c(11, len(contents))
     assert crc32c.crc32c(content) == expected
     flipped = bytearray(content)
     flipped[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -187,7 +188,7 @@ def test_other_libraries_read_the_same_bits(made: tuple[Stack, Array], data: st.
             length, digest, _ = writer.write(index, data.draw(pieces(array, box))).result()
             content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
             assert length == len(content)
-            assert digest == _zarr.read_digest(lambda start, stop, content=content: content[start:stop], stack, length)
+            assert digest == _object_index.digest_of_content(content.tobytes(), stack)
         assert bits(opened(folder).read().result()) == bits(array)
         assert bits(np.asarray(zarr.open_array(folder, mode="r")[...])) == bits(array)
 
@@ -208,7 +209,7 @@ def test_arrays_written_by_tensorstore_are_read_exactly(made: tuple[Stack, Array
         expected: dict[str, tuple[int, str]] = {}
         for index, _ in stack.objects():
             content = np.fromfile(Path(folder, "c", *map(str, index)), np.uint8)
-            digest = _zarr.read_digest(lambda start, stop, content=content: content[start:stop], stack, len(content))
+            digest = _object_index.digest_of_content(content.tobytes(), stack)
             expected["/".join(map(str, index))] = len(content), digest
         reader = FileReader(folder, stack, expected, lambda path: None)
         boxes = data.draw(st.lists(strategies.boxes(array.shape), max_size=4))
@@ -401,7 +402,7 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], None], str]] = {
 def test_chunks_do_not_overlap(entries: list[tuple[int, int]], data_bytes: int, accepted: bool) -> None:
     index = np.array(entries, "<u8").tobytes()
     tail = np.frombuffer(index + crc32c.crc32c(index).to_bytes(4, "little"), np.uint8)
-    found = _zarr.parse_index(tail, data_bytes)
+    found = _object_index.parse_index(tail, data_bytes)
     assert isinstance(found, np.ndarray) if accepted else "twice to the same bytes" in found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt._model import zarr
+from jaxckpt._model import object_index
 from jaxckpt._pipeline import watchdog as stalls
 from jaxckpt._pipeline import workers
 from jaxckpt._pipeline.watchdog import Watchdog
@@ -57,13 +57,13 @@ def test_threads_that_move_bytes(be_slow: Callable[[], None]) -> None:
 def test_objects_of_an_object_store(be_slow: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"w": np.arange(4096)}
     jaxckpt.save("memory://slow/ckpt", tree, options=jaxckpt.Options(chunk_bytes=1024, object_bytes=8192))
-    object_problems, checked = zarr.object_problems, list[int]()
+    object_problems, checked = object_index.object_problems, list[int]()
 
     def slowly(*args: Any) -> Any:
         checked.append(1)
         be_slow()
         return object_problems(*args)
 
-    monkeypatch.setattr(zarr, "object_problems", slowly)
+    monkeypatch.setattr(object_index, "object_problems", slowly)
     np.testing.assert_array_equal(jaxckpt.load_numpy("memory://slow/ckpt")["w"], tree["w"])
     assert len(checked) == 4

@@ -70,6 +70,22 @@ def test_a_live_writers_data_is_not_swept(tmp_path: Path) -> None:
     assert not (tmp_path / "ckpt" / f"data-{live}").exists()
 
 
+def test_a_hard_link_to_a_file_that_is_replaced_keeps_its_content(tmp_path: Path) -> None:
+    store = Folder("", str(tmp_path))
+    store.put("note", b"old")
+    (tmp_path / "copy").hardlink_to(tmp_path / "note")
+    store.replace("note", b"new")
+    assert (store.read("note"), store.read("copy"), store.names()) == (b"new", b"old", ["copy", "note"])
+
+
+def test_the_target_of_a_link_is_known(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    store = Folder("", str(tmp_path))
+    assert store.child("link").link_target() == os.path.realpath(tmp_path / "real")
+    assert store.child("real").link_target() is None
+
+
 @pytest.mark.parametrize("note", [b"[1]", b"1", b"[" * 4000])
 def test_a_damaged_note_of_a_writer_does_not_stop_a_save(tmp_path: Path, note: bytes) -> None:
     Folder("", str(tmp_path / "ckpt")).begin_save(other := uuid.uuid4().hex, None)

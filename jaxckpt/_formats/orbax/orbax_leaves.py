@@ -29,8 +29,8 @@ from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, Spec, spec_problem
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import MeshRecord
+from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray
-from jaxckpt._store.objects import Pending
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines, show_path
@@ -89,7 +89,7 @@ class _ZarrArray(AsyncArrayData):
     metadata: Any
     strict: bool
 
-    def start(self, box: Box, target: Array) -> Pending:
+    def start(self, box: Box, target: Array) -> Pending[None]:
         reader = self.folder.array_reader(self.name, self.driver, self.metadata, strict=self.strict)
         return reader.read([(box, target)])[0]
 
