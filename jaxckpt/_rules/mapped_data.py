@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, intersection, relative, slices_within
+from jaxckpt._model.grid import Box, extent, intersection, relative, slices_within, volume
 from jaxckpt._model.pieces import Array, as_bits, assign
 from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
+from jaxckpt._rules.rule import Rule
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData
 from jaxckpt._store.objects import Pending
 from jaxckpt.errors import DataError, show_path
@@ -53,7 +54,7 @@ class MappedSource:
     fixed: Mapping[str, int]
     """The index along each axis that only the source has."""
 
-    transform: Callable[[Array], Array]
+    rule: Rule
     """Computes target values from source values, before they are cast to the target's dtype."""
 
     @property
@@ -67,7 +68,7 @@ class MappedSource:
         own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
         for tile, intervals in tiles(self.layout.target, self.sizes, box):
             region = target[(*slices_within(tile, box), ...)]  # the "..." keeps a 0-d array an array
-            region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
+            region = region.reshape(extent(tuple(intervals[axis] for axis in axes)))
             for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
                 at = dict(zip(self.stacked, index, strict=True))
                 picks = [at[axis] - intervals[axis][0] if axis in at else slice(None) for axis in axes]
@@ -77,14 +78,9 @@ class MappedSource:
     def _read_leaf(self, data: ArrayData, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
         """Fill `target`, whose dimensions are the axes in this order, with the needed intervals of a source leaf."""
         covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
-        taken = {
-            axis: side
-            for dim, (_, found) in zip(self.layout.source, covers, strict=True)
-            for axis, side in zip(dim, found, strict=True)
-        }
-        itemsize = DTYPES[self.dtype].itemsize
-        n_bytes = math.prod(b - a for a, b in taken.values()) * itemsize
-        split = self._axis_to_split(wanted, taken, n_bytes, target.size * itemsize)
+        axes = axes_of(self.layout.source)
+        taken = dict(zip(axes, itertools.chain.from_iterable(own for _, own in covers), strict=True))
+        split = self._axis_to_split(wanted, taken, target.size)
         if split is not None:
             a, b = wanted[split]
             middle, number = (a + b) // 2, order.index(split)
@@ -93,22 +89,22 @@ class MappedSource:
                 self._read_leaf(data, {**wanted, split: part}, order, into)
             return
         box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
-        source = np.empty([b - a for a, b in box], DTYPES[self.dtype])
+        source = np.empty(extent(box), DTYPES[self.dtype])
         data.read(box, source)
-        axes = axes_of(self.layout.source)
-        source = source.reshape([taken[axis][1] - taken[axis][0] for axis in axes])
+        source = source.reshape(extent(tuple(taken.values())))
         spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
         picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
-        source = self.transform(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
+        source = self.rule.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
         assign(target, source)
 
-    def _axis_to_split(
-        self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
-    ) -> str | None:
-        """The axis to halve, if one read would be too large or would contain too much data that is not needed."""
+    def _axis_to_split(self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], count: int) -> str | None:
+        """The axis to halve, if one read would be too large or would contain too much data that is not needed: `count`
+        elements are."""
+        itemsize = DTYPES[self.dtype].itemsize
+        n_bytes = volume(tuple(taken.values())) * itemsize
         several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
-        if n_bytes > max(_WASTE * needed, _MIN_SPLIT_BYTES, self.unit_bytes):
+        if n_bytes > max(_WASTE * count * itemsize, _MIN_SPLIT_BYTES, self.unit_bytes):
             for dim in self.layout.source:
                 if any(taken[axis] != wanted[axis] for axis in dim):
                     return next(axis for axis in dim if axis in several)
@@ -156,10 +152,10 @@ class MappedData(AsyncArrayData):
     def read(self, box: Box, target: Array) -> None:
         if self.is_padded:
             target[...] = 0
-        for held, piece in self.pieces:
-            common = intersection(held, box)
+        for own_box, piece in self.pieces:
+            common = intersection(own_box, box)
             if common is not None:
-                piece.read(relative(common, held), target[(*slices_within(common, box), ...)])
+                piece.read(relative(common, own_box), target[(*slices_within(common, box), ...)])
 
     def check(self) -> None:
         for _, piece in self.pieces:
