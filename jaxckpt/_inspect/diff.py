@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.grid import Box, cut_to_size, whole_box
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.select import Select, parse_select
@@ -239,7 +239,7 @@ def _boxes(
         stack, shape = leaf.stack, leaf.stored_shape
         fits = options.host_bytes // (size // math.prod(shape))
         grids = (stack.object[1:], stack.chunk[1:])
-        for box in cut_down(whole_box(shape), grids, lambda box, fits=fits: volume(box) <= fits):
+        for box in cut_to_size(whole_box(shape), grids, fits):
             yield path, a.box(path, box), b.box(path, box)
     if batch:
         yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
