@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import importlib
 import logging
 import os
@@ -42,7 +41,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._devices.shardings import saved_sharding
-from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.paths import closest_hint, path_prefixes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
@@ -186,17 +185,19 @@ class V1Handler:
 
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
         """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
-        start = functools.partial(self._start_save, directory.path, checkpointable)
-        pending = await (await _call_in_name_order(directory.path, directory.await_creation(), start))
-        return _wait_and_mark(pending, directory.path)
-
-    def _start_save(self, path: Path, tree: Tree) -> PendingSave:
-        return save_async(path, _v1_cast(tree), options=self.options)
+        path: Path = directory.path
+        turn = _call_in_name_order(
+            path,
+            directory.await_creation(),
+            lambda: save_async(path, _v1_cast(checkpointable), options=self.options),
+        )
+        return _wait_and_mark(await (await turn), path)
 
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
         """Load the pytree in the form that an abstract pytree requests."""
-        load = functools.partial(self._restore, directory, abstract_checkpointable)
-        return await _call_in_name_order(directory, _nothing(), load)
+        return await _call_in_name_order(
+            directory, _nothing(), lambda: self._restore(directory, abstract_checkpointable)
+        )
 
     def _restore(self, directory: Path, abstract: Tree) -> Tree:
         from orbax.checkpoint.experimental.v1._src.context.context import get_context
@@ -489,31 +490,25 @@ def _restore_args(args: Any, wanted: set[str], saved_paths: set[str], manifest: 
     tree = getattr(args, "restore_args", None)
     if tree is None:
         return {}
-    leaves = _flatten(jax.tree.map(lambda one: one or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
+    leaves = _flatten(jax.tree.map(lambda given: given or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
     by_path = {leaf.path: leaf.value for leaf in leaves}
     lacking = [path for path in wanted if path not in by_path and path in manifest.numbers]
-    surplus = [
-        path
-        for path, one in by_path.items()
-        if path not in wanted and path not in saved_paths and one != ocp.RestoreArgs()
-    ]
-    if lacking or surplus:
-        problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
-        problems += [
-            Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, wanted)}") for path in surplus
-        ]
+    unknown = by_path.keys() - wanted - saved_paths
+    surplus = [path for path, given in by_path.items() if path in unknown and given != ocp.RestoreArgs()]
+    problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
+    problems += [Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, wanted)}") for path in surplus]
+    if problems:
         raise InputError.of(f"restore_args= does not fit the item in {show_count(len(problems), 'place')}", problems)
     return by_path
 
 
 def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
     """Raise MismatchError if a leaf of a partial item is a container in the checkpoint, or the other way round."""
-    heads = {"/".join(parts[:n]) for path in manifest.numbers for parts in [path.split("/")] for n in range(len(parts))}
-    problems = [Problem(path, "is a container in the checkpoint, a leaf in the item") for path in wanted & heads]
+    containers = {head for path in manifest.numbers for head in path_prefixes(path) if head != path}
+    problems = [Problem(path, "is a container in the checkpoint, a leaf in the item") for path in wanted & containers]
     for path in wanted - manifest.numbers.keys():
-        parts = path.split("/")
-        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
-        problems += [Problem(head, "is a leaf in the checkpoint") for head in above if head in manifest.numbers]
+        above = [head for head in path_prefixes(path) if head and head in manifest.numbers]
+        problems += [Problem(head, "is a leaf in the checkpoint") for head in above]
     if problems:
         raise MismatchError.of("item and checkpoint differ", problems)
 
@@ -570,13 +565,13 @@ def _restored_type(restore_args: Any, saved: TypedLeaf) -> Any:
 
 def _requested_sharding(restore_args: Any) -> Sharding | None:
     """The sharding that RestoreArgs request; None for the saved sharding."""
-    found = getattr(restore_args, "sharding", None)
-    if found is None:
+    sharding = getattr(restore_args, "sharding", None)
+    if sharding is None:
         mesh = getattr(restore_args, "mesh", None)
         return None if mesh is None else NamedSharding(mesh, restore_args.mesh_axes or PartitionSpec())
-    if isinstance(found, _metadata.ShardingMetadata):
-        found = found.to_jax_sharding()
-    return found if isinstance(found, Sharding) else found.sharding  # from a jax.experimental.layout.Format
+    if isinstance(sharding, _metadata.ShardingMetadata):
+        sharding = sharding.to_jax_sharding()
+    return sharding if isinstance(sharding, Sharding) else sharding.sharding  # from a jax.experimental.layout.Format
 
 
 # Orbax's descriptions ---------------------------------------------------------------------------------------
@@ -611,11 +606,10 @@ def _describe_sharding(saved: TypedLeaf) -> Any:
         return None
     layout = saved.record.layout
     try:
-        found = None if layout is None else saved_sharding(saved.manifest, layout)
+        sharding = None if layout is None else saved_sharding(saved.manifest, layout)
     except LayoutError:
         return None
-    if isinstance(found, NamedSharding):
-        return _metadata.NamedShardingMetadata.from_jax_sharding(found)
-    return _metadata.SingleDeviceShardingMetadata.from_jax_sharding(
-        found or SingleDeviceSharding(jax.local_devices()[0])
-    )
+    if isinstance(sharding, NamedSharding):
+        return _metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return _metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)

@@ -148,8 +148,8 @@ class Machine:
         self._window_index = end
         return self._window[start:end]
 
-    def number(self, count: int, signed: bool = False) -> int:
-        return int.from_bytes(self.take(count), "little", signed=signed)
+    def number(self, count: int) -> int:
+        return int.from_bytes(self.take(count), "little")
 
     def line(self) -> bytes:
         end = self._window.find(b"\n", self._window_index)
@@ -195,13 +195,13 @@ class Machine:
         self.push(self.number(width))
 
     def push_signed(self, width: int) -> None:
-        self.push(self.number(width, signed=True))
+        self.push(int.from_bytes(self.take(width), "little", signed=True))
 
     def push_float(self) -> None:
         self.push(struct.unpack(">d", self.take(8))[0])
 
     def push_long(self, width: int) -> None:
-        self.push(self.number(self.number(width), signed=True))
+        self.push_signed(self.number(width))
 
     def push_text(self, width: int) -> None:
         self.push(self.take(self.number(width)).decode("utf-8", "surrogatepass"))
@@ -226,16 +226,15 @@ class Machine:
         self.push(skipped)
 
     def push_from_memo(self, width: int | None = None) -> None:
-        self.push(self.memo[self._memo_number(width)])
+        number = int(self.line()) if width is None else self.number(width)
+        self.push(self.memo[number])
 
     def put(self, width: int | None = None) -> None:
-        self.memo[self._memo_number(width)] = self.stack[-1]
+        number = int(self.line()) if width is None else self.number(width)
+        self.memo[number] = self.stack[-1]
 
     def put_next(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
-
-    def _memo_number(self, width: int | None) -> int:
-        return int(self.line()) if width is None else self.number(width)
 
     def mark(self) -> None:
         self._marks.append(self.stack)
@@ -397,70 +396,47 @@ def _quoted(line: bytes) -> str:
     return line[1:-1].decode("unicode_escape")
 
 
-_BY_CODE: Mapping[bytes, tuple[Any, Any]] = {
-    b"\x80": (Machine.take, 1),  # PROTO
-    b"\x95": (Machine.take, 8),  # FRAME
-    b"(": (Machine.mark, None),
-    b"0": (Machine.pop, None),
-    b"1": (Machine.pop_to_mark, None),
-    b"2": (Machine.push_top, None),
-    b"N": (Machine.push_none, None),
-    b"\x88": (Machine.push, True),
-    b"\x89": (Machine.push, False),
-    b"I": (Machine.push_line, _integer),
-    b"L": (Machine.push_line, _long),
-    b"F": (Machine.push_line, float),
-    b"S": (Machine.push_line, _quoted),
-    b"V": (Machine.push_line, _text),
-    b"J": (Machine.push_signed, 4),
-    b"K": (Machine.push_number, 1),
-    b"M": (Machine.push_number, 2),
-    b"G": (Machine.push_float, None),
-    b"\x8a": (Machine.push_long, 1),
-    b"\x8b": (Machine.push_long, 4),
-    b"U": (Machine.push_text_of_python_2, 1),
-    b"T": (Machine.push_text_of_python_2, 4),
-    b"\x8c": (Machine.push_text, 1),
-    b"X": (Machine.push_text, 4),
-    b"\x8d": (Machine.push_text, 8),
-    b"C": (Machine.push_bytes, 1),
-    b"B": (Machine.push_bytes, 4),
-    b"\x8e": (Machine.push_bytes, 8),
-    b"\x96": (Machine.push_bytes, 8),  # BYTEARRAY8
-    b"]": (Machine.push_new, list),
-    b"l": (Machine.push_list, None),
-    b"a": (Machine.extend, 1),
-    b"e": (Machine.extend, None),
-    b"}": (Machine.push_new, dict),
-    b"d": (Machine.push_dict, None),
-    b"s": (Machine.update, 2),
-    b"u": (Machine.update, None),
-    b")": (Machine.push, ()),
-    b"t": (Machine.push_tuple, None),
-    b"\x85": (Machine.push_tuple, 1),
-    b"\x86": (Machine.push_tuple, 2),
-    b"\x87": (Machine.push_tuple, 3),
-    b"\x8f": (Machine.push_set, None),
-    b"\x90": (Machine.add_items, None),
-    b"\x91": (Machine.push_frozenset, None),
-    b"g": (Machine.push_from_memo, None),
-    b"h": (Machine.push_from_memo, 1),
-    b"j": (Machine.push_from_memo, 4),
-    b"p": (Machine.put, None),
-    b"q": (Machine.put, 1),
-    b"r": (Machine.put, 4),
-    b"\x94": (Machine.put_next, None),
-    b"c": (Machine.named_lines, None),
-    b"\x93": (Machine.named, None),
-    b"R": (Machine.reduce, None),
-    b"\x81": (Machine.reduce, None),  # NEWOBJ
-    b"\x92": (Machine.new_with_keywords, None),
-    b"o": (Machine.instance, None),
-    b"i": (Machine.named_instance, None),
-    b"b": (Machine.build, None),
-    b"P": (Machine.persistent_line, None),
-    b"Q": (Machine.persistent, None),
+_CODES: Mapping[Any, Mapping[bytes, Any]] = {
+    Machine.take: {b"\x80": 1, b"\x95": 8},  # PROTO, FRAME
+    Machine.mark: {b"(": None},
+    Machine.pop: {b"0": None},
+    Machine.pop_to_mark: {b"1": None},
+    Machine.push: {b"\x88": True, b"\x89": False, b")": ()},
+    Machine.push_none: {b"N": None},
+    Machine.push_top: {b"2": None},
+    Machine.push_line: {b"I": _integer, b"L": _long, b"F": float, b"S": _quoted, b"V": _text},
+    Machine.push_number: {b"K": 1, b"M": 2},
+    Machine.push_signed: {b"J": 4},
+    Machine.push_float: {b"G": None},
+    Machine.push_long: {b"\x8a": 1, b"\x8b": 4},
+    Machine.push_text_of_python_2: {b"U": 1, b"T": 4},
+    Machine.push_text: {b"\x8c": 1, b"X": 4, b"\x8d": 8},
+    Machine.push_bytes: {b"C": 1, b"B": 4, b"\x8e": 8, b"\x96": 8},  # the last is BYTEARRAY8
+    Machine.push_new: {b"]": list, b"}": dict},
+    Machine.push_list: {b"l": None},
+    Machine.push_dict: {b"d": None},
+    Machine.push_tuple: {b"t": None, b"\x85": 1, b"\x86": 2, b"\x87": 3},
+    Machine.push_set: {b"\x8f": None},
+    Machine.push_frozenset: {b"\x91": None},
+    Machine.extend: {b"a": 1, b"e": None},
+    Machine.update: {b"s": 2, b"u": None},
+    Machine.add_items: {b"\x90": None},
+    Machine.push_from_memo: {b"g": None, b"h": 1, b"j": 4},
+    Machine.put: {b"p": None, b"q": 1, b"r": 4},
+    Machine.put_next: {b"\x94": None},
+    Machine.named: {b"\x93": None},
+    Machine.named_lines: {b"c": None},
+    Machine.reduce: {b"R": None, b"\x81": None},  # REDUCE, NEWOBJ
+    Machine.new_with_keywords: {b"\x92": None},
+    Machine.instance: {b"o": None},
+    Machine.named_instance: {b"i": None},
+    Machine.build: {b"b": None},
+    Machine.persistent: {b"Q": None},
+    Machine.persistent_line: {b"P": None},
 }
-"""The operation of each opcode, and its argument; None if it takes none."""
+"""The opcodes of each operation, each with the operation's argument; None if it takes none."""
 
-_OPERATIONS: list[tuple[Any, Any] | None] = [_BY_CODE.get(bytes([code])) for code in range(256)]
+_OPERATIONS: list[tuple[Any, Any] | None] = [None] * 256
+for _operation, _codes in _CODES.items():
+    for _code, _argument in _codes.items():
+        _OPERATIONS[_code[0]] = _operation, _argument
