@@ -327,19 +327,19 @@ def _v1_array(kind: type) -> type | None:
 
 def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     """Translate a leaf of an abstract pytree of Orbax v1 into a leaf of a target."""
-    wanted, number = leaf.value, manifest.numbers.get(leaf.path)
-    if isinstance(wanted, type):
-        if wanted in PYTHON_KINDS or number is None:
-            return wanted() if wanted in PYTHON_KINDS else wanted
+    abstract, number = leaf.value, manifest.numbers.get(leaf.path)
+    if isinstance(abstract, type):
+        if abstract in PYTHON_KINDS or number is None:
+            return abstract() if abstract in PYTHON_KINDS else abstract
         saved = TypedLeaf(manifest, manifest.leaves[number])
-        kind = None if issubclass(wanted, np.generic) else _v1_array(wanted)
+        kind = None if issubclass(abstract, np.generic) else _v1_array(abstract)
         return _translate_restore_args(ocp.RestoreArgs(restore_type=kind), saved)
-    kind = None if is_array_like(type(wanted)) else _v1_array(type(wanted))
+    kind = None if is_array_like(type(abstract)) else _v1_array(type(abstract))
     if kind is None:
-        return wanted
+        return abstract
     if kind is jax.Array:
-        return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=wanted.sharding)
-    return np.broadcast_to(np.empty((), wanted.dtype), wanted.shape)
+        return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=abstract.sharding)
+    return np.broadcast_to(np.empty((), abstract.dtype), abstract.shape)
 
 
 def _v1_described(saved: TypedLeaf) -> Any:
@@ -558,7 +558,7 @@ def _restored_type(restore_args: Any, saved: TypedLeaf) -> Any:
             return kind
     raise InputError(
         f"RestoreArgs(restore_type={kind!r}) of the leaf {saved.path!r}: restore_type must be jax.Array, np.ndarray,"
-        f" the type of an array, or one of {', '.join(one.__name__ for one in PYTHON_KINDS)}; None restores the leaf"
+        f" the type of an array, or one of {', '.join(each.__name__ for each in PYTHON_KINDS)}; None restores the leaf"
         " as it was saved"
     )
 

@@ -17,7 +17,7 @@ import msgspec
 
 from jaxckpt._formats.local_files import Index, from_json, list_names, path_inside, read_indexed, read_json
 from jaxckpt._formats.pickles import as_tree, unpickle, unreadable
-from jaxckpt._formats.safetensors import read_header, read_metadata
+from jaxckpt._formats.safetensors import read_header, read_header_and_metadata
 from jaxckpt._formats.shards import FileData, joined, replicated
 from jaxckpt._formats.torch import read_saved
 from jaxckpt._model.grid import Box, box_at
@@ -194,10 +194,10 @@ def _states(path: str) -> Mapping[Any, Tree]:
     names are "state-<parameter>-<name>", and values other than tensors are pickles in arrays of bytes."""
     if not path.endswith(".safetensors"):
         return _tensors(path)
-    text = read_metadata(path).get("non_tensor_keys", "[]")
-    pickled = set(from_json(f"{path}: the list non_tensor_keys", text, list[str]))
+    tensors, metadata = read_header_and_metadata(path)
+    pickled = set(from_json(f"{path}: the list non_tensor_keys", metadata.get("non_tensor_keys", "[]"), list[str]))
     states: dict[Any, dict[str, Tree]] = {}
-    for name, array in read_header(path).items():
+    for name, array in tensors.items():
         separator = name[len("state") : len("state") + 1]
         words = name.split(separator) if separator in ("-", ".") else []
         if len(words) != 3 or words[0] != "state":

@@ -328,8 +328,8 @@ def _assemble_uneven(
         raise DataError(f"{show_path(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
     boxes: dict[int, Box] = {}
     for rank, shard in shards.items():
-        place = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
-        number = int(place[spec[0][0]])
+        position = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
+        number = int(position[spec[0][0]])
         start = sum(rows[:number])
         boxes[rank] = ((start, start + rows[number]), *((0, side) for side in shard.shape[1:]))
     return from_boxes(name, shards, boxes, (sum(rows), *next(iter(shards.values())).shape[1:]))

@@ -61,12 +61,12 @@ class Message:
         self._window = (0, b"")
 
     def _byte(self, at: int) -> int:
-        start, held = self._window
-        if not start <= at < start + len(held):
-            start, held = self._window = (at, read_at(self._handle, _WINDOW_BYTES, at))
-            if not held:
+        start, content = self._window
+        if not start <= at < start + len(content):
+            start, content = self._window = (at, read_at(self._handle, _WINDOW_BYTES, at))
+            if not content:
                 raise DataError(f"{self.path} was truncated while it was being read")
-        return held[at - start]
+        return content[at - start]
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         """A varint of up to 64 bits, as (number, end position)."""

@@ -92,8 +92,8 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
     shape = target.shape
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
     in_order = span == target.nbytes and all(
-        side == 1 or stride == wanted * target.itemsize
-        for side, stride, wanted in zip(shape, strides, c_strides(shape), strict=True)
+        side == 1 or stride == c_stride * target.itemsize
+        for side, stride, c_stride in zip(shape, strides, c_strides(shape), strict=True)
     )
     if in_order and target.flags.c_contiguous:
         files.read_into(path, handle, offset, [target.reshape(-1).view(np.uint8)])
@@ -188,7 +188,7 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     for rank in shards:
         if rank >= math.prod(sides):
             raise DataError(f"{show_path(path)}: rank {rank} is beyond the mesh {dict(axes)}")
-        boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
+        boxes[rank] = spec_box(axes, spec, shape, [int(index) for index in np.unravel_index(rank, sides)])
     return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.of_axes(tuple(axes.items())), spec=spec)
 
 
@@ -238,9 +238,9 @@ def joined(path: str, shape: tuple[int, ...], shards: Sequence[tuple[str, Box, F
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
     """The array at a leaf path, from complete copies in several files or ranks, by name. The copies are compared when
     the array is read. Raises DataError if shapes or dtypes differ."""
-    held = list(copies.items())
-    require_alike(path, held)
-    return replace(held[0][1], data=_replicas(path, [(name, array.data) for name, array in held]))
+    named = list(copies.items())
+    require_alike(path, named)
+    return replace(named[0][1], data=_replicas(path, [(name, array.data) for name, array in named]))
 
 
 def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
@@ -276,10 +276,10 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
     if math.prod(len(cut) - 1 for cut in cuts) > 1 << 24:
         yield "there are too many irregular shards to check"
         return
-    places = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
+    numbers = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
     count = np.zeros([len(cut) - 1 for cut in cuts], np.int32)
     for box in boxes:
-        count[tuple(slice(places[dim][a], places[dim][b]) for dim, (a, b) in enumerate(box))] += 1
+        count[tuple(slice(numbers[dim][a], numbers[dim][b]) for dim, (a, b) in enumerate(box))] += 1
     for cell in np.argwhere(count != 1):
         box = tuple((cuts[dim][number], cuts[dim][number + 1]) for dim, number in enumerate(cell.tolist()))
         n = int(count[tuple(cell)])

@@ -184,10 +184,10 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
         for column, (x, wide) in x_at.items():
             box = _unravelled(row, {dim: pieces[dim] for dim in row_dims})
             box |= _unravelled(column, {dim: pieces[dim] for dim in column_dims})
-            place: dict[str, int] = {}
+            position: dict[str, int] = {}
             for dim, piece in box.items():
-                place |= _unravelled(piece, {name: sizes[name] for name in spec[dim] if name in sizes})
-            holders = devices[tuple(place.get(name, slice(None)) for name in sizes)].reshape(-1).tolist()
+                position |= _unravelled(piece, {name: sizes[name] for name in spec[dim] if name in sizes})
+            holders = devices[tuple(position.get(name, slice(None)) for name in sizes)].reshape(-1).tolist()
             number = row * columns + column
             # Neighbors have different colors for any number of columns.
             colour = None if mesh is None else number if rows * columns <= len(COLOURS) else 3 * row + column
@@ -314,8 +314,8 @@ def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup
         drawn.append(_text("100%", y + 12, bar.figure, text_anchor="end"))
         at = 0.0
         for colour, fraction, title in bar.sections:
-            place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
-            drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
+            area = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
+            drawn.append(element("rect", element("title", title), **area, **_filled(colour)))
             at += fraction
     return _svg("100%", top + 36 * len(lines), label, *drawn)
 

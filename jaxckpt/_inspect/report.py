@@ -182,12 +182,12 @@ class _Drawings:
 
 def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> dict[str, Any]:
     """The leaves, and the properties that similar leaves share (their form), as JSON for the page's script."""
-    wanted = {} if plan is None else {leaf.path: leaf.wanted for leaf in plan.leaves}
+    goals = {} if plan is None else {leaf.path: leaf.wanted for leaf in plan.leaves}
     numbers: dict[Any, int] = {}
     forms: list[dict[str, Any]] = []
     leaves: list[list[Any]] = []
     for leaf in manifest.leaves:
-        goal = wanted.get(leaf.path)
+        goal = goals.get(leaf.path)
         form_key = (leaf.kind, leaf.stack, leaf.layout, leaf.impl, goal and (id(goal.mesh), goal.split, goal.on))
         if form_key not in numbers:
             numbers[form_key] = len(forms)
@@ -254,12 +254,12 @@ class _ValueStatistics:
         for begin in range(0, flat.size, _BLOCK):
             self._add(flat[begin : begin + _BLOCK].astype(np.float64))
 
-    def _add(self, some: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        values = some[np.isfinite(some)]
-        nan = int(np.isnan(some).sum())
+    def _add(self, block: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        values = block[np.isfinite(block)]
+        nan = int(np.isnan(block).sum())
         self._nan += nan
-        self._inf += some.size - values.size - nan
-        self._zero += some.size - int(np.count_nonzero(some))
+        self._inf += block.size - values.size - nan
+        self._zero += block.size - int(np.count_nonzero(block))
         if not values.size:
             return
         self._least, self._most = min(self._least, values.min()), max(self._most, values.max())

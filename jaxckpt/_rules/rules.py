@@ -50,7 +50,7 @@ class Rules:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
         drop: Any = self.drop
-        if isinstance(drop, str) or not isinstance(drop, Collection) or not all(isinstance(one, str) for one in drop):
+        if isinstance(drop, str) or not isinstance(drop, Collection) or not all(isinstance(path, str) for path in drop):
             raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
 
     def __repr__(self) -> str:

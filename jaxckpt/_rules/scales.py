@@ -27,7 +27,7 @@ def dequantize(
             missing dimensions at the end count as 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
     """
-    odd = [one.dtype for one in (array, scales) if one is not None and one.dtype.startswith(("bool", "complex"))]
+    odd = [part.dtype for part in (array, scales) if part is not None and part.dtype.startswith(("bool", "complex"))]
     if odd:
         raise MisfitError(f"{show_path(path)} and its scales must be real numbers, found {odd[0]}")
     if scales is None:

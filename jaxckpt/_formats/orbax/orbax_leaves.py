@@ -234,7 +234,9 @@ def _parse_sharding(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
     types = [name.rpartition(".")[2] for name in record.axis_types or ["Auto"] * len(axes)]
     if len(types) != len(axes) or not {"Auto", "Explicit", "Manual"}.issuperset(types):
         raise DataError(f"{what} is damaged: axis types {types[:20]}")
-    spec = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in record.partition_spec]
+    spec = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in record.partition_spec
+    ]
     while spec and not spec[-1]:
         spec.pop()
     return MeshRecord(axes, devices, types), tuple(spec)
