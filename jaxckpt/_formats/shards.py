@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,7 +79,7 @@ class FileData(ArrayData):
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next along each dimension, in C order."""
-    return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
+    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()
 
 
 def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -103,15 +104,13 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
         np.copyto(target, np.ndarray(shape, target.dtype, raw.data, 0, strides))
     else:
         dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
-        rest = (*strides[:dim], *strides[dim + 1 :])
         # Several indices per part if they are small. Otherwise each row of a wide array would need its own call.
         per = max(1, SPAN_BYTES // max(1, strides[dim]))
         for first in range(0, shape[dim], per):
-            rows = target[(slice(None),) * dim + (slice(first, first + per),)]
+            rows, steps = target[(slice(None),) * dim + (slice(first, first + per),)], strides
             if per == 1:
-                _read_strided(path, handle, offset + first * strides[dim], rest, rows.squeeze(dim))
-            else:
-                _read_strided(path, handle, offset + first * strides[dim], strides, rows)
+                rows, steps = rows.squeeze(dim), (*strides[:dim], *strides[dim + 1 :])
+            _read_strided(path, handle, offset + first * strides[dim], steps, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +120,10 @@ class Tiled(ArrayData):
     pieces: Sequence[tuple[Box, ArrayData]]
 
     def read(self, box: Box, target: Array) -> None:
-        for held, data in self.pieces:
-            common = intersection(held, box)
+        for own_box, data in self.pieces:
+            common = intersection(own_box, box)
             if common is not None:
-                data.read(relative(common, held), target[slices_within(common, box)])
+                data.read(relative(common, own_box), target[slices_within(common, box)])
 
     def check(self) -> None:
         for _, data in self.pieces:

@@ -214,9 +214,8 @@ def _cell_positions(count: int, room: float) -> tuple[dict[int, tuple[float, flo
         return {cell: (cell * each + 1, each - 2) for cell in range(count)}, None
     gap = 16.0
     each = (room - gap) / 7
-    first = {cell: (cell * each + 1, each - 2) for cell in range(5)}
-    last = {count - 2 + cell: (5 * each + gap + cell * each + 1, each - 2) for cell in range(2)}
-    return first | last, 5 * each + gap / 2
+    starts = {cell: cell * each for cell in range(5)} | {count - 2: 5 * each + gap, count - 1: 6 * each + gap}
+    return {cell: (start + 1, each - 2) for cell, start in starts.items()}, 5 * each + gap / 2
 
 
 def _describe_split(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:

@@ -223,15 +223,14 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
     histograms: dict[int, dict[str, Any]] = {}
     # Half for the data that is read, half for copies in other dtypes.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
-    leaves = [
-        (number, leaf)
+    sizes = {
+        number: source.manifest.leaf_bytes(leaf)
         for number, leaf in enumerate(source.manifest.leaves)
         if leaf.stack is not None and leaf.kind not in ("key", "str", "bytes")
         if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
-    ]
-    n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
-    with display_progress("report", n_bytes, options.progress) as advance:
-        for number, _ in leaves:
+    }
+    with display_progress("report", sum(sizes.values()), options.progress) as advance:
+        for number in sizes:
             values = _ValueStatistics()
             for slab in StoredArray(source, number, options, advance).slabs():
                 values.add(slab)
@@ -302,17 +301,15 @@ class _ValueStatistics:
         width = (self._high - self._low) / _FINE_BINS
         low = self._low + float(filled[0]) * width
         high = low + width * each * counts.size
+        limit = sys.float_info.max  # an edge of the bins may exceed it
+        low, high = (min(max(edge / _SCALE, -limit), limit) for edge in (low, high))
+        std = math.sqrt(self._squared_deviations / self._finite)
+        named = {"min": self._least, "max": self._most, "mean": self._mean, "std": std}
         return {
-            "low": min(max(low / _SCALE, -sys.float_info.max), sys.float_info.max),
-            "high": min(max(high / _SCALE, -sys.float_info.max), sys.float_info.max),
+            "low": low,
+            "high": high,
             "counts": counts.tolist(),
-            "facts": {
-                "min": f"{self._least:.6g}",
-                "max": f"{self._most:.6g}",
-                "mean": f"{self._mean:.6g}",
-                "std": f"{math.sqrt(self._squared_deviations / self._finite):.6g}",
-                **facts,
-            },
+            "facts": {name: f"{value:.6g}" for name, value in named.items()} | facts,
         }
 
 
@@ -359,7 +356,7 @@ def _save_section(manifest: Manifest) -> Markup:
     longest = max(totals, default=0.0)
     if not longest:
         return Markup()
-    slowest = sorted(range(len(totals)), key=lambda process: -totals[process])[:MAX_BARS]
+    slowest = sorted(sorted(range(len(totals)), key=lambda process: -totals[process])[:MAX_BARS])
     lines = [
         Bar(
             f"process {process}",
@@ -369,7 +366,7 @@ def _save_section(manifest: Manifest) -> Markup:
                 for number, (name, seconds) in enumerate(phases.items())
             ),
         )
-        for process in sorted(slowest)
+        for process in slowest
     ]
     about = (
         "Time until each process had written its share; process 0 then published the checkpoint. Phases alternate;"
@@ -378,9 +375,7 @@ def _save_section(manifest: Manifest) -> Markup:
     if len(totals) > MAX_BARS:
         about += f" The slowest {MAX_BARS} of {len(totals)} processes are shown."
     names = [_phase(name) for name in phases]
-    rows = [
-        [f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in sorted(slowest)
-    ]
+    rows = [[f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in slowest]
     return _section(
         "Save time by process and phase",
         element("p", about, class_="soft"),

@@ -235,24 +235,16 @@ CaptureValues = tuple[tuple[str, int], ...]
 
 def matching_paths(name: str, paths: Collection[str]) -> dict[CaptureValues, str]:
     """The paths that match a name with captures, by the numbers of the captures."""
-    parts = _CAPTURE.split(name)
-    if len(parts) == 1:
+    if not _CAPTURE.search(name):
         return {(): name} if name in paths else {}
-    seen: set[str] = set()
-    pattern = ""
-    for number, part in enumerate(parts):
-        if number % 2 == 0:
-            pattern += re.escape(part)
-        else:
-            pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,17}})"
-            seen.add(part)
-    compiled = re.compile(pattern)
-    matches: dict[CaptureValues, str] = {}
-    for path in paths:
-        match = compiled.fullmatch(path)
-        if match:
-            matches[tuple(sorted((key, int(value)) for key, value in match.groupdict().items()))] = path
-    return matches
+    pattern = re.escape(name)
+    for capture in captures(name):
+        escaped = re.escape(f"{{{capture}}}")
+        pattern = pattern.replace(escaped, f"(?P<{capture}>0|[1-9][0-9]{{0,17}})", 1).replace(
+            escaped, f"(?P={capture})"
+        )
+    matches = filter(None, map(re.compile(pattern).fullmatch, paths))
+    return {tuple(sorted((key, int(value)) for key, value in match.groupdict().items())): match[0] for match in matches}
 
 
 def fill_captures(name: str, numbers: Mapping[str, int]) -> str:
