@@ -20,18 +20,15 @@ from jaxckpt._model.grid import (
     Box,
     Spec,
     extent,
-    intersection,
     pieces_along,
-    relative,
     show_box,
-    slices_within,
     spec_box,
     spec_problem,
     volume,
 )
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._sources.foreign import ArrayData, ForeignArray
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, Replicas, Tiled
 from jaxckpt._store import files
 from jaxckpt.errors import DataError, SpecError, show_lines, show_path
 
@@ -114,50 +111,6 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled(ArrayData):
-    """An array assembled from pieces that cover each element exactly once, which `require_cover` has checked."""
-
-    pieces: Sequence[tuple[Box, ArrayData]]
-
-    def read(self, box: Box, target: Array) -> None:
-        for own_box, data in self.pieces:
-            common = intersection(own_box, box)
-            if common is not None:
-                data.read(relative(common, own_box), target[slices_within(common, box)])
-
-    def check(self) -> None:
-        for _, data in self.pieces:
-            data.check()
-
-
-@dataclass(frozen=True, slots=True)
-class Replicas(ArrayData):
-    """Copies of an array that must be equal: each read reads all of them and compares them bit for bit."""
-
-    copies: Sequence[ArrayData]
-    names: Sequence[str]
-    """The holder of each copy, for messages: "rank 3"."""
-
-    path: str
-    """Path of the leaf."""
-
-    def read(self, box: Box, target: Array) -> None:
-        self.copies[0].read(box, target)
-        for copy, name in zip(self.copies[1:], self.names[1:], strict=True):
-            other = np.empty_like(target)
-            copy.read(box, other)
-            if as_bits(other).tobytes() != as_bits(target).tobytes():
-                raise DataError(
-                    f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and"
-                    f" {name}, which should hold replicas"
-                )
-
-    def check(self) -> None:
-        for copy in self.copies:
-            copy.check()
-
-
-@dataclass(frozen=True, slots=True)
 class Unreadable(ArrayData):
     """A leaf that cannot be read, in a checkpoint whose other leaves can."""
 
@@ -222,14 +175,14 @@ def joined(path: str, shape: tuple[int, ...], shards: Sequence[tuple[str, Box, F
     differ, or if the boxes do not cover the array exactly.
     """
     require_alike(path, [(name, array) for name, _, array in shards], shapes=False)
-    copies: dict[Box, list[tuple[str, ArrayData]]] = {}
+    copies: dict[Box, dict[str, ArrayData]] = {}
     for name, box, array in shards:
         if array.shape != extent(box):
             raise DataError(
                 f"{show_path(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
                 f" {show_box(box)}"
             )
-        copies.setdefault(box, []).append((name, array.data))
+        copies.setdefault(box, {})[name] = array.data
     pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
     return replace(shards[0][2], shape=shape, data=tiled(path, shape, pieces))
 
@@ -239,12 +192,11 @@ def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
     the array is read. Raises DataError if shapes or dtypes differ."""
     named = list(copies.items())
     require_alike(path, named)
-    return replace(named[0][1], data=_replicas(path, [(name, array.data) for name, array in named]))
+    return replace(named[0][1], data=_replicas(path, {name: array.data for name, array in named}))
 
 
-def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
-    names, data = zip(*copies, strict=True)
-    return data[0] if len(data) == 1 else Replicas(data, names, path)
+def _replicas(path: str, copies: Mapping[str, ArrayData]) -> ArrayData:
+    return Replicas(path, copies) if len(copies) > 1 else next(iter(copies.values()))
 
 
 def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData]]) -> ArrayData:

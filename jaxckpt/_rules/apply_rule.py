@@ -163,7 +163,7 @@ def _compared(array: ForeignArray, path: str, names: Sequence[str], leaves: Sour
                 f"{show_path(name)} is {_shown(copy)}, and {show_path(path)} is {_shown(array)}, so it is not a copy"
             )
         copies[name] = copy.data
-    return replace(array, data=ComparedData(path, array.data, copies))
+    return replace(array, data=ComparedData(path, {path: array.data, **copies}))
 
 
 def _targets_of_group(

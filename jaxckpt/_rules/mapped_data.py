@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, extent, intersection, relative, slices_within, volume
-from jaxckpt._model.pieces import Array, as_bits, assign
+from jaxckpt._model.grid import Box, extent, slices_within, volume
+from jaxckpt._model.pieces import Array, assign
 from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
 from jaxckpt._rules.rule import Rule
-from jaxckpt._sources.foreign import ArrayData, AsyncArrayData
+from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, Replicas, Tiled
 from jaxckpt._store.objects import Pending
-from jaxckpt.errors import DataError, show_path
+from jaxckpt.errors import show_path
 
 _WASTE = 2
 """The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
@@ -31,7 +31,7 @@ _TEMPORARY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class MappedSource:
+class MappedSource(ArrayData):
     """Source leaves of one shape and dtype, stacked and with their axes in the order of the target leaf."""
 
     layout: AxisLayout
@@ -62,8 +62,11 @@ class MappedSource:
         """Shape of the target."""
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
 
+    def check(self) -> None:
+        for data in self.data.values():
+            data.check()
+
     def read(self, box: Box, target: Array) -> None:
-        """Fill `target` with a box."""
         axes = axes_of(self.layout.target)
         own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
         for tile, intervals in tiles(self.layout.target, self.sizes, box):
@@ -112,36 +115,16 @@ class MappedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedData(ArrayData):
-    """A source leaf that is stored several times. Each box that is read is compared with its copies."""
+class ComparedData(Replicas):
+    """A source leaf that is stored several times, by path. Each box that is read is compared with its copies."""
 
-    path: str
-    data: ArrayData
-    copies: Mapping[str, ArrayData]
-    """The copies, by path."""
-
-    def read(self, box: Box, target: Array) -> None:
-        self.data.read(box, target)
-        for path, copy in self.copies.items():
-            other = np.empty(target.shape, target.dtype)
-            copy.read(box, other)
-            if not np.array_equal(as_bits(target), as_bits(other)):
-                raise DataError(
-                    f"{show_path(path)} differs from {show_path(self.path)}, and the rules take it for a copy"
-                    " (Rule.copies)"
-                )
-
-    def check(self) -> None:
-        for data in (self.data, *self.copies.values()):
-            data.check()
+    def difference(self, first: str, other: str, box: Box) -> str:
+        return f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
 
 
 @dataclass(frozen=True, slots=True)
-class MappedData(AsyncArrayData):
+class MappedData(Tiled, AsyncArrayData):
     """A target leaf: adjacent pieces along one dimension."""
-
-    pieces: Sequence[tuple[Box, MappedSource]]
-    """The pieces, each with its box in the leaf."""
 
     is_padded: bool = False
     """Whether zeros fill the rest."""
@@ -152,12 +135,4 @@ class MappedData(AsyncArrayData):
     def read(self, box: Box, target: Array) -> None:
         if self.is_padded:
             target[...] = 0
-        for own_box, piece in self.pieces:
-            common = intersection(own_box, box)
-            if common is not None:
-                piece.read(relative(common, own_box), target[(*slices_within(common, box), ...)])
-
-    def check(self) -> None:
-        for _, piece in self.pieces:
-            for data in piece.data.values():
-                data.check()
+        Tiled.read(self, box, target)

@@ -240,9 +240,8 @@ def matching_paths(name: str, paths: Collection[str]) -> dict[CaptureValues, str
     pattern = re.escape(name)
     for capture in captures(name):
         escaped = re.escape(f"{{{capture}}}")
-        pattern = pattern.replace(escaped, f"(?P<{capture}>0|[1-9][0-9]{{0,17}})", 1).replace(
-            escaped, f"(?P={capture})"
-        )
+        pattern = pattern.replace(escaped, f"(?P<{capture}>0|[1-9][0-9]{{0,17}})", 1)
+        pattern = pattern.replace(escaped, f"(?P={capture})")
     matches = filter(None, map(re.compile(pattern).fullmatch, paths))
     return {tuple(sorted((key, int(value)) for key, value in match.groupdict().items())): match[0] for match in matches}
 
