@@ -143,9 +143,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source, _ = source_at(directory, self._options)
         target, kept_paths = _translated(args, source.manifest)
-        if kept_paths >= source.manifest.numbers.keys() | {leaf.path for leaf in _flatten(target, source.manifest)}:
-            return target  # there is nothing to read
-        return restore(directory, target, select=lambda path: path not in kept_paths, options=self._options)
+        return _restore_others(directory, source.manifest, target, kept_paths, self._options)
 
     def metadata(self, directory: Path) -> Any:
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
@@ -205,14 +203,11 @@ class V1Handler:
         if abstract is None:
             return restore(directory, options=self.options)
         manifest = source_at(directory, self.options)[0].manifest
-        leaves, kept_paths = _flatten(abstract, manifest), _placeholder_paths(abstract, manifest)
-        if kept_paths >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
-            return abstract  # there is nothing to read
-        target = jax.tree.unflatten(jax.tree.structure(abstract), [_v1_leaf(leaf, manifest) for leaf in leaves])
-        partial = get_context().pytree_options.loading.partial_load
-        return restore(
-            directory, target, select=lambda path: path not in kept_paths, strict=not partial, options=self.options
-        )
+        leaves = [_v1_leaf(leaf, manifest) for leaf in _flatten(abstract, manifest)]
+        target = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        strict = not get_context().pytree_options.loading.partial_load
+        kept_paths = _placeholder_paths(abstract, manifest)
+        return _restore_others(directory, manifest, target, kept_paths, self.options, strict=strict)
 
     async def metadata(self, directory: Path) -> Tree:
         """Orbax's own description of the saved tree: an ArrayMetadata for each jax.Array, a NumpyMetadata for each
@@ -393,6 +388,15 @@ class _Commit:
 
     def cancel(self) -> bool:
         return False
+
+
+def _restore_others(
+    directory: Path, manifest: Manifest, target: Tree, kept_paths: set[str], options: Options, *, strict: bool = True
+) -> Tree:
+    """Restore the leaves of a target that do not keep their values."""
+    if kept_paths >= manifest.numbers.keys() | {leaf.path for leaf in _flatten(target, manifest)}:
+        return target  # there is nothing to read
+    return restore(directory, target, select=lambda path: path not in kept_paths, strict=strict, options=options)
 
 
 # Orbax's arguments ------------------------------------------------------------------------------------------

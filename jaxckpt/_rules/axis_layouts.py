@@ -118,7 +118,7 @@ def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list
 
 
 def cover(
-    dim: Sequence[str], sizes: Mapping[str, int], wanted: Mapping[str, Interval]
+    dim: Sequence[str], sizes: Mapping[str, int], needed: Mapping[str, Interval]
 ) -> tuple[Interval, list[Interval]]:
     """The smallest contiguous interval of a dimension that contains the needed intervals of its axes, and its interval
     along each axis.
@@ -129,7 +129,7 @@ def cover(
     taken: list[Interval] = []
     start, is_whole = 0, False
     for number, axis in enumerate(dim):
-        a, b = (0, sizes[axis]) if is_whole else wanted[axis]
+        a, b = (0, sizes[axis]) if is_whole else needed[axis]
         inner = math.prod(sizes[later] for later in dim[number + 1 :])
         start += a * inner
         taken.append((a, b))

@@ -78,38 +78,38 @@ class MappedSource(ArrayData):
                 left = [axis for axis in axes if axis not in at]
                 self._read_leaf(self.data[index], {**intervals, **own}, left, region[(*picks, ...)])
 
-    def _read_leaf(self, data: ArrayData, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
+    def _read_leaf(self, data: ArrayData, needed: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
         """Fill `target`, whose dimensions are the axes in this order, with the needed intervals of a source leaf."""
-        covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
+        covers = [cover(dim, self.sizes, needed) for dim in self.layout.source]
         axes = axes_of(self.layout.source)
         taken = dict(zip(axes, itertools.chain.from_iterable(own for _, own in covers), strict=True))
-        split = self._axis_to_split(wanted, taken, target.size)
+        split = self._axis_to_split(needed, taken, target.size)
         if split is not None:
-            a, b = wanted[split]
+            a, b = needed[split]
             middle, number = (a + b) // 2, order.index(split)
             for part in ((a, middle), (middle, b)):
                 into = target[(slice(None),) * number + (slice(part[0] - a, part[1] - a),)]
-                self._read_leaf(data, {**wanted, split: part}, order, into)
+                self._read_leaf(data, {**needed, split: part}, order, into)
             return
         box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
         source = np.empty(extent(box), DTYPES[self.dtype])
         data.read(box, source)
         source = source.reshape(extent(tuple(taken.values())))
-        spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
+        spans = [tuple(side - taken[axis][0] for side in needed[axis]) for axis in axes]
         picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
         source = self.rule.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
         assign(target, source)
 
-    def _axis_to_split(self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], count: int) -> str | None:
+    def _axis_to_split(self, needed: Mapping[str, Interval], taken: Mapping[str, Interval], count: int) -> str | None:
         """The axis to halve, if one read would be too large or would contain too much data that is not needed: `count`
         elements are."""
         itemsize = DTYPES[self.dtype].itemsize
         n_bytes = volume(tuple(taken.values())) * itemsize
-        several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
+        several = [axis for axis in axes_of(self.layout.source) if needed[axis][1] - needed[axis][0] > 1]
         if n_bytes > max(_WASTE * count * itemsize, _MIN_SPLIT_BYTES, self.unit_bytes):
             for dim in self.layout.source:
-                if any(taken[axis] != wanted[axis] for axis in dim):
+                if any(taken[axis] != needed[axis] for axis in dim):
                     return next(axis for axis in dim if axis in several)
         return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
 

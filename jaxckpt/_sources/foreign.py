@@ -45,6 +45,9 @@ class AsyncArrayData(ArrayData):
     def start(self, box: Box, target: Array) -> Pending:
         """Start to fill `target` with a box. It and its result raise tensorstore's errors."""
 
+    def read(self, box: Box, target: Array) -> None:
+        self.start(box, target).result()
+
 
 @dataclass(frozen=True, slots=True)
 class StackRow(AsyncArrayData):
@@ -56,9 +59,6 @@ class StackRow(AsyncArrayData):
     def start(self, box: Box, target: Array) -> Pending:
         (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
         return pending
-
-    def read(self, box: Box, target: Array) -> None:
-        self.start(box, target).result()
 
 
 @dataclass(frozen=True, slots=True)
