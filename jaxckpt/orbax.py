@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import importlib
 import logging
 import os
@@ -42,7 +41,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._devices.shardings import saved_sharding
-from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.paths import closest_hint, path_prefixes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
@@ -144,9 +143,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source = source_at(directory, self._options)
         target, kept_paths = _translated(args, source.manifest)
-        if kept_paths >= source.manifest.numbers.keys() | {leaf.path for leaf in _flatten(target, source.manifest)}:
-            return target  # there is nothing to read
-        return restore(directory, target, select=lambda path: path not in kept_paths, options=self._options)
+        return _restore_others(directory, source.manifest, target, kept_paths, self._options)
 
     def metadata(self, directory: Path) -> Any:
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
@@ -186,17 +183,19 @@ class V1Handler:
 
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
         """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
-        start = functools.partial(self._start_save, directory.path, checkpointable)
-        pending = await (await _call_in_name_order(directory.path, directory.await_creation(), start))
-        return _wait_and_mark(pending, directory.path)
-
-    def _start_save(self, path: Path, tree: Tree) -> PendingSave:
-        return save_async(path, _v1_cast(tree), options=self.options)
+        path: Path = directory.path
+        turn = _call_in_name_order(
+            path,
+            directory.await_creation(),
+            lambda: save_async(path, _v1_cast(checkpointable), options=self.options),
+        )
+        return _wait_and_mark(await (await turn), path)
 
     async def load(self, directory: Path, abstract_checkpointable: Tree = None) -> Awaitable[Tree]:
         """Load the pytree in the form that an abstract pytree requests."""
-        load = functools.partial(self._restore, directory, abstract_checkpointable)
-        return await _call_in_name_order(directory, _nothing(), load)
+        return await _call_in_name_order(
+            directory, _nothing(), lambda: self._restore(directory, abstract_checkpointable)
+        )
 
     def _restore(self, directory: Path, abstract: Tree) -> Tree:
         from orbax.checkpoint.experimental.v1._src.context.context import get_context
@@ -204,14 +203,11 @@ class V1Handler:
         if abstract is None:
             return restore(directory, options=self.options)
         manifest = source_at(directory, self.options).manifest
-        leaves, kept_paths = _flatten(abstract, manifest), _placeholder_paths(abstract, manifest)
-        if kept_paths >= manifest.numbers.keys() | {leaf.path for leaf in leaves}:
-            return abstract  # there is nothing to read
-        target = jax.tree.unflatten(jax.tree.structure(abstract), [_v1_leaf(leaf, manifest) for leaf in leaves])
-        partial = get_context().pytree_options.loading.partial_load
-        return restore(
-            directory, target, select=lambda path: path not in kept_paths, strict=not partial, options=self.options
-        )
+        leaves = [_v1_leaf(leaf, manifest) for leaf in _flatten(abstract, manifest)]
+        target = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        strict = not get_context().pytree_options.loading.partial_load
+        kept_paths = _placeholder_paths(abstract, manifest)
+        return _restore_others(directory, manifest, target, kept_paths, self.options, strict=strict)
 
     async def metadata(self, directory: Path) -> Tree:
         """Orbax's own description of the saved tree: an ArrayMetadata for each jax.Array, a NumpyMetadata for each
@@ -326,19 +322,19 @@ def _v1_array(kind: type) -> type | None:
 
 def _v1_leaf(leaf: Leaf, manifest: Manifest) -> Any:
     """Translate a leaf of an abstract pytree of Orbax v1 into a leaf of a target."""
-    wanted, number = leaf.value, manifest.numbers.get(leaf.path)
-    if isinstance(wanted, type):
-        if wanted in PYTHON_KINDS or number is None:
-            return wanted() if wanted in PYTHON_KINDS else wanted
+    abstract, number = leaf.value, manifest.numbers.get(leaf.path)
+    if isinstance(abstract, type):
+        if abstract in PYTHON_KINDS or number is None:
+            return abstract() if abstract in PYTHON_KINDS else abstract
         saved = TypedLeaf(manifest, manifest.leaves[number])
-        kind = None if issubclass(wanted, np.generic) else _v1_array(wanted)
+        kind = None if issubclass(abstract, np.generic) else _v1_array(abstract)
         return _translate_restore_args(ocp.RestoreArgs(restore_type=kind), saved)
-    kind = None if is_array_like(type(wanted)) else _v1_array(type(wanted))
+    kind = None if is_array_like(type(abstract)) else _v1_array(type(abstract))
     if kind is None:
-        return wanted
+        return abstract
     if kind is jax.Array:
-        return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=wanted.sharding)
-    return np.broadcast_to(np.empty((), wanted.dtype), wanted.shape)
+        return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=abstract.sharding)
+    return np.broadcast_to(np.empty((), abstract.dtype), abstract.shape)
 
 
 def _v1_described(saved: TypedLeaf) -> Any:
@@ -392,6 +388,15 @@ class _Commit:
 
     def cancel(self) -> bool:
         return False
+
+
+def _restore_others(
+    directory: Path, manifest: Manifest, target: Tree, kept_paths: set[str], options: Options, *, strict: bool = True
+) -> Tree:
+    """Restore the leaves of a target that do not keep their values."""
+    if kept_paths >= manifest.numbers.keys() | {leaf.path for leaf in _flatten(target, manifest)}:
+        return target  # there is nothing to read
+    return restore(directory, target, select=lambda path: path not in kept_paths, strict=strict, options=options)
 
 
 # Orbax's arguments ------------------------------------------------------------------------------------------
@@ -489,31 +494,25 @@ def _restore_args(args: Any, wanted: set[str], saved_paths: set[str], manifest: 
     tree = getattr(args, "restore_args", None)
     if tree is None:
         return {}
-    leaves = _flatten(jax.tree.map(lambda one: one or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
+    leaves = _flatten(jax.tree.map(lambda given: given or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
     by_path = {leaf.path: leaf.value for leaf in leaves}
     lacking = [path for path in wanted if path not in by_path and path in manifest.numbers]
-    surplus = [
-        path
-        for path, one in by_path.items()
-        if path not in wanted and path not in saved_paths and one != ocp.RestoreArgs()
-    ]
-    if lacking or surplus:
-        problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
-        problems += [
-            Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, wanted)}") for path in surplus
-        ]
+    unknown = by_path.keys() - wanted - saved_paths
+    surplus = [path for path, given in by_path.items() if path in unknown and given != ocp.RestoreArgs()]
+    problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
+    problems += [Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, wanted)}") for path in surplus]
+    if problems:
         raise InputError.of(f"restore_args= does not fit the item in {show_count(len(problems), 'place')}", problems)
     return by_path
 
 
 def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
     """Raise MismatchError if a leaf of a partial item is a container in the checkpoint, or the other way round."""
-    heads = {"/".join(parts[:n]) for path in manifest.numbers for parts in [path.split("/")] for n in range(len(parts))}
-    problems = [Problem(path, "is a container in the checkpoint, a leaf in the item") for path in wanted & heads]
+    containers = {head for path in manifest.numbers for head in path_prefixes(path) if head != path}
+    problems = [Problem(path, "is a container in the checkpoint, a leaf in the item") for path in wanted & containers]
     for path in wanted - manifest.numbers.keys():
-        parts = path.split("/")
-        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
-        problems += [Problem(head, "is a leaf in the checkpoint") for head in above if head in manifest.numbers]
+        above = [head for head in path_prefixes(path) if head and head in manifest.numbers]
+        problems += [Problem(head, "is a leaf in the checkpoint") for head in above]
     if problems:
         raise MismatchError.of("item and checkpoint differ", problems)
 
@@ -563,20 +562,20 @@ def _restored_type(restore_args: Any, saved: TypedLeaf) -> Any:
             return kind
     raise InputError(
         f"RestoreArgs(restore_type={kind!r}) of the leaf {saved.path!r}: restore_type must be jax.Array, np.ndarray,"
-        f" the type of an array, or one of {', '.join(one.__name__ for one in PYTHON_KINDS)}; None restores the leaf"
+        f" the type of an array, or one of {', '.join(each.__name__ for each in PYTHON_KINDS)}; None restores the leaf"
         " as it was saved"
     )
 
 
 def _requested_sharding(restore_args: Any) -> Sharding | None:
     """The sharding that RestoreArgs request; None for the saved sharding."""
-    found = getattr(restore_args, "sharding", None)
-    if found is None:
+    sharding = getattr(restore_args, "sharding", None)
+    if sharding is None:
         mesh = getattr(restore_args, "mesh", None)
         return None if mesh is None else NamedSharding(mesh, restore_args.mesh_axes or PartitionSpec())
-    if isinstance(found, _metadata.ShardingMetadata):
-        found = found.to_jax_sharding()
-    return found if isinstance(found, Sharding) else found.sharding  # from a jax.experimental.layout.Format
+    if isinstance(sharding, _metadata.ShardingMetadata):
+        sharding = sharding.to_jax_sharding()
+    return sharding if isinstance(sharding, Sharding) else sharding.sharding  # from a jax.experimental.layout.Format
 
 
 # Orbax's descriptions ---------------------------------------------------------------------------------------
@@ -611,11 +610,10 @@ def _describe_sharding(saved: TypedLeaf) -> Any:
         return None
     layout = saved.record.layout
     try:
-        found = None if layout is None else saved_sharding(saved.manifest, layout)
+        sharding = None if layout is None else saved_sharding(saved.manifest, layout)
     except LayoutError:
         return None
-    if isinstance(found, NamedSharding):
-        return _metadata.NamedShardingMetadata.from_jax_sharding(found)
-    return _metadata.SingleDeviceShardingMetadata.from_jax_sharding(
-        found or SingleDeviceSharding(jax.local_devices()[0])
-    )
+    if isinstance(sharding, NamedSharding):
+        return _metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return _metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)

@@ -157,8 +157,10 @@ class LocalPath(click.Path):
         return run_watched(f"looking at {value}", Options().timeout_seconds, work)
 
 
-location = functools.partial(click.argument, type=LocalPath(path_type=str), callback=_note_path)
-"""A named argument: the location of a checkpoint to read or write."""
+def location(name: str) -> Any:
+    """A named argument: the location of a checkpoint to read or write."""
+    return click.argument(name, type=LocalPath(path_type=str), callback=_note_path)
+
 
 select_option = click.option(
     "--select",
@@ -168,9 +170,11 @@ select_option = click.option(
     help="Only leaves whose path, or the path of a container above them, matches GLOB. May be repeated.",
 )
 
-mesh_option = functools.partial(
-    click.option, "--mesh", type=parse_axis_sizes, metavar="AXIS=SIZE,…", help="Axis sizes of the mesh: data=4,model=2."
-)
+
+def mesh_option(*, required: bool = False) -> Any:
+    text = "Axis sizes of the mesh: data=4,model=2."
+    return click.option("--mesh", type=parse_axis_sizes, metavar="AXIS=SIZE,…", required=required, help=text)
+
 
 specs_option = click.option(
     "--specs",

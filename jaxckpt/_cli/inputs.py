@@ -49,8 +49,8 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
     folder = local_path(path if back_to is None else back_to)
     if folder is None:
         raise InputError(f"--rules needs the config.json of a local folder, but {path} is not one")
-    found = huggingface_rules(folder, layout="maxtext" if rules == "maxtext" else "plain", scan=rules != "plain")
-    return found if back_to is None else found.inverse(huggingface_dtype(folder))
+    mapping = huggingface_rules(folder, layout="maxtext" if rules == "maxtext" else "plain", scan=rules != "plain")
+    return mapping if back_to is None else mapping.inverse(huggingface_dtype(folder))
 
 
 def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:

@@ -82,8 +82,8 @@ def ls(path: str, as_json: bool) -> None:
     texts = (Column(title, 10) for title in ("metrics", "dropped", "pinned"))
     columns = [Column("name", 16, middle=True), Column("format"), *numbers, *texts]
     rows = [_row(entry) for entry in entries]
-    shown = [place for place, column in enumerate(columns) if column.title not in _RARE or any(r[place] for r in rows)]
-    print_table([columns[place] for place in shown], [[row[place] for place in shown] for row in rows])
+    shown = [at for at, column in enumerate(columns) if column.title not in _RARE or any(r[at] for r in rows)]
+    print_table([columns[at] for at in shown], [[row[at] for at in shown] for row in rows])
     for entry in entries:
         if entry.problem:
             click.echo(printable(f"{entry.name}: {entry.problem}"), err=True)

@@ -160,16 +160,16 @@ def _print_plan(plan: RestorePlan) -> None:
     groups: dict[Any, list[str]] = {}
     for leaf in plan.leaves:
         before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))
-        wanted = "same" if before == after else after
-        form = (_mask_numbers(leaf.path), show_array(leaf.dtype, leaf.shape), before, wanted)
+        goal = "same" if before == after else after
+        form = (_mask_numbers(leaf.path), show_array(leaf.dtype, leaf.shape), before, goal)
         groups.setdefault(form, []).append(leaf.path)
     if not groups:
         return
     click.echo()
     columns = [Column("leaf", 20, middle=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
     rows = [
-        [pattern, f"{len(paths)} × {what}", before, wanted] if len(paths) > 1 else [paths[0], what, before, wanted]
-        for (pattern, what, before, wanted), paths in groups.items()
+        [pattern, f"{len(paths)} × {what}", before, goal] if len(paths) > 1 else [paths[0], what, before, goal]
+        for (pattern, what, before, goal), paths in groups.items()
     ]
     print_table(columns, rows[:_SHOWN_ROWS])
     if len(rows) > _SHOWN_ROWS:

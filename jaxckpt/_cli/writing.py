@@ -87,8 +87,8 @@ def _require_outside(output: str, path: str) -> None:
     folder = local_path(path)
     if folder is None:
         return
-    real = functools.partial(run_watched, f"looking at {path}", Options().timeout_seconds)
-    folder, written = real(functools.partial(os.path.realpath, folder)), os.path.realpath(output)
+    resolve = functools.partial(os.path.realpath, folder)
+    folder, written = run_watched(f"looking at {path}", Options().timeout_seconds, resolve), os.path.realpath(output)
     if written == folder or written.startswith(os.path.join(folder, "")):
         raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
 

@@ -6,10 +6,11 @@ source ─▶ its manifest, with the selected leaves ─▶ jaxckpt: a Draft who
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -120,7 +121,9 @@ def convert(
         original = renamed_source(source_at(source, options), rules)
         narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
         if name == "jaxckpt":
-            _run_in_process_0(call, "verifying the source", functools.partial(_verify_checksums, narrow, options))
+            with _turn_of_process_0(call, "verifying the source") as is_process_0:
+                if is_process_0:
+                    _verify_checksums(narrow, options)
             draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
             path = SharedPath.at(destination, options, overwrite=overwrite)
             request = SaveRequest(path, metadata=manifest.metadata, draft=draft, step=manifest.step)
@@ -131,8 +134,9 @@ def convert(
         if mesh_shape is not None:
             raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
         assert target is not None
-        write = functools.partial(_write_foreign, narrow, source, target, name, options, overwrite=overwrite)
-        _run_in_process_0(call, "converting", write)
+        with _turn_of_process_0(call, "converting") as is_process_0:
+            if is_process_0:
+                _write_foreign(narrow, source, target, name, options, overwrite=overwrite)
 
 
 def integrate(
@@ -145,12 +149,12 @@ def integrate(
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
 
 
-def _run_in_process_0(call: Call, what: str, work: Callable[[], None]) -> None:
-    """Run a function in process 0, after all processes have come this far. The others wait for its end."""
+@contextlib.contextmanager
+def _turn_of_process_0(call: Call, what: str) -> Generator[bool]:
+    """Whether this is process 0, after all processes have come this far. At the end, the others wait for process 0."""
     with call.rendezvous(what) as rendezvous:
         rendezvous.gather("")
-        if call.index == 0:
-            work()
+        yield call.index == 0
         rendezvous.broadcast("")
 
 
@@ -233,15 +237,13 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
     table = draft.table
     table.meshes, table.layouts = list(manifest.meshes), list(manifest.layouts)
     leaves = [TypedLeaf(manifest, record) for record in manifest.leaves]
-    on_devices = [number for number, leaf in enumerate(leaves) if leaf.on_devices]
-    axes, chosen = None, dict[int, Spec]()
+    axes, chosen = None, dict[str, Spec]()
     if mesh_shape is not None:
         axes = mesh_axes(mesh_shape)
-        given = resolve_specs(specs, [(leaves[number].path, leaves[number]) for number in on_devices])
-        alike = [
-            LeafGroup([leaf.path], leaf.shape, leaf.spec, given.get(leaf.path)) for leaf in leaves if leaf.on_devices
-        ]
-        fitted, problems = assign_specs(axes, alike, options)
+        on_devices = {leaf.path: leaf for leaf in leaves if leaf.on_devices}
+        given = resolve_specs(specs, list(on_devices.items()))
+        groups = [LeafGroup([path], leaf.shape, leaf.spec, given.get(path)) for path, leaf in on_devices.items()]
+        fitted, problems = assign_specs(axes, groups, options)
         require_fit(problems)
         chosen = dict(zip(on_devices, fitted, strict=True))
         table.meshes = [MeshRecord.of_axes(tuple(axes.items()))]
@@ -253,7 +255,7 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
             if leaf.on_devices:
                 mesh, record = leaf.mesh and leaf.mesh.axes, manifest.leaf_layout(leaf.record)[2]
                 if axes is not None:
-                    mesh, spec = axes, chosen[number]
+                    mesh, spec = axes, chosen[leaf.path]
                     record = LayoutRecord(0, [list(entry) for entry in spec])
                 if record not in table.layouts:
                     table.layouts.append(record)

@@ -32,8 +32,8 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
         return
     origins = [source] if isinstance(source, str | os.PathLike) else source.files or [source.url]
     for origin in filter(None, map(local_path, origins)):
-        place, there = os.path.realpath(path), os.path.realpath(origin)
-        if there.startswith(os.path.join(place, "")) or (isinstance(source, ForeignCheckpoint) and there == place):
+        target, data = os.path.realpath(path), os.path.realpath(origin)
+        if data.startswith(os.path.join(target, "")) or (isinstance(source, ForeignCheckpoint) and data == target):
             raise CheckpointExistsError(f"the source {origin} is in {path}, which would be deleted")
     if os.path.isfile(path):
         return

@@ -17,7 +17,7 @@ import msgspec
 
 from jaxckpt._formats.local_files import Index, from_json, list_names, path_inside, read_indexed, read_json
 from jaxckpt._formats.pickles import as_tree, unpickle, unreadable
-from jaxckpt._formats.safetensors import read_header, read_metadata
+from jaxckpt._formats.safetensors import read_header, read_header_and_metadata
 from jaxckpt._formats.shards import FileData, joined, replicated
 from jaxckpt._formats.torch import read_saved
 from jaxckpt._model.grid import Box, box_at
@@ -34,33 +34,32 @@ _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.ind
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    return any(map(_META.fullmatch, names)) or bool(_indices(names))
+    return any(map(_META.fullmatch, names)) or any(_indices(names))
 
 
-def _indices(names: Collection[str]) -> list[str]:
-    """The indices that ColossalAI wrote, or may have written.
+def _indices(names: Collection[str]) -> tuple[list[str], list[str]]:
+    """The indices of models, and of optimizers, that ColossalAI wrote, or may have written.
 
     Many libraries write an index of whole tensors in safetensors files. It is ColossalAI's if the folder also has the
     index of an optimizer. Otherwise an index of .bin files is not ColossalAI's either, because Hugging Face's models
     have both.
     """
-    found = {name: match for name in names if (match := _INDEX.fullmatch(name))}
-    optimizers = [name for name, match in found.items() if match["what"] == "pytorch_optim"]
-    models = [name for name in found if name not in optimizers]
-    if not optimizers and any(found[name]["kind"] == "safetensors" for name in models):
-        return []
-    return sorted([*optimizers, *models])
+    matches = list(filter(None, map(_INDEX.fullmatch, sorted(names))))
+    optimizers = [match[0] for match in matches if match["what"] == "pytorch_optim"]
+    if not optimizers and any(match["kind"] == "safetensors" for match in matches):
+        return [], []
+    return [match[0] for match in matches if match[0] not in optimizers], optimizers
 
 
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     own: set[str] = set()
-    indices = _indices(names)
+    models, optimizers = _indices(names)
     for name in names:
         if _META.fullmatch(name):
             shards = read_json(os.path.join(path, name), _Meta).metadata.values()
             own |= {name, *(shard.file for shard in shards)}
-        elif name in indices:
+        elif name in (*models, *optimizers):
             index = read_json(os.path.join(path, name), Index)
             own |= {name, *index.weight_map.values(), str((index.metadata or {}).get("param_groups"))}
     return own
@@ -70,13 +69,10 @@ def open_colossalai(path: str) -> ForeignCheckpoint:
     """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
     names = list_names(path)
     metas = [name for name in names if _META.fullmatch(name)]
-    indices = _indices(names)
-    optimizers = [name for name in indices if name.startswith("pytorch_optim")]
-    models = [name for name in indices if name not in optimizers]
+    models, optimizers = _indices(names)
     if len(models) + bool(metas) > 1 or len(optimizers) > 1:
-        raise InputError(
-            f"{path} has several index files ({', '.join([*metas[:1], *indices][:5])}): use one folder for each"
-        )
+        shown = [*metas[:1], *sorted([*models, *optimizers])][:5]
+        raise InputError(f"{path} has several index files ({', '.join(shown)}): use one folder for each")
     trees: dict[str, Tree] = {}
     if metas:
         trees["model"] = _read_distributed(path, metas)
@@ -96,10 +92,6 @@ class _Shard(msgspec.Struct, frozen=True):
     lengths: tuple[Size, ...]
     global_shape: tuple[Size, ...]
     file: str
-
-    @property
-    def box(self) -> Box:
-        return box_at(self.offsets, self.lengths)
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -124,7 +116,7 @@ def _read_distributed(path: str, metas: Sequence[str]) -> Tree:
             if shard.file not in files:
                 files[shard.file] = _tensors(path_inside(path, shard.file, where))
             shards.setdefault(tensor, []).append(shard)
-    tree: dict[str, Tree] = {tensor: _parameter(tensor, held, files) for tensor, held in shards.items()}
+    tree: dict[str, Tree] = {tensor: _parameter(tensor, parts, files) for tensor, parts in shards.items()}
     return tree | _unlisted_tensors(files, shards)
 
 
@@ -141,7 +133,7 @@ def _tensors(path: str) -> Mapping[str, Tree]:
 def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[str, Tree]]) -> ForeignArray:
     """A parameter from the shards of the ranks. Equal shards, as for most norms, are replicas."""
     shape = shards[0].global_shape
-    held: list[tuple[str, Box, ForeignArray]] = []
+    parts: list[tuple[str, Box, ForeignArray]] = []
     for shard in shards:
         array = files[shard.file].get(name)
         if not isinstance(array, ForeignArray):
@@ -161,8 +153,9 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
                 f"{show_path(name)} is {list(array.shape)} in {shard.file}, expected {list(shard.lengths)} at"
                 f" {list(shard.offsets)} of {list(shape)}"
             )
-        held.append((shard.file, shard.box, replace(array, shape=shard.lengths)))
-    return joined(name, shape, held)
+        box = box_at(shard.offsets, shard.lengths)
+        parts.append((shard.file, box, replace(array, shape=shard.lengths)))
+    return joined(name, shape, parts)
 
 
 def _unlisted_tensors(files: Mapping[str, Mapping[str, Tree]], listed: Collection[str]) -> dict[str, Tree]:
@@ -201,10 +194,10 @@ def _states(path: str) -> Mapping[Any, Tree]:
     names are "state-<parameter>-<name>", and values other than tensors are pickles in arrays of bytes."""
     if not path.endswith(".safetensors"):
         return _tensors(path)
-    text = read_metadata(path).get("non_tensor_keys", "[]")
-    pickled = set(from_json(f"{path}: the list non_tensor_keys", text, list[str]))
+    tensors, metadata = read_header_and_metadata(path)
+    pickled = set(from_json(f"{path}: the list non_tensor_keys", metadata.get("non_tensor_keys", "[]"), list[str]))
     states: dict[Any, dict[str, Tree]] = {}
-    for name, array in read_header(path).items():
+    for name, array in tensors.items():
         separator = name[len("state") : len("state") + 1]
         words = name.split(separator) if separator in ("-", ".") else []
         if len(words) != 3 or words[0] != "state":

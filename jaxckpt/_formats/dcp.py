@@ -28,7 +28,7 @@ from jaxckpt._formats.local_files import (
 )
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import require_instance, require_sizes, unpickle, unreadable
-from jaxckpt._formats.safetensors import read_header, read_metadata
+from jaxckpt._formats.safetensors import read_header_and_metadata
 from jaxckpt._formats.shards import require_alike, tiled
 from jaxckpt._formats.torch import SavedTensor, dtype_of, read_saved
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
@@ -298,15 +298,13 @@ def _is_megatron(path: str) -> bool:
 def _merged(first: Tree, second: Tree, where: str, path: str) -> Tree:
     """Merge two trees like megatron/core/dist_checkpointing/dict_utils.py."""
     if isinstance(first, dict) and isinstance(second, dict):
-        one, two = cast("dict[Any, Tree]", first), cast("dict[Any, Tree]", second)
-        common = {
-            key: _merged(one[key], two[key], where, f"{path}/{key}".lstrip("/")) for key in one.keys() & two.keys()
-        }
-        return {**one, **two, **common}
+        a, b = cast("dict[Any, Tree]", first), cast("dict[Any, Tree]", second)
+        common = {key: _merged(a[key], b[key], where, f"{path}/{key}".lstrip("/")) for key in a.keys() & b.keys()}
+        return {**a, **b, **common}
     if isinstance(first, list) and isinstance(second, list):
-        one, two = cast("list[Tree]", first), cast("list[Tree]", second)
-        if len(one) == len(two):
-            return [_merged(a, b, where, f"{path}/{n}") for n, (a, b) in enumerate(zip(one, two, strict=True))]
+        a, b = cast("list[Tree]", first), cast("list[Tree]", second)
+        if len(a) == len(b):
+            return [_merged(*pair, where, f"{path}/{n}") for n, pair in enumerate(zip(a, b, strict=True))]
     raise DataError(f"{where}: {show_path(path)} is in both the common and the sharded state")
 
 
@@ -331,14 +329,15 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
     chunks: dict[str, list[tuple[Box, ForeignArray, str]]] = {}
     for name in names:
         where = os.path.join(path, name)
-        text = read_metadata(where).get("DCP_SHARDING_INFO", "")
+        tensors, metadata = read_header_and_metadata(where)
+        text = metadata.get("DCP_SHARDING_INFO", "")
         placed = from_json(f"{where}: its DCP_SHARDING_INFO", text, dict[str, _SavedOffsets])
-        for tensor, array in read_header(where).items():
+        for tensor, array in tensors.items():
             offsets = placed[tensor].saved_offsets if tensor in placed else []
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show_path(tensor)} of shape {list(array.shape)} is at {offsets}")
             chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
-    return {tensor: _join_chunks(tensor, held) for tensor, held in chunks.items()}
+    return {tensor: _join_chunks(tensor, parts) for tensor, parts in chunks.items()}
 
 
 def _join_chunks(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:

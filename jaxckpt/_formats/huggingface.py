@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +78,8 @@ def huggingface_rules(
         raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
     is_plain = layout == "plain"
     try:
-        rules = _FAMILIES[family](config, bool(scan) and is_plain)
+        stacked = bool(scan) and is_plain
+        rules = _gpt2(config, stacked) if family == "gpt2" else _llama(config, stacked, **_FAMILIES[family])
         rules = _as_stored(rules, _tensor_names(folder))
         resized = [_resized(rule, config, vocab_size) for rule in rules.rules]
         rules = Rules([_add_scales(rule, config) for rule in resized], rules.drop)
@@ -125,12 +126,14 @@ def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
 
 def _as_stored(rules: Rules, names: Collection[str]) -> Rules:
     """The rules for the names in a folder, which differ between versions of transformers and classes of models."""
-    found = list(rules.rules)
+    stored = list(rules.rules)
     if "wte.weight" in names:  # a GPT2Model, as in the folder "gpt2" itself, instead of a GPT2LMHeadModel
-        found = [replace(rule, source=str(rule.source).removeprefix("transformer.")) for rule in found]
-    if "lm_head.weight" in names and all(rule.source != "lm_head.weight" for rule in found):
-        found = [replace(rule, copies="lm_head.weight") if rule.target == "embed/embedding" else rule for rule in found]
-    return Rules(found, [name for name in _BUFFERS if matching_paths(name, names)])
+        stored = [replace(rule, source=str(rule.source).removeprefix("transformer.")) for rule in stored]
+    if "lm_head.weight" in names and _HEAD not in stored:
+        stored = [
+            replace(rule, copies="lm_head.weight") if rule.target == "embed/embedding" else rule for rule in stored
+        ]
+    return Rules(stored, [name for name in _BUFFERS if matching_paths(name, names)])
 
 
 def huggingface_dtype(folder: str | os.PathLike[str]) -> str:
@@ -171,14 +174,11 @@ def _block_of(quantization: Config) -> Sequence[int] | None:
     """The sides of blocks in compressed-tensors; None if each scale is for a row or a tensor. Raises InputError."""
     weights: list[Config] = [group["weights"] for group in quantization["config_groups"].values()]
     blocks = [
-        _sides(one.get("block_structure")) or (one.get("group_size") and (1, one["group_size"])) for one in weights
+        _sides(part.get("block_structure")) or (part.get("group_size") and (1, part["group_size"])) for part in weights
     ]
     is_packed = "pack" in str(quantization.get("format"))
-    if (
-        is_packed
-        or len(set(blocks)) > 1
-        or not all(one.get("symmetric", True) and one["num_bits"] == 8 for one in weights)
-    ):
+    is_plain = all(part.get("symmetric", True) and part["num_bits"] == 8 for part in weights)
+    if is_packed or len(set(blocks)) > 1 or not is_plain:
         raise InputError(
             "for compressed-tensors, rules exist only for symmetric 8-bit quantization that is not packed and is the"
             " same for all weights"
@@ -191,19 +191,32 @@ def _sides(block: str | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(map(int, block.split("x"))) if isinstance(block, str) else tuple(block or ())
 
 
-def _layer_rule(
-    source: str, target: Paths, layout: str, layers: int, scan: bool, sizes: Mapping[str, int], **more: Any
-) -> Rule:
-    """A rule that makes a leaf of each layer from one tensor, or several leaves from the parts of one tensor."""
-    axes = axes_of(Axes.parse(layout).source)
-    targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in paths_in(target))
-    return Rule(
-        source=source,
-        target=targets[0] if len(targets) == 1 else targets,
-        layout=layout.replace("->", "-> i") if scan else layout,
-        sizes={"i": layers, **{axis: size for axis, size in sizes.items() if axis in axes}},
-        **more,
-    )
+_LayerLeaf = tuple[str, Paths, str]
+"""(tensor of a layer; leaf, or the leaves into which its heads are split; layout)."""
+
+
+def _layer_rules(
+    prefix: str, leaves: Iterable[_LayerLeaf], sizes: Mapping[str, int], scan: bool, **more: Any
+) -> list[Rule]:
+    """Rules that make leaves of each layer. `sizes` has the number of layers, "i", and the sizes of other axes."""
+    rules: list[Rule] = []
+    for source, target, layout in leaves:
+        dims = Axes.parse(layout).source
+        targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in paths_in(target))
+        rules.append(
+            Rule(
+                source=f"{prefix}.{source}",
+                target=targets[0] if len(targets) == 1 else targets,
+                layout=layout.replace("->", "-> i") if scan else layout,
+                sizes={axis: size for axis, size in sizes.items() if axis in ("i", *axes_of(dims))},
+                axis=dims.index(("h", "d")) if len(targets) > 1 else 0,
+                **more,
+            )
+        )
+    return rules
+
+
+_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 
 
 def _llama(
@@ -211,7 +224,7 @@ def _llama(
     scan: bool,
     *,
     bias: str = "",
-    norms: Mapping[str, str] | None = None,
+    norms: Mapping[str, str] = _NORMS,
     head_norms: bool = False,
     is_tied: bool = False,
     offset: float = 0.0,
@@ -222,96 +235,84 @@ def _llama(
         config: The folder's config.json.
         scan: Whether layers are stacked.
         bias: The attention projections that have a bias, such as "qkv".
-        norms: Maps Hugging Face's names of a layer's norms to the names in the tree. None: Llama's.
+        norms: Maps Hugging Face's names of a layer's norms to the names in the tree.
         head_norms: Whether queries and keys have norms.
         is_tied: Whether the embedding is also the head, if the configuration does not specify this.
         offset: Added to the weights of norms.
     """
     heads = int(config["num_attention_heads"])
     dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    layers = int(config["num_hidden_layers"])
-    sizes = {"d": dim}
+    sizes = {"i": int(config["num_hidden_layers"]), "d": dim}
     norm: dict[str, Any] = {"offset": offset, "dtype": "float32"} if offset else {}
-    layer_prefix = "model.layers.{i}"
     if config.get("attention_bias"):
         bias = "qkvo"
-
-    def layer_rule(source: str, target: str, layout: str, **more: Any) -> Rule:
-        return _layer_rule(f"{layer_prefix}.{source}", target, layout, layers, scan, sizes, **more)
-
+    weights = [
+        ("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
+        ("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
+    ]
+    weights += [(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
+    weights += [(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
+    if "o" in bias:
+        weights.append(("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
+    weights += [(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
+    if config.get("mlp_bias"):
+        weights += [(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
+    scales = [(f"{theirs}.weight", f"{ours}/scale", "m -> m") for theirs, ours in norms.items()]
+    if head_norms:
+        scales += [(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d") for n in "qk"]
     rules = [
         Rule(source="model.embed_tokens.weight", target="embed/embedding"),
         Rule(source="model.norm.weight", target="norm/scale", **norm),
-        layer_rule("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
-        layer_rule("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
+        *_layer_rules("model.layers.{i}", weights, sizes, scan),
+        *_layer_rules("model.layers.{i}", scales, sizes, scan, **norm),
     ]
-    rules += [layer_rule(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
-    rules += [layer_rule(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
-    if "o" in bias:
-        rules.append(layer_rule("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
-    rules += [layer_rule(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
-    if config.get("mlp_bias"):
-        rules += [layer_rule(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
-    named = norms or {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
-    rules += [layer_rule(f"{theirs}.weight", f"{ours}/scale", "m -> m", **norm) for theirs, ours in named.items()]
-    if head_norms:
-        rules += [layer_rule(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d", **norm) for n in "qk"]
-    if not config.get("tie_word_embeddings", is_tied):
-        rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
-    return Rules(rules)
+    return Rules(rules if config.get("tie_word_embeddings", is_tied) else [*rules, _HEAD])
 
 
-_GEMMA_NORMS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attn_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "post_mlp_norm",
-}
-
-
-def _gemma(config: Config, scan: bool, *, head_norms: bool) -> Rules:
-    """The rules for Gemma. It stores the weights of norms minus 1; the tree has the full scale, in float32."""
-    return _llama(config, scan, norms=_GEMMA_NORMS, head_norms=head_norms, is_tied=True, offset=1.0)
+_HEAD = Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v")
 
 
 def _gpt2(config: Config, scan: bool) -> Rules:
-    heads, layers = int(config["n_head"]), int(config["n_layer"])
-    sizes = {"d": int(config["n_embd"]) // heads}
-
-    def layer_rule(source: str, target: Paths, layout: str, **more: Any) -> Rule:
-        return _layer_rule(f"transformer.h.{{i}}.{source}", target, layout, layers, scan, sizes, **more)
-
-    def of_attention(leaf: str) -> tuple[str, ...]:
-        return tuple(f"attn/{n}/{leaf}" for n in "qkv")
-
+    sizes = {"i": int(config["n_layer"]), "d": int(config["n_embd"]) // int(config["n_head"])}
+    leaves: list[_LayerLeaf] = [
+        ("attn.c_attn.weight", tuple(f"attn/{n}/kernel" for n in "qkv"), "m (h d) -> m h d"),
+        ("attn.c_attn.bias", tuple(f"attn/{n}/bias" for n in "qkv"), "(h d) -> h d"),
+        ("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
+        ("attn.c_proj.bias", "attn/o/bias", "m -> m"),
+    ]
+    for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
+        leaves += [(f"{theirs}.weight", f"{ours}/scale", "m -> m"), (f"{theirs}.bias", f"{ours}/bias", "m -> m")]
+    for theirs, ours in (("mlp.c_fc", "mlp/up"), ("mlp.c_proj", "mlp/down")):
+        leaves += [(f"{theirs}.weight", f"{ours}/kernel", "f g -> f g"), (f"{theirs}.bias", f"{ours}/bias", "g -> g")]
     rules = [
         Rule(source="transformer.wte.weight", target="embed/embedding"),
         Rule(source="transformer.wpe.weight", target="positions/embedding"),
         Rule(source="transformer.ln_f.weight", target="norm/scale"),
         Rule(source="transformer.ln_f.bias", target="norm/bias"),
-        layer_rule("attn.c_attn.weight", of_attention("kernel"), "m (h d) -> m h d", axis=1),
-        layer_rule("attn.c_attn.bias", of_attention("bias"), "(h d) -> h d"),
-        layer_rule("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
-        layer_rule("attn.c_proj.bias", "attn/o/bias", "m -> m"),
+        *_layer_rules("transformer.h.{i}", leaves, sizes, scan),
     ]
-    for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
-        rules += [
-            layer_rule(f"{theirs}.{a}", f"{ours}/{b}", "m -> m") for a, b in (("weight", "scale"), ("bias", "bias"))
-        ]
-    for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
-        rules.append(layer_rule(f"mlp.{theirs}.weight", f"mlp/{ours}/kernel", "f g -> f g"))
-        rules.append(layer_rule(f"mlp.{theirs}.bias", f"mlp/{ours}/bias", "g -> g"))
-    if not config.get("tie_word_embeddings", True):
-        rules.append(Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v"))
-    return Rules(rules)
+    return Rules(rules if config.get("tie_word_embeddings", True) else [*rules, _HEAD])
 
 
-_FAMILIES: dict[str, Callable[[Config, bool], Rules]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": lambda config, scan: _llama(config, scan, bias="qkv"),
-    "qwen3": lambda config, scan: _llama(config, scan, head_norms=True),
-    "gemma2": lambda config, scan: _gemma(config, scan, head_norms=False),
-    "gemma3_text": lambda config, scan: _gemma(config, scan, head_norms=True),
-    "gpt2": _gpt2,
+_GEMMA: Mapping[str, Any] = {
+    "norms": {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attn_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    },
+    "is_tied": True,
+    "offset": 1.0,
 }
+"""Gemma stores the weights of norms minus 1; the tree has the full scale, in float32."""
+
+_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"bias": "qkv"},
+    "qwen3": {"head_norms": True},
+    "gemma2": _GEMMA,
+    "gemma3_text": {**_GEMMA, "head_norms": True},
+    "gpt2": {},
+}
+"""How each family differs from Llama; GPT-2 has rules of its own."""

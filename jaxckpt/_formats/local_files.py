@@ -30,10 +30,10 @@ MAX_INDEX_BYTES = 1 << 28
 def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
     """The absolute path of a local file or folder. Raises InputError for other values, and for a URL of another scheme
     than file://. `what` names the argument."""
-    found = local_path(path, what)
-    if found is None:
+    local = local_path(path, what)
+    if local is None:
         raise InputError(f"{what} must be a local path, found the URL {os.fspath(path)!r}: copy its files here first")
-    return found
+    return local
 
 
 def reads_files(function: Callable[P, T]) -> Callable[P, T]:
@@ -98,23 +98,23 @@ def list_names(folder: str) -> list[str]:
 
 def exists(path: str) -> bool:
     """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
-    return _mode(path, os.lstat) != 0
+    return _mode(path, follow_symlinks=False) != 0
 
 
 def is_file(path: str) -> bool:
     """Whether a path is a file. Raises StorageError if that cannot be found out."""
-    return stat.S_ISREG(_mode(path, os.stat))
+    return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: str) -> bool:
     """Whether a path is a folder. Raises StorageError if that cannot be found out."""
-    return stat.S_ISDIR(_mode(path, os.stat))
+    return stat.S_ISDIR(_mode(path))
 
 
-def _mode(path: str, look: Callable[[str], os.stat_result]) -> int:
+def _mode(path: str, *, follow_symlinks: bool = True) -> int:
     """The mode of a path; 0 if it does not exist. Raises StorageError."""
     with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return look(path).st_mode
+        return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
     return 0
 
 
@@ -199,12 +199,12 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
         path = path_inside(folder, file, index)
         if not exists(path):
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
-        held = read(path)
-        if odd := {*map(str, held)} ^ expected:
+        contents = read(path)
+        if odd := {*map(str, contents)} ^ expected:
             has, lacks = ("index", "file") if min(odd) in expected else ("file", "index")
             tensor = f"the tensor {show_path(min(odd))} is in the {has} but not in the {lacks}"
             raise DataError(f"{path}: {tensor} ({os.path.basename(index)})")
-        tensors |= held
+        tensors |= contents
     return tensors
 
 

@@ -13,7 +13,6 @@ are read when they are needed.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -35,7 +34,7 @@ from jaxckpt._formats.local_files import (
     read_small,
     reads_files,
 )
-from jaxckpt._formats.protobuf import Field, Message, Table
+from jaxckpt._formats.protobuf import Message, Schema
 from jaxckpt._formats.rank_files import (
     MAX_RANKS,
     Files,
@@ -329,8 +328,8 @@ def _assemble_uneven(
         raise DataError(f"{show_path(name)} has param_split_shape {list(rows)}, which does not fit its split {split}")
     boxes: dict[int, Box] = {}
     for rank, shard in shards.items():
-        place = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
-        number = int(place[spec[0][0]])
+        position = dict(zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True))
+        number = int(position[spec[0][0]])
         start = sum(rows[:number])
         boxes[rank] = ((start, start + rows[number]), *((0, side) for side in shard.shape[1:]))
     return from_boxes(name, shards, boxes, (sum(rows), *next(iter(shards.values())).shape[1:]))
@@ -358,12 +357,8 @@ class _Value(msgspec.Struct, frozen=True):
     tensor: _Tensor
 
 
-_TENSOR: Table = {1: ("dims", None), 2: ("type", Message.text), 3: ("content", Message.span)}
-_VALUE: Table = {
-    1: ("tag", Message.text),
-    2: ("tensor", lambda wire, field: wire.read(field, "a tensor", _TENSOR, strict=True)),
-    3: ("map", Message.span),
-}
+_TENSOR = Schema("a tensor", {1: ("dims", "numbers"), 2: ("type", "text"), 3: ("content", "span")}, strict=True)
+_VALUE = Schema("a value", {1: ("tag", "text"), 2: ("tensor", _TENSOR), 3: ("map", "span")}, strict=True)
 
 
 def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
@@ -389,7 +384,7 @@ def _values(wire: Message) -> Iterator[_Value]:
     for field in wire.fields(0, wire.size):
         if field.number != 1:
             raise wire.damage_error(field.start, f"field {field.number} is not part of the format")
-        value = wire.read(field, "a value", _VALUE, strict=True)
+        value = wire.read(field, _VALUE)
         if "map" in value:
             tag = show_path(value.get("tag", ""))
             raise DataError(f"{wire.path}: {tag} is a MapParameter, a table of hashed keys, which JAX does not support")
@@ -440,38 +435,39 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
 # Strategies as messages -----------------------------------------------------------------------------------
 
 
-def _numbers(wire: Message, field: Field) -> list[int]:
-    """The integers in field 1 of a message that represents a list."""
-    return wire.read(field, "a list", {1: ("numbers", None)}).get("numbers", [])
-
-
-_LAYOUT: Table = {
-    1: ("dev_matrix", _numbers),
-    2: ("tensor_map", _numbers),
-    3: ("param_split_shape", _numbers),
-    4: ("indices_offset", _numbers),
-    5: ("field", Message.number),
-    6: ("opt_weight_shard_step", Message.number),
-    7: ("opt_weight_shard_size", Message.number),
+_LIST = Schema("a list", {1: ("numbers", "numbers")})
+_LAYOUT = Schema(
+    "a layout",
+    {
+        1: ("dev_matrix", _LIST),
+        2: ("tensor_map", _LIST),
+        3: ("param_split_shape", _LIST),
+        4: ("indices_offset", _LIST),
+        5: ("field", "number"),
+        6: ("opt_weight_shard_step", "number"),
+        7: ("opt_weight_shard_size", "number"),
+    },
+)
+_ITEMS = {
+    2: ("parallel_strategy_item", Schema("an operator", {1: ("stage", "number")})),
+    3: ("parallel_layout_item", _LAYOUT),
 }
-_ITEMS: Mapping[int, tuple[str, str, Table]] = {
-    2: ("parallel_strategy_item", "an operator", {1: ("stage", Message.number)}),
-    3: ("parallel_layout_item", "a layout", _LAYOUT),
-}
-"""For each field of a strategy: its name in JSON, a name for error messages, and the fields of its entries."""
+"""For each field of a strategy: its name in JSON, and the fields of its entries."""
 
 
 def _from_wire(wire: Message) -> _StrategyFile:
-    items: dict[str, dict[str, Any]] = {name: {} for name, _, _ in _ITEMS.values()}
+    items: dict[str, dict[str, Any]] = {name: {} for name, _ in _ITEMS.values()}
     for outer in wire.fields(0, wire.size):
         if outer.number not in _ITEMS:
             continue
-        name, what, table = _ITEMS[outer.number]
-        read = functools.partial(Message.read, what=what, table=table)
-        item = wire.read(outer, "an item", {1: ("name", Message.text), 2: ("value", read)})
+        name, schema = _ITEMS[outer.number]
+        item = wire.read(outer, Schema("an item", {1: ("name", "text"), 2: ("value", schema)}))
         if not {"name", "value"} <= item.keys() or item["name"] in items[name]:
-            raise wire.damage_error(outer.start, f"{what} has no unique name, or no value")
-        items[name][item["name"]] = item["value"]
+            raise wire.damage_error(outer.start, f"{schema.what} has no unique name, or no value")
+        # A list is a message of its own.
+        items[name][item["name"]] = {
+            key: value.get("numbers", []) if isinstance(value, dict) else value for key, value in item["value"].items()
+        }
     return convert_checked(f"the strategy file {wire.path}", items, _StrategyFile)
 
 

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -71,8 +71,7 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
     return arrays
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
+class _Snapshot(NamedTuple):
     """The decompression state of a member."""
 
     output_position: int
@@ -83,42 +82,6 @@ class _Snapshot:
 
     crc: int
     inflater: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """The bytes of a deflated member."""
-
-    member: Member
-    snapshots: dict[int, _Snapshot] = field(default_factory=dict[int, _Snapshot], compare=False, repr=False)
-    """Positions at which reading can start, by the number of a stretch of the member: at most one in each stretch."""
-
-    def read(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
-        """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
-        member = self.member
-        known = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
-        begin = _Snapshot(0, 0, 0, zlib.decompressobj(-15))
-        now = max(known, key=lambda snapshot: snapshot.output_position, default=begin)
-        position, source, crc, inflater = now.output_position, now.input_position, now.crc, now.inflater.copy()
-        stretch = max(SNAPSHOT_BYTES, member.n_bytes // SNAPSHOTS)
-        while position < member.n_bytes:
-            packed = inflater.unconsumed_tail
-            if not packed:
-                packed = read_at(handle, min(READ_BYTES, member.n_stored - source), member.offset + source)
-                source += len(packed)
-            try:
-                data = inflater.decompress(packed, min(READ_BYTES, member.n_bytes - position))
-            except zlib.error as error:
-                raise DataError(f"{member.path} is damaged: {error}") from error
-            if not data and (inflater.eof or not packed):
-                raise DataError(f"{member.path} was truncated or is damaged: {member.name} ends at byte {position}")
-            crc = zlib.crc32(data, crc)
-            if position + len(data) == member.n_bytes:
-                member.require_crc32(crc)
-            yield position, data
-            position += len(data)
-            if position // stretch and position // stretch not in self.snapshots:
-                self.snapshots[position // stretch] = _Snapshot(position, source, crc, inflater.copy())
 
 
 def _head(handle: int, member: Member, count: int) -> bytes:
@@ -162,7 +125,7 @@ def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | 
     if dtype.name not in DTYPES or not dtype.isnative:
         raise DataError(f"{path}: {show_path(name)} has dtype {dtype.str}, which JAX does not support")
     if member.deflated:
-        return ForeignArray(dtype.name, shape, Deflated(_Stream(member), start, dtype.name, shape, fortran))
+        return ForeignArray(dtype.name, shape, Deflated(member, start, dtype.name, shape, fortran))
     strides = f_strides(shape) if fortran else None
     return ForeignArray(
         dtype.name, shape, Uncompressed(path, member.offset + start, dtype.name, shape, strides, member)
@@ -214,13 +177,16 @@ class Uncompressed(FileData):
 class Deflated(ArrayData):
     """An array in a deflated member."""
 
-    stream: _Stream
+    member: Member
     start: int
     """Offset of its first element in the member."""
 
     dtype: str
     shape: tuple[int, ...]
     fortran: bool
+
+    snapshots: dict[int, _Snapshot] = field(default_factory=dict[int, _Snapshot], compare=False, repr=False)
+    """Positions at which reading can start, by the number of a stretch of the member: at most one in each stretch."""
 
     def read(self, box: Box, target: Array) -> None:
         if not target.size:
@@ -231,22 +197,48 @@ class Deflated(ArrayData):
         strides = c_strides(shape)
         first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         last = sum((stop - 1) * stride for (_, stop), stride in zip(box, strides, strict=True))
-        held, at = b"", 0
-        with opened(self.stream.member.path) as handle:
-            for position, data in self.stream.read(handle, self.start + first * target.itemsize):
-                at = at if held else position
-                held += data
-                # Data before the array, and the rest of an element if a stream starts inside it.
+        unread, at = b"", 0
+        with opened(self.member.path) as handle:
+            for position, data in self._inflated(handle, self.start + first * target.itemsize):
+                at = at if unread else position
+                unread += data
+                # Data before the array, and the rest of an element if the data starts inside it.
                 skip = self.start - at if at < self.start else (self.start - at) % target.itemsize
-                held, at = held[skip:], min(at + skip, at + len(held))
-                if not held:
+                unread, at = unread[skip:], min(at + skip, at + len(unread))
+                if not unread:
                     continue
-                count = len(held) // target.itemsize
+                count = len(unread) // target.itemsize
                 element = (at - self.start) // target.itemsize
-                _copy(shape, element, np.frombuffer(held, target.dtype, count), box, target)
-                held, at = held[count * target.itemsize :], at + count * target.itemsize
+                _copy(shape, element, np.frombuffer(unread, target.dtype, count), box, target)
+                unread, at = unread[count * target.itemsize :], at + count * target.itemsize
                 if last < element + count < math.prod(shape):
                     return  # early, so the checksum at the end of the member is not compared
+
+    def _inflated(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
+        """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
+        member = self.member
+        known = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
+        now = max(known, default=_Snapshot(0, 0, 0, zlib.decompressobj(-15)))
+        position, source, crc, inflater = now.output_position, now.input_position, now.crc, now.inflater.copy()
+        stretch = max(SNAPSHOT_BYTES, member.n_bytes // SNAPSHOTS)
+        while position < member.n_bytes:
+            packed = inflater.unconsumed_tail
+            if not packed:
+                packed = read_at(handle, min(READ_BYTES, member.n_stored - source), member.offset + source)
+                source += len(packed)
+            try:
+                data = inflater.decompress(packed, min(READ_BYTES, member.n_bytes - position))
+            except zlib.error as error:
+                raise DataError(f"{member.path} is damaged: {error}") from error
+            if not data and (inflater.eof or not packed):
+                raise DataError(f"{member.path} was truncated or is damaged: {member.name} ends at byte {position}")
+            crc = zlib.crc32(data, crc)
+            if position + len(data) == member.n_bytes:
+                member.require_crc32(crc)
+            yield position, data
+            position += len(data)
+            if position // stretch and position // stretch not in self.snapshots:
+                self.snapshots[position // stretch] = _Snapshot(position, source, crc, inflater.copy())
 
 
 def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target: Array) -> None:

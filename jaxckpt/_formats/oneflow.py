@@ -196,7 +196,7 @@ def _require_unique_folders(folder: str, path: str, tensors: Iterable[OpaqueObje
 
     Shared tensors are references to one object in the pickle.
     """
-    counts = collections.Counter(name for one in tensors if isinstance(name := one.fields.get("path"), str))
+    counts = collections.Counter(name for tensor in tensors if isinstance(name := tensor.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise DataError(f"{path} is damaged: two of its tensors are in {min(twice)[:200]!r}")
     there = {name for name in list_names(folder) if _PICKLED_TENSOR_NAME.fullmatch(name)}

@@ -82,7 +82,7 @@ class Machine:
 
     _end: int
     _calls: Mapping[str, AllowedFunction]
-    _persistent: Callable[[Any], Any] | None
+    _persistent: AllowedFunction | None
     _window: bytes = b""
     _window_index: int = 0
     """The next byte in the window."""
@@ -110,34 +110,35 @@ class Machine:
                 self._fill(1)
                 continue
             self._window_index += 1
-            operation = operations[code]
-            if operation is None:
+            known = operations[code]
+            if known is None:
                 if code == 0x2E:  # STOP
                     return self.stack.pop()
                 raise ValueError(f"the opcode {bytes([code])!r} does not build data")
-            operation(self)
+            operation, argument = known
+            if argument is None:
+                operation(self)
+            else:
+                operation(self, argument)
 
     # Input
 
     def _fill(self, count: int) -> None:
         """Make at least this many bytes available in the window."""
         left = len(self._window) - self._window_index
-        wanted = max(count - left, min(self._read_ahead_bytes, self._end - self.position - left))
+        size = max(count - left, min(self._read_ahead_bytes, self._end - self.position - left))
         if self.position + count > self._end:
             raise ValueError(f"it ends in the middle of a value of {count} bytes")
         self._read_ahead_bytes = min(2 * self._read_ahead_bytes, _WINDOW_BYTES[1])
-        self._n_read += wanted
-        self._budget += 16 * wanted
+        self._n_read += size
+        self._budget += 16 * size
         if self._n_read > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
-        more = read_at(self._handle, wanted, self.position + left)
-        if len(more) < min(wanted, count - left):
+        more = read_at(self._handle, size, self.position + left)
+        if len(more) < min(size, count - left):
             raise ValueError("the file was truncated while it was being read")
-        self._window_start, self._window, self._window_index = (
-            self.position,
-            self._window[self._window_index :] + more,
-            0,
-        )
+        self._window_start, self._window = self.position, self._window[self._window_index :] + more
+        self._window_index = 0
 
     def take(self, count: int) -> bytes:
         start, end = self._window_index, self._window_index + count
@@ -153,25 +154,87 @@ class Machine:
     def line(self) -> bytes:
         end = self._window.find(b"\n", self._window_index)
         while end < 0:
-            held = len(self._window) - self._window_index
-            self._fill(min(2 * held + 1, self._end - self.position) if held < self._end - self.position else held + 1)
-            end = self._window.find(b"\n", held)
+            left, all_left = len(self._window) - self._window_index, self._end - self.position
+            self._fill(min(2 * left + 1, all_left) if left < all_left else left + 1)
+            end = self._window.find(b"\n", left)
         return self.take(end + 1 - self._window_index)[:-1]
-
-    def read_bytes(self, count: int) -> bytes | LocatedBytes:
-        if count < MIN_LOCATED_BYTES:
-            return self.take(count)
-        skipped = LocatedBytes(self._path, self.position, count)
-        if skipped.offset + count > self._end:
-            raise ValueError(f"it ends in the middle of bytes of length {count}")
-        self._window_start, self._window, self._window_index = skipped.offset + count, b"", 0
-        self._read_ahead_bytes = _WINDOW_BYTES[0]
-        return skipped
 
     # Stack
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
+
+    def push_top(self) -> None:
+        self.push(self.stack[-1])
+
+    def push_none(self) -> None:
+        self.push(None)
+
+    def push_new(self, kind: type) -> None:
+        self.push(kind())
+
+    def push_list(self) -> None:
+        self.push(self.pop_to_mark())
+
+    def push_dict(self) -> None:
+        self.push(insert({}, self.pop_to_mark()))
+
+    def push_tuple(self, count: int | None = None) -> None:
+        self.push(tuple(self.pop_many(count)))
+
+    def push_set(self) -> None:
+        self.push(OpaqueObject("builtins.set"))
+
+    def push_frozenset(self) -> None:
+        self.push(OpaqueObject("builtins.set", tuple(self.pop_to_mark())))
+
+    def push_line(self, parse: AllowedFunction) -> None:
+        self.push(parse(self.line()))
+
+    def push_number(self, width: int) -> None:
+        self.push(self.number(width))
+
+    def push_signed(self, width: int) -> None:
+        self.push(int.from_bytes(self.take(width), "little", signed=True))
+
+    def push_float(self) -> None:
+        self.push(struct.unpack(">d", self.take(8))[0])
+
+    def push_long(self, width: int) -> None:
+        self.push_signed(self.number(width))
+
+    def push_text(self, width: int) -> None:
+        self.push(self.take(self.number(width)).decode("utf-8", "surrogatepass"))
+
+    def push_text_of_python_2(self, width: int) -> None:
+        raw = self.take(self.number(width))
+        try:
+            self.push(raw.decode())
+        except UnicodeDecodeError:
+            self.push(raw)
+
+    def push_bytes(self, width: int) -> None:
+        count = self.number(width)
+        if count < MIN_LOCATED_BYTES:
+            self.push(self.take(count))
+            return
+        skipped = LocatedBytes(self._path, self.position, count)
+        if skipped.offset + count > self._end:
+            raise ValueError(f"it ends in the middle of bytes of length {count}")
+        self._window_start, self._window, self._window_index = skipped.offset + count, b"", 0
+        self._read_ahead_bytes = _WINDOW_BYTES[0]
+        self.push(skipped)
+
+    def push_from_memo(self, width: int | None = None) -> None:
+        number = int(self.line()) if width is None else self.number(width)
+        self.push(self.memo[number])
+
+    def put(self, width: int | None = None) -> None:
+        number = int(self.line()) if width is None else self.number(width)
+        self.memo[number] = self.stack[-1]
+
+    def put_next(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
 
     def mark(self) -> None:
         self._marks.append(self.stack)
@@ -187,40 +250,27 @@ class Machine:
         else:
             self.pop_to_mark()
 
-    def put(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
-
-    def pop_many(self, count: int) -> list[Any]:
+    def pop_many(self, count: int | None = None) -> list[Any]:
+        """The values at the top, or all that were pushed after the mark."""
+        if count is None:
+            return self.pop_to_mark()
         values = self.stack[-count:]
         if len(values) < count:
             raise IndexError
         del self.stack[-count:]
         return values
 
-    def long(self, width: int) -> None:
-        self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
-
-    def text(self, width: int) -> None:
-        self.push(self.take(self.number(width)).decode("utf-8", "surrogatepass"))
-
-    def text_of_python_2(self, width: int) -> None:
-        raw = self.take(self.number(width))
-        try:
-            self.push(raw.decode())
-        except UnicodeDecodeError:
-            self.push(raw)
-
     # Containers
 
-    def extend(self, values: list[Any]) -> None:
-        target = self.stack[-1]
+    def extend(self, count: int | None = None) -> None:
+        values, target = self.pop_many(count), self.stack[-1]
         if isinstance(target, list):
             cast("list[Any]", target).extend(values)
         elif not isinstance(target, OpaqueObject):
             raise TypeError(f"items are appended to a {type(target).__name__}")
 
-    def update(self, items: list[Any]) -> None:
-        target = self.stack[-1]
+    def update(self, count: int | None = None) -> None:
+        items, target = self.pop_many(count), self.stack[-1]
         if isinstance(target, dict):
             insert(cast("dict[Any, Any]", target), items)
         elif not isinstance(target, OpaqueObject):
@@ -238,6 +288,12 @@ class Machine:
             raise TypeError("a name is not text")
         known = f"{_MODULES.get(module, module)}.{name}"
         self.push(self._globals.setdefault(known, Global(known)))
+
+    def named(self) -> None:
+        self.name(*self.pop_many(2))
+
+    def named_lines(self) -> None:
+        self.name(self.line().decode(), self.line().decode())
 
     def reduce(self) -> None:
         self._call(*self.pop_many(2))
@@ -283,10 +339,14 @@ class Machine:
         elif not isinstance(target, dict):  # the attributes of an OrderedDict, as in torch's modules, are ignored
             raise TypeError(f"a {type(target).__name__} has no state")
 
-    def persistent(self, identity: Any) -> None:
+    def persistent_line(self) -> None:
+        self.push(self.line().decode())
+        self.persistent()
+
+    def persistent(self) -> None:
         if self._persistent is None:
             raise ValueError("it refers to an external object")
-        self.push(self._persistent(identity))
+        self.push(self._persistent(self.stack.pop()))
 
 
 _SIZED = (str, bytes, tuple, list, dict)
@@ -321,6 +381,14 @@ def _integer(line: bytes) -> int | bool:
     return line == b"01" if line in (b"00", b"01") else int(line)
 
 
+def _long(line: bytes) -> int:
+    return int(line.rstrip(b"L"))
+
+
+def _text(line: bytes) -> str:
+    return line.decode("raw-unicode-escape")
+
+
 def _quoted(line: bytes) -> str:
     """A Python 2 string in protocol 0."""
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
@@ -328,73 +396,47 @@ def _quoted(line: bytes) -> str:
     return line[1:-1].decode("unicode_escape")
 
 
-def _build_operations() -> list[Callable[[Machine], None] | None]:
-    m = Machine
-    table: dict[bytes, Callable[[Machine], Any]] = {
-        b"\x80": lambda m: m.take(1),  # PROTO
-        b"\x95": lambda m: m.take(8),  # FRAME
-        b"(": m.mark,
-        b"0": m.pop,
-        b"1": m.pop_to_mark,
-        b"2": lambda m: m.push(m.stack[-1]),
-        b"N": lambda m: m.push(None),
-        b"\x88": lambda m: m.push(True),
-        b"\x89": lambda m: m.push(False),
-        b"I": lambda m: m.push(_integer(m.line())),
-        b"L": lambda m: m.push(int(m.line().rstrip(b"L"))),
-        b"F": lambda m: m.push(float(m.line())),
-        b"J": lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
-        b"K": lambda m: m.push(m.take(1)[0]),
-        b"M": lambda m: m.push(m.number(2)),
-        b"G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-        b"\x8a": lambda m: m.long(1),
-        b"\x8b": lambda m: m.long(4),
-        b"S": lambda m: m.push(_quoted(m.line())),
-        b"U": lambda m: m.text_of_python_2(1),
-        b"T": lambda m: m.text_of_python_2(4),
-        b"V": lambda m: m.push(m.line().decode("raw-unicode-escape")),
-        b"\x8c": lambda m: m.text(1),
-        b"X": lambda m: m.text(4),
-        b"\x8d": lambda m: m.text(8),
-        b"C": lambda m: m.push(m.read_bytes(m.number(1))),
-        b"B": lambda m: m.push(m.read_bytes(m.number(4))),
-        b"\x8e": lambda m: m.push(m.read_bytes(m.number(8))),
-        b"\x96": lambda m: m.push(m.read_bytes(m.number(8))),  # BYTEARRAY8
-        b"]": lambda m: m.push([]),
-        b"l": lambda m: m.push(m.pop_to_mark()),
-        b"a": lambda m: m.extend([m.stack.pop()]),
-        b"e": lambda m: m.extend(m.pop_to_mark()),
-        b"}": lambda m: m.push({}),
-        b"d": lambda m: m.push(insert({}, m.pop_to_mark())),
-        b"s": lambda m: m.update(m.pop_many(2)),
-        b"u": lambda m: m.update(m.pop_to_mark()),
-        b")": lambda m: m.push(()),
-        b"t": lambda m: m.push(tuple(m.pop_to_mark())),
-        b"\x85": lambda m: m.push(tuple(m.pop_many(1))),
-        b"\x86": lambda m: m.push(tuple(m.pop_many(2))),
-        b"\x87": lambda m: m.push(tuple(m.pop_many(3))),
-        b"\x8f": lambda m: m.push(OpaqueObject("builtins.set")),
-        b"\x90": m.add_items,
-        b"\x91": lambda m: m.push(OpaqueObject("builtins.set", tuple(m.pop_to_mark()))),
-        b"g": lambda m: m.push(m.memo[int(m.line())]),
-        b"h": lambda m: m.push(m.memo[m.take(1)[0]]),
-        b"j": lambda m: m.push(m.memo[m.number(4)]),
-        b"p": lambda m: m.put(int(m.line())),
-        b"q": lambda m: m.put(m.take(1)[0]),
-        b"r": lambda m: m.put(m.number(4)),
-        b"\x94": lambda m: m.put(len(m.memo)),
-        b"c": lambda m: m.name(m.line().decode(), m.line().decode()),
-        b"\x93": lambda m: m.name(*m.pop_many(2)),
-        b"R": m.reduce,
-        b"\x81": m.reduce,  # NEWOBJ
-        b"\x92": m.new_with_keywords,
-        b"o": m.instance,
-        b"i": m.named_instance,
-        b"b": m.build,
-        b"P": lambda m: m.persistent(m.line().decode()),
-        b"Q": lambda m: m.persistent(m.stack.pop()),
-    }
-    return [table.get(bytes([code])) for code in range(256)]
+_CODES: Mapping[Any, Mapping[bytes, Any]] = {
+    Machine.take: {b"\x80": 1, b"\x95": 8},  # PROTO, FRAME
+    Machine.mark: {b"(": None},
+    Machine.pop: {b"0": None},
+    Machine.pop_to_mark: {b"1": None},
+    Machine.push: {b"\x88": True, b"\x89": False, b")": ()},
+    Machine.push_none: {b"N": None},
+    Machine.push_top: {b"2": None},
+    Machine.push_line: {b"I": _integer, b"L": _long, b"F": float, b"S": _quoted, b"V": _text},
+    Machine.push_number: {b"K": 1, b"M": 2},
+    Machine.push_signed: {b"J": 4},
+    Machine.push_float: {b"G": None},
+    Machine.push_long: {b"\x8a": 1, b"\x8b": 4},
+    Machine.push_text_of_python_2: {b"U": 1, b"T": 4},
+    Machine.push_text: {b"\x8c": 1, b"X": 4, b"\x8d": 8},
+    Machine.push_bytes: {b"C": 1, b"B": 4, b"\x8e": 8, b"\x96": 8},  # the last is BYTEARRAY8
+    Machine.push_new: {b"]": list, b"}": dict},
+    Machine.push_list: {b"l": None},
+    Machine.push_dict: {b"d": None},
+    Machine.push_tuple: {b"t": None, b"\x85": 1, b"\x86": 2, b"\x87": 3},
+    Machine.push_set: {b"\x8f": None},
+    Machine.push_frozenset: {b"\x91": None},
+    Machine.extend: {b"a": 1, b"e": None},
+    Machine.update: {b"s": 2, b"u": None},
+    Machine.add_items: {b"\x90": None},
+    Machine.push_from_memo: {b"g": None, b"h": 1, b"j": 4},
+    Machine.put: {b"p": None, b"q": 1, b"r": 4},
+    Machine.put_next: {b"\x94": None},
+    Machine.named: {b"\x93": None},
+    Machine.named_lines: {b"c": None},
+    Machine.reduce: {b"R": None, b"\x81": None},  # REDUCE, NEWOBJ
+    Machine.new_with_keywords: {b"\x92": None},
+    Machine.instance: {b"o": None},
+    Machine.named_instance: {b"i": None},
+    Machine.build: {b"b": None},
+    Machine.persistent: {b"Q": None},
+    Machine.persistent_line: {b"P": None},
+}
+"""The opcodes of each operation, each with the operation's argument; None if it takes none."""
 
-
-_OPERATIONS = _build_operations()
+_OPERATIONS: list[tuple[Any, Any] | None] = [None] * 256
+for _operation, _codes in _CODES.items():
+    for _code, _argument in _codes.items():
+        _OPERATIONS[_code[0]] = _operation, _argument

@@ -45,7 +45,7 @@ def unpickle(
     size: int | None = None,
     *,
     calls: Mapping[str, AllowedFunction] | None = None,
-    persistent: Callable[[Any], Any] | None = None,
+    persistent: AllowedFunction | None = None,
 ) -> Any:
     """The content of a pickle in a file: Python data, `OpaqueObject`s, `Global`s, and NumPy arrays as ForeignArrays.
 

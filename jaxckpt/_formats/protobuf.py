@@ -5,9 +5,9 @@ Every length is compared with the enclosing message before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxckpt._formats.local_files import read_at
 from jaxckpt._store.files import read_into
@@ -36,6 +36,21 @@ class Field:
     """Value of a varint, signed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The known fields of a message."""
+
+    what: str
+    """Name of the message in errors."""
+
+    fields: Mapping[int, tuple[str, Literal["number", "numbers", "text", "span"] | Schema]]
+    """Name and type of each field, by number: an integer, repeated integers, text, the position of the field's bytes in
+    the file, or a message."""
+
+    strict: bool = False
+    """Whether other fields are an error."""
+
+
 class Message:
     """A message in an open file."""
 
@@ -46,12 +61,12 @@ class Message:
         self._window = (0, b"")
 
     def _byte(self, at: int) -> int:
-        start, held = self._window
-        if not start <= at < start + len(held):
-            start, held = self._window = (at, read_at(self._handle, _WINDOW_BYTES, at))
-            if not held:
+        start, content = self._window
+        if not start <= at < start + len(content):
+            start, content = self._window = (at, read_at(self._handle, _WINDOW_BYTES, at))
+            if not content:
                 raise DataError(f"{self.path} was truncated while it was being read")
-        return held[at - start]
+        return content[at - start]
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         """A varint of up to 64 bits, as (number, end position)."""
@@ -92,23 +107,29 @@ class Message:
             yield Field(number, kind, start, stop, value)
             at = stop
 
-    def read(self, outer: Field, what: str, table: Table, *, strict: bool = False) -> dict[str, Any]:
-        """The fields of an inner message by name, according to a table. With `strict`, other fields are an error."""
+    def read(self, outer: Field, schema: Schema) -> dict[str, Any]:
+        """The known fields of an inner message, by name."""
         values: dict[str, Any] = {}
         for field in self.fields(*self.span(outer)):
-            if field.number not in table:
-                if strict:
-                    raise self.damage_error(
-                        field.start, f"{what} has field {field.number}, which is not part of the format"
-                    )
-                continue
-            name, read = table[field.number]
-            if read is None:
-                self._extend(values.setdefault(name, []), field)
-            elif name in values:
-                raise self.damage_error(field.start, f"{what} has field {field.number} twice")
-            else:
-                values[name] = read(self, field)
+            what = f"{schema.what} has field {field.number}"
+            name, kind = schema.fields.get(field.number, ("", None))
+            if kind is None and schema.strict:
+                raise self.damage_error(field.start, f"{what}, which is not part of the format")
+            if name in values and kind != "numbers":
+                raise self.damage_error(field.start, f"{what} twice")
+            match kind:
+                case "number":
+                    values[name] = self.number(field)
+                case "numbers":
+                    self._extend(values.setdefault(name, []), field)
+                case "text":
+                    values[name] = self.text(field)
+                case "span":
+                    values[name] = self.span(field)
+                case Schema():
+                    values[name] = self.read(field, kind)
+                case None:
+                    pass
         return values
 
     def _extend(self, numbers: list[int], field: Field) -> None:
@@ -145,7 +166,3 @@ class Message:
             return content.decode()
         except UnicodeDecodeError as error:
             raise self.damage_error(start, f"field {field.number} is not text") from error
-
-
-Table = Mapping[int, tuple[str, Callable[[Message, Field], Any] | None]]
-"""For each field number of a message: its name and its reader; None for repeated integers."""

@@ -115,10 +115,10 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
         match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
         if match is None or not os.path.isdir(inner):
             continue
-        held = [file for file in list_names(inner) if file.endswith((".ckpt", ".safetensors"))]
-        if len(held) != 1:
-            problems.append(f"{inner} has {len(held)}" + (f": {', '.join(held[:5])}" if held else ""))
-        elif files.setdefault(int(match[1]), path := os.path.join(inner, held[0])) != path:
+        inside = [file for file in list_names(inner) if file.endswith((".ckpt", ".safetensors"))]
+        if len(inside) != 1:
+            problems.append(f"{inner} has {len(inside)}" + (f": {', '.join(inside[:5])}" if inside else ""))
+        elif files.setdefault(int(match[1]), path := os.path.join(inner, inside[0])) != path:
             problems.append(f"{inner} is of the same rank as {files[int(match[1])]}")
     if problems:
         raise InputError(
@@ -157,7 +157,7 @@ def assemble(
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
     boxes = _boxes(arrays, _require_mapping(offsets, "offsets"), _require_mapping(shapes, "shapes"))
     firsts = {name: next(iter(shards.values())) for name, shards in arrays.items() if name not in boxes}
-    leaves = [(name, jax.ShapeDtypeStruct(one.shape, DTYPES.get(one.dtype, np.uint8))) for name, one in firsts.items()]
+    leaves = [(name, jax.ShapeDtypeStruct(a.shape, DTYPES.get(a.dtype, np.uint8))) for name, a in firsts.items()]
     if isinstance(specs, Mapping):  # keys are names, not paths, so a "/" in a key is not escaped
         specs = nested_dicts({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
     chosen = resolve_specs(specs, leaves)

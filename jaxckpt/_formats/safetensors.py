@@ -82,13 +82,29 @@ def read_header(path: str) -> dict[str, ForeignArray]:
 
     Raises DataError if the file is truncated, or its tensors overlap, leave a gap, or do not fit their shapes.
     """
+    return read_header_and_metadata(path)[0]
+
+
+def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[str, str]]:
+    """As `read_header`, with the metadata in the header."""
     with opened(path) as handle:
         size = os.fstat(handle).st_size
-        _, header = _parse_header(path, handle, size)
-        start = 8 + int.from_bytes(read_at(handle, 8, 0), "little")
+        length = int.from_bytes(read_at(handle, 8, 0), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise DataError(
+                f"{path} is not a .safetensors file, or was truncated: its header would be {length} bytes, the file is"
+                f" {size}"
+            )
+        text, what = read_at(handle, length, 8), f"the header of {path}"
+    if not text.startswith(b"{"):
+        raise DataError(f"{what} is damaged: it does not start with '{{'")
+    record = from_json(what, text, dict[str, Any])
+    metadata = record.pop("__metadata__", None)
+    metadata = convert_checked(what, {} if metadata is None else metadata, dict[str, str])
+    entries = convert_checked(what, record, dict[str, _Entry])
     tensors: dict[str, ForeignArray] = {}
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
+    start, end = 8 + length, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
             raise DataError(
                 f"{path}: {show_path(name)} has dtype {entry.dtype[:40]!r}, which the format does not define"
@@ -112,30 +128,7 @@ def read_header(path: str) -> dict[str, ForeignArray]:
         end = last
     if start + end != size:
         raise DataError(f"{path} is {size} bytes long, expected {start + end} from its header")
-    return tensors
-
-
-def read_metadata(path: str) -> dict[str, str]:
-    """The metadata in the header of a .safetensors file. Raises DataError."""
-    with opened(path) as handle:
-        return _parse_header(path, handle, os.fstat(handle).st_size)[0]
-
-
-def _parse_header(path: str, handle: int, size: int) -> tuple[dict[str, str], dict[str, _Entry]]:
-    """The metadata and the entries in the header of a .safetensors file of `size` bytes. Raises DataError."""
-    length = int.from_bytes(read_at(handle, 8, 0), "little")
-    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise DataError(
-            f"{path} is not a .safetensors file, or was truncated: its header would be {length} bytes, the file is"
-            f" {size}"
-        )
-    text, what = read_at(handle, length, 8), f"the header of {path}"
-    if not text.startswith(b"{"):
-        raise DataError(f"{what} is damaged: it does not start with '{{'")
-    record = from_json(what, text, dict[str, Any])
-    metadata = record.pop("__metadata__", None)
-    notes = convert_checked(what, {} if metadata is None else metadata, dict[str, str])
-    return notes, convert_checked(what, record, dict[str, _Entry])
+    return tensors, metadata
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------
@@ -163,12 +156,11 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 def open_safetensors(path: str) -> ForeignCheckpoint:
     """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
     Face's files. Raises DataError, InputError, NotACheckpointError."""
-    tensors = {name: _as_readable(array) for name, array in _tensors(path).items()}
+    tensors = {
+        name: array if array.dtype in DTYPES else unreadable(f"has dtype {array.dtype}, which jaxckpt cannot read")
+        for name, array in _tensors(path).items()
+    }
     return compose(path, _as_tree(tensors), "safetensors")
-
-
-def _as_readable(array: ForeignArray) -> ForeignArray:
-    return array if array.dtype in DTYPES else unreadable(f"has dtype {array.dtype}, which jaxckpt cannot read")
 
 
 def _tensors(path: str) -> dict[str, ForeignArray]:

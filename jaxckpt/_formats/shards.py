@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,18 +20,15 @@ from jaxckpt._model.grid import (
     Box,
     Spec,
     extent,
-    intersection,
     pieces_along,
-    relative,
     show_box,
-    slices_within,
     spec_box,
     spec_problem,
     volume,
 )
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._sources.foreign import ArrayData, ForeignArray
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, Replicas, Tiled
 from jaxckpt._store import files
 from jaxckpt.errors import DataError, SpecError, show_lines, show_path
 
@@ -78,7 +76,7 @@ class FileData(ArrayData):
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next along each dimension, in C order."""
-    return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()
+    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()
 
 
 def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -92,8 +90,8 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
     shape = target.shape
     span = sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) + target.itemsize
     in_order = span == target.nbytes and all(
-        side == 1 or stride == wanted * target.itemsize
-        for side, stride, wanted in zip(shape, strides, c_strides(shape), strict=True)
+        side == 1 or stride == c_stride * target.itemsize
+        for side, stride, c_stride in zip(shape, strides, c_strides(shape), strict=True)
     )
     if in_order and target.flags.c_contiguous:
         files.read_into(path, handle, offset, [target.reshape(-1).view(np.uint8)])
@@ -103,59 +101,13 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
         np.copyto(target, np.ndarray(shape, target.dtype, raw.data, 0, strides))
     else:
         dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
-        rest = (*strides[:dim], *strides[dim + 1 :])
         # Several indices per part if they are small. Otherwise each row of a wide array would need its own call.
         per = max(1, SPAN_BYTES // max(1, strides[dim]))
         for first in range(0, shape[dim], per):
-            rows = target[(slice(None),) * dim + (slice(first, first + per),)]
+            rows, steps = target[(slice(None),) * dim + (slice(first, first + per),)], strides
             if per == 1:
-                _read_strided(path, handle, offset + first * strides[dim], rest, rows.squeeze(dim))
-            else:
-                _read_strided(path, handle, offset + first * strides[dim], strides, rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiled(ArrayData):
-    """An array assembled from pieces that cover each element exactly once, which `require_cover` has checked."""
-
-    pieces: Sequence[tuple[Box, ArrayData]]
-
-    def read(self, box: Box, target: Array) -> None:
-        for held, data in self.pieces:
-            common = intersection(held, box)
-            if common is not None:
-                data.read(relative(common, held), target[slices_within(common, box)])
-
-    def check(self) -> None:
-        for _, data in self.pieces:
-            data.check()
-
-
-@dataclass(frozen=True, slots=True)
-class Replicas(ArrayData):
-    """Copies of an array that must be equal: each read reads all of them and compares them bit for bit."""
-
-    copies: Sequence[ArrayData]
-    names: Sequence[str]
-    """The holder of each copy, for messages: "rank 3"."""
-
-    path: str
-    """Path of the leaf."""
-
-    def read(self, box: Box, target: Array) -> None:
-        self.copies[0].read(box, target)
-        for copy, name in zip(self.copies[1:], self.names[1:], strict=True):
-            other = np.empty_like(target)
-            copy.read(box, other)
-            if as_bits(other).tobytes() != as_bits(target).tobytes():
-                raise DataError(
-                    f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {self.names[0]} and"
-                    f" {name}, which should hold replicas"
-                )
-
-    def check(self) -> None:
-        for copy in self.copies:
-            copy.check()
+                rows, steps = rows.squeeze(dim), (*strides[:dim], *strides[dim + 1 :])
+            _read_strided(path, handle, offset + first * strides[dim], steps, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +140,7 @@ def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str,
     for rank in shards:
         if rank >= math.prod(sides):
             raise DataError(f"{show_path(path)}: rank {rank} is beyond the mesh {dict(axes)}")
-        boxes[rank] = spec_box(axes, spec, shape, [int(place) for place in np.unravel_index(rank, sides)])
+        boxes[rank] = spec_box(axes, spec, shape, [int(index) for index in np.unravel_index(rank, sides)])
     return replace(from_boxes(path, shards, boxes, shape), mesh=MeshRecord.of_axes(tuple(axes.items())), spec=spec)
 
 
@@ -223,14 +175,14 @@ def joined(path: str, shape: tuple[int, ...], shards: Sequence[tuple[str, Box, F
     differ, or if the boxes do not cover the array exactly.
     """
     require_alike(path, [(name, array) for name, _, array in shards], shapes=False)
-    copies: dict[Box, list[tuple[str, ArrayData]]] = {}
+    copies: dict[Box, dict[str, ArrayData]] = {}
     for name, box, array in shards:
         if array.shape != extent(box):
             raise DataError(
                 f"{show_path(path)} has shape {list(array.shape)} in {name}, expected {list(extent(box))} for"
                 f" {show_box(box)}"
             )
-        copies.setdefault(box, []).append((name, array.data))
+        copies.setdefault(box, {})[name] = array.data
     pieces = [(box, _replicas(path, data)) for box, data in copies.items()]
     return replace(shards[0][2], shape=shape, data=tiled(path, shape, pieces))
 
@@ -238,14 +190,13 @@ def joined(path: str, shape: tuple[int, ...], shards: Sequence[tuple[str, Box, F
 def replicated(path: str, copies: Mapping[str, ForeignArray]) -> ForeignArray:
     """The array at a leaf path, from complete copies in several files or ranks, by name. The copies are compared when
     the array is read. Raises DataError if shapes or dtypes differ."""
-    held = list(copies.items())
-    require_alike(path, held)
-    return replace(held[0][1], data=_replicas(path, [(name, array.data) for name, array in held]))
+    named = list(copies.items())
+    require_alike(path, named)
+    return replace(named[0][1], data=_replicas(path, {name: array.data for name, array in named}))
 
 
-def _replicas(path: str, copies: Sequence[tuple[str, ArrayData]]) -> ArrayData:
-    names, data = zip(*copies, strict=True)
-    return data[0] if len(data) == 1 else Replicas(data, names, path)
+def _replicas(path: str, copies: Mapping[str, ArrayData]) -> ArrayData:
+    return Replicas(path, copies) if len(copies) > 1 else next(iter(copies.values()))
 
 
 def tiled(path: str, shape: Sequence[int], pieces: Iterable[tuple[Box, ArrayData]]) -> ArrayData:
@@ -276,10 +227,10 @@ def _cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> Iterable[str]
     if math.prod(len(cut) - 1 for cut in cuts) > 1 << 24:
         yield "there are too many irregular shards to check"
         return
-    places = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
+    numbers = [{edge: number for number, edge in enumerate(cut)} for cut in cuts]
     count = np.zeros([len(cut) - 1 for cut in cuts], np.int32)
     for box in boxes:
-        count[tuple(slice(places[dim][a], places[dim][b]) for dim, (a, b) in enumerate(box))] += 1
+        count[tuple(slice(numbers[dim][a], numbers[dim][b]) for dim, (a, b) in enumerate(box))] += 1
     for cell in np.argwhere(count != 1):
         box = tuple((cuts[dim][number], cuts[dim][number + 1]) for dim, number in enumerate(cell.tolist()))
         n = int(count[tuple(cell)])

@@ -241,7 +241,7 @@ def _parameter(data: Any = None, grad: Any = None, hooks: Any = None, state: Any
 def _reject_conjugated(tensor: Any, metadata: list[Any]) -> Any:
     """The tensor if its bits are its values, otherwise a leaf that cannot be read: torch conjugates and negates some
     tensors only when they are used."""
-    if any(isinstance(one, dict) and any(cast("dict[Any, Any]", one).values()) for one in metadata):
+    if any(isinstance(flags, dict) and any(cast("dict[Any, Any]", flags).values()) for flags in metadata):
         return unreadable("is a tensor with its conjugate or negative bit set; torch's resolve_conj() clears it")
     return tensor
 

@@ -67,8 +67,8 @@ def _write_array(folder: str, data: Data, dimension_names: Sequence[str], option
     write_json(os.path.join(folder, _METADATA), metadata)
     writer = FileWriter(folder, stack, sync=False)  # everything is synced at the end
     for index, box in stack.objects() if 0 not in shape else ():
-        held = data[tuple(slice(*side) for side in box)]
-        writer.write(index, Pieces(box, data.dtype, box[0][1] - box[0][0], [[(box, held)]])).result()
+        values = data[tuple(slice(*side) for side in box)]
+        writer.write(index, Pieces(box, data.dtype, box[0][1] - box[0][0], [[(box, values)]])).result()
 
 
 def _write_scalar(folder: str, data: Data) -> None:

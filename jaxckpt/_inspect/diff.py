@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.grid import Box, cut_to_size, whole_box
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.select import Select, parse_select
@@ -165,13 +165,11 @@ def diff(
     all_leaves = a.leaves | b.leaves
     chosen = set(itertools.compress(all_leaves, parse_select(select).choose(all_leaves, "either checkpoint")))
     deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
-    in_both = [(path, a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves]
+    in_both = {path: (a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves}
     pairs = {
-        path: (leaf_a, leaf_b)
-        for path, leaf_a, leaf_b in in_both
-        if (leaf_a.is_array, leaf_a.stored_shape) == (leaf_b.is_array, leaf_b.stored_shape)
+        path: pair for path, pair in in_both.items() if len({(leaf.is_array, leaf.stored_shape) for leaf in pair}) == 1
     }
-    total = sum(leaf_a.nbytes + leaf_b.nbytes for leaf_a, leaf_b in pairs.values())
+    total = sum(leaf.nbytes for pair in pairs.values() for leaf in pair)
     with display_progress("diff", total, options.progress) as advance:
         for path, box_a, box_b in _boxes(a, b, pairs, options):
             deltas[path] = _add_differences(deltas[path], box_a, box_b)
@@ -239,7 +237,7 @@ def _boxes(
         stack, shape = leaf.stack, leaf.stored_shape
         fits = options.host_bytes // (size // math.prod(shape))
         grids = (stack.object[1:], stack.chunk[1:])
-        for box in cut_down(whole_box(shape), grids, lambda box, fits=fits: volume(box) <= fits):
+        for box in cut_to_size(whole_box(shape), grids, fits):
             yield path, a.box(path, box), b.box(path, box)
     if batch:
         yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
@@ -315,8 +313,7 @@ def _distance(a: Array, b: Array) -> tuple[Array, Array]:
     a, b = _wide(a), _wide(b)
     with np.errstate(all="ignore"):
         distance = np.abs(a - b)
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-    distance = np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))
+    distance = np.where(_equal(a, b), 0.0, np.where(np.isnan(distance), np.inf, distance))
     return distance, np.maximum(np.abs(a), np.abs(b))
 
 

@@ -6,18 +6,20 @@ Names of leaves, axes and processes can be any text. `element` escapes everythin
 from __future__ import annotations
 
 import collections
-import functools
 import html
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from jaxckpt._model.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._pipeline.progress import show_bytes
+
+T = TypeVar("T")
 
 COLOURS: tuple[str, ...] = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#99ddff", "#ffaabb", "#bbcc33", "#aaaa00")
 """Paul Tol's "light" scheme (Colour Schemes, SRON/EPS/TN/09-002, 2021). Color-blind people can distinguish the
@@ -104,22 +106,8 @@ def _svg(width: str, height: float, label: str, *children: Markup) -> Markup:
     )
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: int | None, title: str, **more: str) -> Markup:
-    """A rectangle with a tooltip; gray without a color."""
-    return element(
-        "rect",
-        element("title", title),
-        x=_number(x),
-        y=_number(y),
-        width=_number(max(0.0, width)),
-        height=_number(max(0.0, height)),
-        rx=2,
-        **_filled(colour),
-        **more,
-    )
-
-
 def _filled(colour: int | None) -> dict[str, str]:
+    """The attributes of a shape with this color; gray without a color."""
     if colour is None:
         return {"class_": "kx", "fill": _GREY}
     return {"class_": f"k{colour % len(COLOURS)}", "fill": COLOURS[colour % len(COLOURS)]}
@@ -136,8 +124,10 @@ def term(name: str) -> Markup:
 
 def definitions(figures: Mapping[str, str], *, explain: bool = True) -> Markup:
     """Figures with their names, and explanations for known names."""
-    named = term if explain else functools.partial(element, "dt")
-    pairs = [element("div", named(name), element("dd", figure)) for name, figure in figures.items()]
+    pairs = [
+        element("div", term(name) if explain else element("dt", name), element("dd", figure))
+        for name, figure in figures.items()
+    ]
     return element("dl", *pairs, class_="figures")
 
 
@@ -186,21 +176,23 @@ def layout_drawing(mesh: MeshRecord | None, spec: Spec, rank: int, where: str, w
     x_at, x_gap = _cell_positions(columns, width - left)
     height = 34 if rows <= 4 else 30
     y_at, y_gap = _cell_positions(rows, min(rows, _MAX_CELLS) * height if rows > 1 else 56)
-    holders = _BoxDevices(mesh, spec, rank)
+    # Axes of size 1 split nothing, and NumPy takes at most 32 or 64 axes.
+    sizes = {name: size for name, size in axes.items() if size > 1}
+    devices = np.zeros(0, np.int64) if mesh is None else np.array(mesh.devices).reshape(tuple(sizes.values()))
     drawn: list[Markup] = []
     for row, (y, tall) in y_at.items():
         for column, (x, wide) in x_at.items():
-            index = _unravelled(row, [pieces[dim] for dim in row_dims]) + _unravelled(
-                column, [pieces[dim] for dim in column_dims]
-            )
-            box = dict(zip([*row_dims, *column_dims], index, strict=True))
-            held = holders(box)
+            box = _unravelled(row, {dim: pieces[dim] for dim in row_dims})
+            box |= _unravelled(column, {dim: pieces[dim] for dim in column_dims})
+            position: dict[str, int] = {}
+            for dim, piece in box.items():
+                position |= _unravelled(piece, {name: sizes[name] for name in spec[dim] if name in sizes})
+            holders = devices[tuple(position.get(name, slice(None)) for name in sizes)].reshape(-1).tolist()
             number = row * columns + column
             # Neighbors have different colors for any number of columns.
             colour = None if mesh is None else number if rows * columns <= len(COLOURS) else 3 * row + column
-            drawn.append(
-                _box(left + x, top + y, wide, tall, colour, held, where, [box.get(dim, 0) for dim in range(rank)])
-            )
+            index = [box.get(dim, 0) for dim in range(rank)]
+            drawn.append(_box((left + x, top + y, wide, tall), colour, holders, where, index))
     if x_gap:
         drawn.append(_text(left + x_gap, top + y_at[0][0] + y_at[0][1] / 2 + 4, "⋯", text_anchor="middle"))
     if y_gap:
@@ -222,9 +214,8 @@ def _cell_positions(count: int, room: float) -> tuple[dict[int, tuple[float, flo
         return {cell: (cell * each + 1, each - 2) for cell in range(count)}, None
     gap = 16.0
     each = (room - gap) / 7
-    first = {cell: (cell * each + 1, each - 2) for cell in range(5)}
-    last = {count - 2 + cell: (5 * each + gap + cell * each + 1, each - 2) for cell in range(2)}
-    return first | last, 5 * each + gap / 2
+    starts = {cell: cell * each for cell in range(5)} | {count - 2: 5 * each + gap, count - 1: 6 * each + gap}
+    return {cell: (start + 1, each - 2) for cell, start in starts.items()}, 5 * each + gap / 2
 
 
 def _describe_split(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most: int) -> str:
@@ -234,62 +225,39 @@ def _describe_split(dims: Sequence[int], pieces: Sequence[int], spec: Spec, most
     return clipped(text, most)
 
 
-def _unravelled(number: int, counts: Sequence[int]) -> list[int]:
-    """The index of an element in an array with these sides, from its number in row-major order."""
-    return [int(at) for at in np.unravel_index(number, tuple(counts))]
-
-
-class _BoxDevices:
-    """Ids of the devices that hold a box, given by its index along the dimensions that are split."""
-
-    def __init__(self, mesh: MeshRecord | None, spec: Spec, rank: int) -> None:
-        # Axes of size 1 split nothing, and NumPy takes at most 32 or 64 axes.
-        self._axes = {} if mesh is None else {name: size for name, size in mesh.axes.items() if size > 1}
-        self._grid = np.array(() if mesh is None else mesh.devices, np.int64)
-        if mesh is not None:
-            self._grid = self._grid.reshape(tuple(self._axes.values()))
-        self._spec = [[axis for axis in entry if axis in self._axes] for entry in spec[:rank]]
-
-    def __call__(self, box: Mapping[int, int]) -> list[int]:
-        at: dict[str, int] = {}
-        for dim, number in box.items():
-            names = self._spec[dim]
-            at.update(zip(names, _unravelled(number, [self._axes[name] for name in names]), strict=True))
-        return self._grid[tuple(at.get(name, slice(None)) for name in self._axes)].reshape(-1).tolist()
+def _unravelled(number: int, sizes: Mapping[T, int]) -> dict[T, int]:
+    """The index of an element along each axis, from its number in row-major order."""
+    return dict(zip(sizes, map(int, np.unravel_index(number, tuple(sizes.values()))), strict=True))
 
 
 def _box(
-    x: float,
-    y: float,
-    wide: float,
-    tall: float,
+    area: tuple[float, float, float, float],
     colour: int | None,
-    held: Sequence[int],
+    devices: Sequence[int],
     where: str,
     index: Sequence[int],
 ) -> Markup:
-    """One box, with as many of its devices written into it as fit."""
-    ids = show_ids(held)
-    lines = [where]
-    if held:
-        copies = f"×{len(held)}" if len(held) > 1 else ""
+    """One box in an area, (x, y, width, height), with as many of its devices written into it as fit."""
+    x, y, wide, tall = area
+    ids = show_ids(devices)
+    lines = [ids if devices else where]
+    if len(devices) > 1:
+        copies = f"×{len(devices)}"
         room = int((wide - 4) / 6.2)
-        if len(held) > 1 and len(ids) + len(copies) + 1 <= room and tall < 40:
+        lines = [ids if len(ids) <= room else f"{devices[0]}…", copies]
+        if len(ids) + len(copies) + 1 <= room and tall < 40:
             lines = [f"{ids} {copies}"]
-        elif len(held) > 1:
-            lines = [ids if len(ids) <= room else f"{held[0]}…", copies]
-        else:
-            lines = [ids]
     middle = y + tall / 2 + 4 - 6.5 * (len(lines) - 1)
     texts = [
         _text(x + wide / 2, middle + 13 * number, line, fill=_INK, text_anchor="middle", class_="ink")
         for number, line in enumerate(lines)
     ]
-    many = f"{len(held)} replicas on devices" if len(held) > 1 else "device"
-    title = f"{many} {show_ids(held, most=64)}" if held else where
+    many = f"{len(devices)} replicas on devices" if len(devices) > 1 else "device"
+    title = f"{many} {show_ids(devices, most=64)}" if devices else where
+    corner = {"x": _number(x), "y": _number(y), "width": _number(max(0.0, wide)), "height": _number(max(0.0, tall))}
     return element(
         "g",
-        _rect(x, y, wide, tall, colour, title),
+        element("rect", element("title", title), **corner, rx=2, **_filled(colour)),
         *texts,
         class_="box",
         pointer_events="all",
@@ -345,8 +313,8 @@ def bars(label: str, lines: Sequence[Bar], legend: Sequence[str] = ()) -> Markup
         drawn.append(_text("100%", y + 12, bar.figure, text_anchor="end"))
         at = 0.0
         for colour, fraction, title in bar.sections:
-            place = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
-            drawn.append(element("rect", element("title", title), **place, **_filled(colour)))
+            area = {"x": f"{at:.3%}", "y": _number(y + 17), "width": f"{fraction:.3%}", "height": 12}
+            drawn.append(element("rect", element("title", title), **area, **_filled(colour)))
             at += fraction
     return _svg("100%", top + 36 * len(lines), label, *drawn)
 

@@ -229,15 +229,14 @@ def _histograms(source: Source, options: Options) -> dict[int, dict[str, Any]]:
     histograms: dict[int, dict[str, Any]] = {}
     # Half for the data that is read, half for copies in other dtypes.
     options = replace(options, host_bytes=max(1, options.host_bytes // 2))
-    leaves = [
-        (number, leaf)
+    sizes = {
+        number: source.manifest.leaf_bytes(leaf)
         for number, leaf in enumerate(source.manifest.leaves)
         if leaf.stack is not None and leaf.kind not in ("key", "str", "bytes")
         if jnp.issubdtype(DTYPES[source.manifest.stacks[leaf.stack].dtype], jnp.floating)
-    ]
-    n_bytes = sum(source.manifest.leaf_bytes(leaf) for _, leaf in leaves)
-    with display_progress("report", n_bytes, options.progress) as advance:
-        for number, _ in leaves:
+    }
+    with display_progress("report", sum(sizes.values()), options.progress) as advance:
+        for number in sizes:
             values = _ValueStatistics()
             for slab in StoredArray(source, number, options, advance).slabs():
                 values.add(slab)
@@ -260,12 +259,12 @@ class _ValueStatistics:
         for begin in range(0, flat.size, _BLOCK):
             self._add(flat[begin : begin + _BLOCK].astype(np.float64))
 
-    def _add(self, some: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        values = some[np.isfinite(some)]
-        nan = int(np.isnan(some).sum())
+    def _add(self, block: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        values = block[np.isfinite(block)]
+        nan = int(np.isnan(block).sum())
         self._nan += nan
-        self._inf += some.size - values.size - nan
-        self._zero += some.size - int(np.count_nonzero(some))
+        self._inf += block.size - values.size - nan
+        self._zero += block.size - int(np.count_nonzero(block))
         if not values.size:
             return
         self._least, self._most = min(self._least, values.min()), max(self._most, values.max())
@@ -308,17 +307,15 @@ class _ValueStatistics:
         width = (self._high - self._low) / _FINE_BINS
         low = self._low + float(filled[0]) * width
         high = low + width * each * counts.size
+        limit = sys.float_info.max  # an edge of the bins may exceed it
+        low, high = (min(max(edge / _SCALE, -limit), limit) for edge in (low, high))
+        std = math.sqrt(self._squared_deviations / self._finite)
+        named = {"min": self._least, "max": self._most, "mean": self._mean, "std": std}
         return {
-            "low": min(max(low / _SCALE, -sys.float_info.max), sys.float_info.max),
-            "high": min(max(high / _SCALE, -sys.float_info.max), sys.float_info.max),
+            "low": low,
+            "high": high,
             "counts": counts.tolist(),
-            "facts": {
-                "min": f"{self._least:.6g}",
-                "max": f"{self._most:.6g}",
-                "mean": f"{self._mean:.6g}",
-                "std": f"{math.sqrt(self._squared_deviations / self._finite):.6g}",
-                **facts,
-            },
+            "facts": {name: f"{value:.6g}" for name, value in named.items()} | facts,
         }
 
 
@@ -365,7 +362,7 @@ def _save_section(manifest: Manifest) -> Markup:
     longest = max(totals, default=0.0)
     if not longest:
         return Markup()
-    slowest = sorted(range(len(totals)), key=lambda process: -totals[process])[:MAX_BARS]
+    slowest = sorted(sorted(range(len(totals)), key=lambda process: -totals[process])[:MAX_BARS])
     lines = [
         Bar(
             f"process {process}",
@@ -375,7 +372,7 @@ def _save_section(manifest: Manifest) -> Markup:
                 for number, (name, seconds) in enumerate(phases.items())
             ),
         )
-        for process in sorted(slowest)
+        for process in slowest
     ]
     about = (
         "Time until each process had written its share; process 0 then published the checkpoint. Phases alternate;"
@@ -384,9 +381,7 @@ def _save_section(manifest: Manifest) -> Markup:
     if len(totals) > MAX_BARS:
         about += f" The slowest {MAX_BARS} of {len(totals)} processes are shown."
     names = [_phase(name) for name in phases]
-    rows = [
-        [f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in sorted(slowest)
-    ]
+    rows = [[f"process {process}", *(show_seconds(phases[name][process]) for name in phases)] for process in slowest]
     return _section(
         "Save time by process and phase",
         element("p", about, class_="soft"),

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple
 
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import object_index, zarr
 from jaxckpt._model.file_names import MANIFEST
-from jaxckpt._model.grid import Box, cut_down, volume, whole_box
+from jaxckpt._model.grid import Box, cut_to_size, volume, whole_box
 from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.pipeline import Budget, pipeline
-from jaxckpt._pipeline.progress import Report, display_progress, report_nothing, show_bytes
+from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.workers import StorageThread, Workers
 from jaxckpt._restore.read_loop import read_box
@@ -53,8 +53,6 @@ _CHECK_BYTES = 8 << 20
 
 _REPORT_SECONDS = 0.1
 """How often progress is reported while objects are read."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,24 +183,17 @@ def _verify(path: Location, quick: bool, options: Options, step: str = "") -> Ve
     files = list(_files(manifest))
     misfits = store.check_lengths({file.key: file.length for file in files})
     problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
-    small = functools.partial(_check_small, store)
-    seconds = options.timeout_seconds
-    for more in _check_concurrently(small, store, _small_files(manifest), _ReadMeter(report_nothing, None), seconds):
-        problems.extend(more)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with display_progress("verify", total, options.progress, step) as advance:
         meter = _ReadMeter(advance, options.max_bytes_per_second)
-        check = functools.partial(_check, store, meter)
-        for more in _check_concurrently(check, store, _throttle(rest, meter), meter, seconds):
-            problems.extend(more)
+        files_to_read = itertools.chain(_small_files(manifest), _throttle(rest, meter))
+        problems += _check_concurrently(store, files_to_read, meter, options.timeout_seconds)
     became = source.change_since_open() if problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
-    places = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
-    problems.sort(
-        key=lambda problem: (-1 if problem.leaf is None else places[problem.leaf], problem.box or (), problem.object)
-    )
+    numbers = {None: -1, **manifest.numbers}
+    problems.sort(key=lambda problem: (numbers[problem.leaf], problem.box or (), problem.object))
     return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
 
 
@@ -216,10 +207,10 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, st
         meter = _ReadMeter(advance, options.max_bytes_per_second)
         for number in arrays:
             leaf = manifest.leaves[number]
-            place, row = manifest.stack_and_row(leaf)
-            stack = manifest.decoded_stacks[place]
+            number_of_stack, row = manifest.stack_and_row(leaf)
+            stack = manifest.decoded_stacks[number_of_stack]
             fits = max(1, max_read_bytes(options.host_bytes) // stack.itemsize)
-            for box in cut_down(whole_box(stack.shape), (stack.chunk[1:],), lambda box, fits=fits: volume(box) <= fits):
+            for box in cut_to_size(whole_box(stack.shape), (stack.chunk[1:],), fits):
                 try:
                     read_box(source, number, box, options)
                 except (DataError, StorageError) as error:
@@ -227,7 +218,7 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, st
                 meter.add(volume(box) * stack.itemsize)
                 meter.pause(volume(box) * stack.itemsize)
             try:
-                source.row_data[place][row].check()
+                source.row_data[number_of_stack][row].check()
             except (DataError, StorageError) as error:
                 if not (problems and problems[-1].leaf == leaf.path):
                     problems.append(Problem(leaf.path, str(error), object=source.url))
@@ -255,6 +246,34 @@ class _ExpectedObject:
         for row in range(first, last):
             for leaf in self.leaves.get(row, ()):
                 yield Problem(leaf, reason, object=self.key, box=tuple(sides))
+
+    def check(self, store: Store, meter: _ReadMeter) -> Iterable[Problem]:
+        """Read it completely. Any thread."""
+        try:
+            problems = retry_stale(self._read, store, meter)
+        except (DataError, OSError) as error:
+            _require_answer(error)
+            return self.problems(None, f"cannot be read: {error}")
+        return [problem for box, reason in problems for problem in self.problems(box, reason)]
+
+    def _read(self, store: Store, meter: _ReadMeter) -> list[tuple[Box | None, str]]:
+        left = self.length
+
+        def read_counted(start: int, stop: int) -> Bytes:
+            nonlocal left
+            content = read(start, stop)
+            counted = min(left, len(content))  # some bytes may be read twice
+            left -= counted
+            meter.add(counted)
+            return content
+
+        try:
+            with store.range_reader(self.key) as read:
+                return list(
+                    object_index.object_problems(read_counted, self.stack, self.index, self.length, self.digest)
+                )
+        finally:
+            meter.add(left)
 
 
 def _files(manifest: Manifest) -> Iterator[_ExpectedObject]:
@@ -306,52 +325,30 @@ def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_
         meter.pause(file.length)
 
 
-def _check(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> list[Problem]:
-    try:
-        found = retry_stale(_object_problems, store, meter, file)
-    except (DataError, OSError) as error:
-        _require_answer(error)
-        return list(file.problems(None, f"cannot be read: {error}"))
-    return [problem for box, reason in found for problem in file.problems(box, reason)]
+class _SmallFile(NamedTuple):
+    """A zarr.json, or the state of a process."""
+
+    key: str
+    sha256: str
+
+    def check(self, store: Store, meter: _ReadMeter) -> Iterable[Problem]:
+        """Read it. Any thread."""
+        try:
+            content = store.read(self.key)
+        except (DataError, StorageError) as error:
+            _require_answer(error)
+            return [Problem(None, f"cannot be read: {error}", object=self.key)]
+        if content is not None and hashlib.sha256(content).hexdigest() == self.sha256:
+            return []
+        reason = "is missing" if content is None else "differs from the file that was saved"
+        return [Problem(None, reason, object=self.key)]
 
 
-def _object_problems(store: Store, meter: _ReadMeter, file: _ExpectedObject) -> list[tuple[Box | None, str]]:
-    left = file.length
-
-    def read_counted(start: int, stop: int) -> Bytes:
-        nonlocal left
-        found = read(start, stop)
-        counted = min(left, len(found))  # some bytes may be read twice
-        left -= counted
-        meter.add(counted)
-        return found
-
-    try:
-        with store.range_reader(file.key) as read:
-            return list(object_index.object_problems(read_counted, file.stack, file.index, file.length, file.digest))
-    finally:
-        meter.add(left)
-
-
-def _small_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """(key, SHA-256) of each zarr.json and of each process state."""
+def _small_files(manifest: Manifest) -> Iterator[_SmallFile]:
     for record in manifest.stacks:
-        yield f"{manifest.data_folder}/{record.name}/zarr.json", record.sha256
+        yield _SmallFile(f"{manifest.data_folder}/{record.name}/zarr.json", record.sha256)
     for process, (_, sha256) in enumerate(manifest.process_states):
-        yield f"{manifest.data_folder}/{manifests.state_file_name(process)}", sha256
-
-
-def _check_small(store: Store, file: tuple[str, str]) -> list[Problem]:
-    key, sha256 = file
-    try:
-        content = store.read(key)
-    except (DataError, StorageError) as error:
-        _require_answer(error)
-        return [Problem(None, f"cannot be read: {error}", object=key)]
-    if content is None:
-        return [Problem(None, "is missing", object=key)]
-    same = hashlib.sha256(content).hexdigest() == sha256
-    return [] if same else [Problem(None, "differs from the file that was saved", object=key)]
+        yield _SmallFile(f"{manifest.data_folder}/{manifests.state_file_name(process)}", sha256)
 
 
 def _require_answer(error: Exception) -> None:
@@ -364,7 +361,7 @@ def _require_answer(error: Exception) -> None:
 class _RunningCheck:
     """A file that is being checked in another thread."""
 
-    task: Task[list[Problem]]
+    task: Task[Iterable[Problem]]
     meter: _ReadMeter
     aside: StorageThread
     doing: str
@@ -373,7 +370,7 @@ class _RunningCheck:
     def done(self) -> bool:
         return self.task.done()
 
-    def result(self) -> list[Problem]:
+    def result(self) -> Iterable[Problem]:
         """Its problems. Reports in the meantime. Raises StorageError if the storage hangs."""
         problems = self.aside.run(self.doing, self.task.result, self.meter.report)
         self.meter.report()
@@ -381,8 +378,8 @@ class _RunningCheck:
 
 
 def _check_concurrently(
-    check: Callable[[T], list[Problem]], store: Store, files: Iterable[T], meter: _ReadMeter, seconds: float
-) -> Iterator[list[Problem]]:
+    store: Store, files: Iterable[_SmallFile | _ExpectedObject], meter: _ReadMeter, seconds: float
+) -> Iterator[Problem]:
     """The problems of each file, in order. Some files are checked concurrently, and a few are queued.
 
     Raises StorageError if the storage hangs for `seconds`.
@@ -390,10 +387,10 @@ def _check_concurrently(
     doing = f"reading from {store.url}"
     with contextlib.closing(Workers("jaxckpt-verify", _THREADS)) as threads, StorageThread(seconds) as aside:
 
-        def begin(file: T) -> _RunningCheck:
-            task = aside.run(doing, functools.partial(threads.submit, functools.partial(check, file)))
+        def begin(file: _SmallFile | _ExpectedObject) -> _RunningCheck:
+            task = aside.run(doing, lambda: threads.submit(lambda: file.check(store, meter)))
             return _RunningCheck(task, meter, aside, doing)
 
         # A small limit, because the queued files are checked even after an interrupt.
         for _, problems in pipeline(files, lambda file: _CHECK_BYTES, begin, Budget(4 * _THREADS * _CHECK_BYTES)):
-            yield problems
+            yield from problems

@@ -392,6 +392,11 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
             yield hull(box for _, box in served), tuple(number for number, _ in served)
 
 
+def cut_to_size(box: Box, grids: Sequence[Sequence[int]], max_elements: int) -> Iterator[Box]:
+    """As `cut_down`, until no part has more than `max_elements`."""
+    return cut_down(box, grids, lambda part: volume(part) <= max_elements)
+
+
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
     """`box`, cut at the borders of the first grid. Cells that are too large are cut at the borders of the next grid.
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, cut_down, extent, intersection, slices_within, volume, whole_box
+from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, aligned_empty, assign
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS
@@ -380,7 +380,7 @@ class StoredArray:
             [1] * dim + [chunk * max(1, fits // (chunk * math.prod(sides[dim + 1 :])))] + sides[dim + 1 :]
             for dim, chunk in enumerate(stack.chunk[1:])
         ]
-        for box in cut_down(whole_box(stack.shape), grids, lambda box: volume(box) <= fits):
+        for box in cut_to_size(whole_box(stack.shape), grids, fits):
             yield self[tuple(slice(*side) for side in box)]
 
 

@@ -1,18 +1,18 @@
-"""Applies a rule to the leaves of a source: returns the target's leaves, or the problems."""
+"""Applies a rule to the leaves of a source: returns the target's leaves, and the problems."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, Spec, whole_box
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._rules.axis_layouts import AxisLayout, Interval, solve
+from jaxckpt._rules.axis_layouts import AxisLayout, Interval, MisfitError, solve
 from jaxckpt._rules.mapped_data import ComparedData, MappedData, MappedSource
 from jaxckpt._rules.rule import CaptureValues, Rule, captures, fill_captures, paths_in
 from jaxckpt._rules.scales import dequantize
@@ -32,12 +32,12 @@ class SourceLeaves:
         self._numbers = source.manifest.numbers
         self.paths = self._numbers.keys()
 
-    def array(self, path: str) -> ForeignArray | str:
-        """A leaf, or the reason why a rule cannot use it."""
+    def array(self, path: str) -> ForeignArray:
+        """A leaf. Raises MisfitError if a rule cannot use it."""
         manifest = self._source.manifest
         record = manifest.leaves[self._numbers[path]]
         if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
-            return f"{show_path(path)} is a {record.kind}, not a numeric array"
+            raise MisfitError(f"{show_path(path)} is a {record.kind}, not a numeric array")
         if isinstance(self._source, ForeignCheckpoint):
             block = self._source.row_data[record.stack][record.row]
         else:
@@ -55,37 +55,42 @@ def apply_rule(
     matches: Sequence[Mapping[CaptureValues, str]],
     scales: Sequence[Mapping[CaptureValues, str]],
     leaves: SourceLeaves,
-) -> Iterator[tuple[str, ForeignArray] | str]:
-    """The target leaves of a rule, or texts that describe the problems."""
+) -> tuple[list[tuple[str, ForeignArray]], list[str]]:
+    """The target leaves of a rule, by path, and texts that describe the problems."""
+    targets: list[tuple[str, ForeignArray]] = []
+    problems: list[str] = []
     kept = [name for name in captures(rule.source) if name in captures(rule.target)]
     stacked = tuple(name for name in captures(rule.source) if name not in kept)
     sources: dict[tuple[int, ...], list[dict[tuple[int, ...], str]]] = {}
     scale_of = {
         path: scaled.get(values)
-        for found, scaled in zip(matches, scales, strict=False)
-        for values, path in found.items()
+        for paths, scaled in zip(matches, scales, strict=False)
+        for values, path in paths.items()
     }
-    for number, found in enumerate(matches):
-        for values, path in found.items():
+    for number, paths in enumerate(matches):
+        for values, path in paths.items():
             of = dict(values)
             group = sources.setdefault(tuple(of[name] for name in kept), [{} for _ in matches])
             group[number][tuple(of[name] for name in stacked)] = path
     for number, name in enumerate(kept):
-        yield from _number_problems(name, {values[number] for values in sources}, rule)
+        problems += _number_problems(name, {values[number] for values in sources}, rule)
     for values, group in sources.items():
         numbers = dict(zip(kept, values, strict=True))
         absent = [name for name, paths in zip(paths_in(rule.source), group, strict=True) if not paths]
         if absent:
-            yield f"{fill_captures(absent[0], numbers)} is missing"
+            problems.append(f"{fill_captures(absent[0], numbers)} is missing")
             continue
         for number, name in enumerate(stacked):
-            yield from _number_problems(name, {index[number] for paths in group for index in paths}, rule)
-        stacks = [_stack_sources(rule, stacked, paths, scale_of, leaves) for paths in group]
-        wrong = [stack for stack in stacks if isinstance(stack, str)]
-        if wrong:
-            yield from wrong
-            continue
-        yield from _targets_of_group(rule, stacked, numbers, [stack for stack in stacks if not isinstance(stack, str)])
+            problems += _number_problems(name, {index[number] for paths in group for index in paths}, rule)
+        stacks: list[_SourceStack] = []
+        for paths in group:
+            try:
+                stacks.append(_stack_sources(rule, stacked, paths, scale_of, leaves))
+                if len(stacks) == len(group):
+                    targets.extend(_targets_of_group(rule, stacked, numbers, stacks))
+            except MisfitError as misfit:
+                problems.append(str(misfit))
+    return targets, problems
 
 
 def _number_problems(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
@@ -99,8 +104,7 @@ def _number_problems(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
         yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if odd[0] < count else 'found'}: {shown}"
 
 
-@dataclass(frozen=True, slots=True)
-class _SourceStack:
+class _SourceStack(NamedTuple):
     """Source leaves of one shape and dtype."""
 
     counts: tuple[int, ...]
@@ -115,92 +119,79 @@ def _stack_sources(
     paths: Mapping[tuple[int, ...], str],
     scale_of: Mapping[str, str | None],
     leaves: SourceLeaves,
-) -> _SourceStack | str:
-    """The leaves to stack, or the problem."""
+) -> _SourceStack:
+    """The leaves to stack. Raises MisfitError."""
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
     if missing := math.prod(counts) - len(paths):
         # The first gap is at most the count of paths. The limit avoids counting up to a huge number in a path.
         sides = [range(min(count, len(paths) + 1)) for count in counts]
         gap = next(index for index in itertools.product(*sides) if index not in paths)
         shown = ", ".join(f"{name} = {value}" for name, value in zip(stacked, gap, strict=True))
-        return f"{missing} of {math.prod(counts)} leaves to stack are missing, the first with {shown}"
+        raise MisfitError(f"{missing} of {math.prod(counts)} leaves to stack are missing, the first with {shown}")
     blocks: dict[tuple[int, ...], ArrayData] = {}
     first = None
     for index, path in paths.items():
         array = leaves.array(path)
-        if rule.copies and not isinstance(array, str):
+        if rule.copies:
             array = _compared(array, path, paths_in(rule.copies), leaves)
-        if path in scale_of and not isinstance(array, str):
+        if path in scale_of:
             scaled = scale_of[path]
-            scales = None if scaled is None else leaves.array(scaled)
-            array = scales if isinstance(scales, str) else dequantize(path, array, scales, rule.block)
-        if isinstance(array, str):
-            return array
+            array = dequantize(path, array, None if scaled is None else leaves.array(scaled), rule.block)
         first = first or array
         if (array.mesh, array.spec) != (first.mesh, first.spec):
             first = replace(first, mesh=None, spec=())
         if (array.shape, array.dtype) != (first.shape, first.dtype):
-            wanted = f"{first.dtype}{list(first.shape)}"
-            return f"{show_path(path)} is {array.dtype}{list(array.shape)}, and others are {wanted}"
+            raise MisfitError(f"{show_path(path)} is {_shown(array)}, and others are {_shown(first)}")
         blocks[index] = array.data
     assert first is not None
     return _SourceStack(counts, blocks, first, show_path(next(iter(paths.values()))))
 
 
-def _compared(array: ForeignArray, path: str, copies: Sequence[str], leaves: SourceLeaves) -> ForeignArray | str:
-    """A leaf that is compared with its copies when it is read, or the reason why they are not copies."""
-    found: dict[str, ArrayData] = {}
-    for name in copies:
-        copy = leaves.array(name) if name in leaves.paths else f"{show_path(name)} is missing"
-        if isinstance(copy, str):
-            return copy
+def _shown(array: ForeignArray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _compared(array: ForeignArray, path: str, names: Sequence[str], leaves: SourceLeaves) -> ForeignArray:
+    """A leaf that is compared with its copies when it is read. Raises MisfitError if they cannot be copies."""
+    copies: dict[str, ArrayData] = {}
+    for name in names:
+        if name not in leaves.paths:
+            raise MisfitError(f"{show_path(name)} is missing")
+        copy = leaves.array(name)
         if (copy.shape, copy.dtype) != (array.shape, array.dtype):
-            shown = f"{copy.dtype}{list(copy.shape)}, and {show_path(path)} is {array.dtype}{list(array.shape)}"
-            return f"{show_path(name)} is {shown}, so it is not a copy"
-        found[name] = copy.data
-    return replace(array, data=ComparedData(path, array.data, found))
+            raise MisfitError(
+                f"{show_path(name)} is {_shown(copy)}, and {show_path(path)} is {_shown(array)}, so it is not a copy"
+            )
+        copies[name] = copy.data
+    return replace(array, data=ComparedData(path, {path: array.data, **copies}))
 
 
 def _targets_of_group(
     rule: Rule, stacked: tuple[str, ...], numbers: Mapping[str, int], stacks: Sequence[_SourceStack]
-) -> Iterator[tuple[str, ForeignArray] | str]:
-    """The target leaves that are built from one set of source leaves."""
+) -> Iterator[tuple[str, ForeignArray]]:
+    """The target leaves that are built from one set of source leaves. Raises MisfitError."""
     names = paths_in(rule.target)
-    cuts = _cuts(rule, len(names), stacks[0])
-    if isinstance(cuts, str):
-        yield cuts
-        return
-    for name, cut in zip(names, cuts, strict=True):
-        pieces: list[MappedSource] = []
-        for stack in stacks:
-            piece = _piece(rule, stacked, stack, cut)
-            if isinstance(piece, str):
-                yield piece
-                return
-            pieces.append(piece)
+    for name, cut in zip(names, _cuts(rule, len(names), stacks[0]), strict=True):
+        pieces = [_piece(rule, stacked, stack, cut) for stack in stacks]
         shapes = [piece.shape for piece in pieces]
-        others = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
-        if len(pieces) > 1 and (
-            len(others) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0])
-        ):
-            yield f"{' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along dimension {rule.axis}"
-            return
-        if len(pieces) > 1 and rule.parts is not None and [*rule.parts] != [shape[rule.axis] for shape in shapes]:
-            yield f"{' and '.join(str(list(shape)) for shape in shapes)} are not the parts {[*rule.parts]}"
-            return
+        if len(pieces) > 1:
+            others = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
+            shown = " and ".join(str(list(shape)) for shape in shapes)
+            if len(others) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0]):
+                raise MisfitError(f"{shown} cannot be joined along dimension {rule.axis}")
+            if rule.parts is not None and [*rule.parts] != [shape[rule.axis] for shape in shapes]:
+                raise MisfitError(f"{shown} are not the parts {[*rule.parts]}")
         unstacked = [axis for axis in captures(name) if axis not in numbers]
         for values in itertools.product(*(range(pieces[0].sizes[axis]) for axis in unstacked)):
             fixed = dict(zip(unstacked, values, strict=True))
-            held: list[tuple[Box, MappedSource]] = []
-            end = 0
+            placed: list[tuple[Box, MappedSource]] = []
+            shape, end = list(shapes[0]), 0
             for piece in pieces:
                 box = list(whole_box(piece.shape))
                 if len(pieces) > 1:
                     box[rule.axis] = end, (end := end + piece.shape[rule.axis])
-                held.append((tuple(box), replace(piece, fixed=fixed)))
-            shape = list(shapes[0])
-            if len(pieces) > 1:
-                shape[rule.axis] = end
+                    shape[rule.axis] = end
+                placed.append((tuple(box), replace(piece, fixed=fixed)))
             layout = pieces[0].layout.target
             shape = [rule.resized.get("".join(dim), side) for dim, side in zip(layout, shape, strict=True)]
             first = stacks[0].first
@@ -208,7 +199,7 @@ def _targets_of_group(
             array = ForeignArray(
                 rule.dtype or first.dtype,
                 tuple(shape),
-                MappedData(held, is_padded=bool(rule.resized)),
+                MappedData(placed, is_padded=bool(rule.resized)),
                 "numpy" if first.kind == "numpy_scalar" and shape else first.kind,
                 chunk=_unit(pieces[0], first.chunk) if first.chunk else None,
                 mesh=mesh,
@@ -249,37 +240,39 @@ def _carry_over_spec(mesh: MeshRecord, spec: Spec, piece: MappedSource, shape: S
     return tuple(entries)
 
 
-def _piece(rule: Rule, stacked: tuple[str, ...], stack: _SourceStack, cut: Interval | None) -> MappedSource | str:
-    """A stack, or its part along `rule.axis`, in the layout of the target; or the reason why it does not fit."""
+def _piece(rule: Rule, stacked: tuple[str, ...], stack: _SourceStack, cut: Interval | None) -> MappedSource:
+    """A stack, or its part along `rule.axis`, in the layout of the target. Raises MisfitError."""
     shape, start = list(stack.first.shape), [0] * len(stack.first.shape)
     if cut is not None:
         start[rule.axis], shape[rule.axis] = cut[0], cut[1] - cut[0]
     axes = tuple((f"_{number}",) for number in range(len(shape)))
     layout = AxisLayout.parse(rule.layout) if rule.layout else AxisLayout(axes, axes)
-    sizes = solve(layout.source, shape, {**rule.sizes, **dict(zip(stacked, stack.counts, strict=True))})
-    if isinstance(sizes, str):
-        return f"{stack.name} {sizes}"
+    sizes = solve(stack.name, layout.source, shape, {**rule.sizes, **dict(zip(stacked, stack.counts, strict=True))})
     first = stack.first
     unit = math.prod(first.chunk or ()) * DTYPES[first.dtype].itemsize
-    if DTYPES[first.dtype].kind == "c" and (rule.scale, rule.offset) != (1, 0):
-        return f"{stack.name} is complex, and scale and offset are for real numbers"
-    if first.dtype.startswith(("int", "uint", "bool")) and rule.dtype is None and (rule.scale, rule.offset) != (1, 0):
-        return f"{stack.name} is {first.dtype}, and scale and offset produce floats: give the rule a dtype"
-    return MappedSource(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule.computed)
+    if (rule.scale, rule.offset) != (1, 0):
+        if DTYPES[first.dtype].kind == "c":
+            raise MisfitError(f"{stack.name} is complex, and scale and offset are for real numbers")
+        if first.dtype.startswith(("int", "uint", "bool")) and rule.dtype is None:
+            raise MisfitError(
+                f"{stack.name} is {first.dtype}, and scale and offset produce floats: give the rule a dtype"
+            )
+    return MappedSource(layout, sizes, stacked, stack.blocks, first.dtype, unit, tuple(start), {}, rule)
 
 
-def _cuts(rule: Rule, count: int, stack: _SourceStack) -> list[Interval] | list[None] | str:
-    """The part of the source along `rule.axis` for each target."""
+def _cuts(rule: Rule, count: int, stack: _SourceStack) -> Sequence[Interval | None]:
+    """The part of the source along `rule.axis` for each target. Raises MisfitError."""
     if count == 1:
         return [None]
     shape = stack.first.shape
     if rule.axis >= len(shape):
-        return f"{stack.name} has no dimension {rule.axis}"
+        raise MisfitError(f"{stack.name} has no dimension {rule.axis}")
     side, parts = shape[rule.axis], rule.parts
     if parts is None and side % count:
-        return f"{stack.name} has a dimension of {side}, which is not {count} equal parts: give Rule.parts"
+        raise MisfitError(f"{stack.name} has a dimension of {side}, which is not {count} equal parts: give Rule.parts")
     parts = parts or (side // count,) * count
     if len(parts) != count or sum(parts) != side:
-        return f"parts {list(parts)} do not add up to the dimension of {side} of {stack.name} for {count} leaves"
-    ends = list(itertools.accumulate(parts))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+        raise MisfitError(
+            f"parts {list(parts)} do not add up to the dimension of {side} of {stack.name} for {count} leaves"
+        )
+    return list(itertools.pairwise(itertools.accumulate(parts, initial=0)))

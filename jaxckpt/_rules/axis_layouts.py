@@ -20,6 +20,11 @@ Dims = tuple[tuple[str, ...], ...]
 
 Interval = tuple[int, int]
 
+
+class MisfitError(Exception):
+    """The reason why a rule does not fit a checkpoint."""
+
+
 _DIMENSION = re.compile(r"\s*(?:\(([^()]*)\)|([A-Za-z_]\w*|1))")
 
 
@@ -52,7 +57,7 @@ def axes_of(dims: Dims) -> list[str]:
 
 
 def _dims(side: str, text: str) -> Dims:
-    found: list[tuple[str, ...]] = []
+    dims: list[tuple[str, ...]] = []
     at, side = 0, side.rstrip()
     while at < len(side):
         match = _DIMENSION.match(side, at)
@@ -61,35 +66,37 @@ def _dims(side: str, text: str) -> Dims:
         names = match[1].split() if match[1] is not None else [match[2]]
         if not all(re.fullmatch(r"[A-Za-z_]\w*|1", name) for name in names):
             raise InputError(f"layout {text!r} cannot be parsed at {match[0].strip()!r}")
-        found.append(tuple(name for name in names if name != "1"))
+        dims.append(tuple(name for name in names if name != "1"))
         at = match.end()
-    names = axes_of(tuple(found))
+    names = axes_of(tuple(dims))
     if len(set(names)) != len(names):
         raise InputError(f"layout {text!r} has an axis twice on one side")
-    return tuple(found)
+    return tuple(dims)
 
 
 def _text(dims: Dims) -> str:
     return " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" if dim else "1" for dim in dims)
 
 
-def solve(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int] | str:
-    """The size of every axis of an array of this shape, given some of them; or the reason why it does not fit."""
+def solve(name: str, dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The size of every axis of an array of this shape, given some of them. Raises MisfitError, with the name."""
     if len(dims) != len(shape):
-        return f"has {show_count(len(shape), 'dimension')}, but {_text(dims)!r} has {len(dims)}"
-    found = dict(sizes)
+        raise MisfitError(f"{name} has {show_count(len(shape), 'dimension')}, but {_text(dims)!r} has {len(dims)}")
+    solved = dict(sizes)
     for dim, side in zip(dims, shape, strict=True):
-        unknown = [axis for axis in dim if axis not in found]
+        unknown = [axis for axis in dim if axis not in solved]
         if len(unknown) > 1:
-            return f"does not determine the sizes of {' and '.join(unknown)}: give them in sizes="
-        known = math.prod(found[axis] for axis in dim if axis in found)
+            raise MisfitError(f"{name} does not determine the sizes of {' and '.join(unknown)}: give them in sizes=")
+        product = math.prod(solved[axis] for axis in dim if axis in solved)
+        if unknown and (not product or side % product):
+            raise MisfitError(
+                f"{name} has a dimension of {side}, which is not divisible by {product} (for {_text((dim,))!r})"
+            )
         if unknown:
-            if not known or side % known:
-                return f"has a dimension of {side}, which is not divisible by {known} (for {_text((dim,))!r})"
-            found[unknown[0]] = side // known
-        elif known != side:
-            return f"has a dimension of {side}, but {_text((dim,))!r} is {known}"
-    return found
+            solved[unknown[0]] = side // product
+        elif product != side:
+            raise MisfitError(f"{name} has a dimension of {side}, but {_text((dim,))!r} is {product}")
+    return solved
 
 
 def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box, dict[str, Interval]]]:
@@ -99,11 +106,7 @@ def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box,
     """
     per_dim = [list(_runs([sizes[axis] for axis in dim], side)) for dim, side in zip(dims, box, strict=True)]
     for parts in itertools.product(*per_dim):
-        intervals = {
-            axis: interval
-            for dim, (_, found) in zip(dims, parts, strict=True)
-            for axis, interval in zip(dim, found, strict=True)
-        }
+        intervals = dict(zip(axes_of(dims), itertools.chain.from_iterable(own for _, own in parts), strict=True))
         yield tuple(part for part, _ in parts), intervals
 
 
@@ -115,7 +118,7 @@ def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list
 
 
 def cover(
-    dim: Sequence[str], sizes: Mapping[str, int], wanted: Mapping[str, Interval]
+    dim: Sequence[str], sizes: Mapping[str, int], needed: Mapping[str, Interval]
 ) -> tuple[Interval, list[Interval]]:
     """The smallest contiguous interval of a dimension that contains the needed intervals of its axes, and its interval
     along each axis.
@@ -126,7 +129,7 @@ def cover(
     taken: list[Interval] = []
     start, is_whole = 0, False
     for number, axis in enumerate(dim):
-        a, b = (0, sizes[axis]) if is_whole else wanted[axis]
+        a, b = (0, sizes[axis]) if is_whole else needed[axis]
         inner = math.prod(sizes[later] for later in dim[number + 1 :])
         start += a * inner
         taken.append((a, b))

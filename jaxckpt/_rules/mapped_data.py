@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, intersection, relative, slices_within
-from jaxckpt._model.pieces import Array, as_bits, assign
+from jaxckpt._model.grid import Box, extent, slices_within, volume
+from jaxckpt._model.pieces import Array, assign
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
-from jaxckpt._sources.foreign import ArrayData, AsyncArrayData
-from jaxckpt.errors import DataError, show_path
+from jaxckpt._rules.rule import Rule
+from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, Replicas, Tiled
+from jaxckpt.errors import show_path
 
 _WASTE = 2
 """The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
@@ -30,7 +31,7 @@ _TEMPORARY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class MappedSource:
+class MappedSource(ArrayData):
     """Source leaves of one shape and dtype, stacked and with their axes in the order of the target leaf."""
 
     layout: AxisLayout
@@ -53,7 +54,7 @@ class MappedSource:
     fixed: Mapping[str, int]
     """The index along each axis that only the source has."""
 
-    transform: Callable[[Array], Array]
+    rule: Rule
     """Computes target values from source values, before they are cast to the target's dtype."""
 
     @property
@@ -61,91 +62,69 @@ class MappedSource:
         """Shape of the target."""
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
 
+    def check(self) -> None:
+        for data in self.data.values():
+            data.check()
+
     def read(self, box: Box, target: Array) -> None:
-        """Fill `target` with a box."""
         axes = axes_of(self.layout.target)
         own = {axis: (value, value + 1) for axis, value in self.fixed.items()}
         for tile, intervals in tiles(self.layout.target, self.sizes, box):
             region = target[(*slices_within(tile, box), ...)]  # the "..." keeps a 0-d array an array
-            region = region.reshape([b - a for a, b in (intervals[axis] for axis in axes)])
+            region = region.reshape(extent(tuple(intervals[axis] for axis in axes)))
             for index in itertools.product(*(range(*intervals[axis]) for axis in self.stacked)):
                 at = dict(zip(self.stacked, index, strict=True))
                 picks = [at[axis] - intervals[axis][0] if axis in at else slice(None) for axis in axes]
                 left = [axis for axis in axes if axis not in at]
                 self._read_leaf(self.data[index], {**intervals, **own}, left, region[(*picks, ...)])
 
-    def _read_leaf(self, data: ArrayData, wanted: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
+    def _read_leaf(self, data: ArrayData, needed: Mapping[str, Interval], order: Sequence[str], target: Array) -> None:
         """Fill `target`, whose dimensions are the axes in this order, with the needed intervals of a source leaf."""
-        covers = [cover(dim, self.sizes, wanted) for dim in self.layout.source]
-        taken = {
-            axis: side
-            for dim, (_, found) in zip(self.layout.source, covers, strict=True)
-            for axis, side in zip(dim, found, strict=True)
-        }
-        itemsize = DTYPES[self.dtype].itemsize
-        n_bytes = math.prod(b - a for a, b in taken.values()) * itemsize
-        split = self._axis_to_split(wanted, taken, n_bytes, target.size * itemsize)
+        covers = [cover(dim, self.sizes, needed) for dim in self.layout.source]
+        axes = axes_of(self.layout.source)
+        taken = dict(zip(axes, itertools.chain.from_iterable(own for _, own in covers), strict=True))
+        split = self._axis_to_split(needed, taken, target.size)
         if split is not None:
-            a, b = wanted[split]
+            a, b = needed[split]
             middle, number = (a + b) // 2, order.index(split)
             for part in ((a, middle), (middle, b)):
                 into = target[(slice(None),) * number + (slice(part[0] - a, part[1] - a),)]
-                self._read_leaf(data, {**wanted, split: part}, order, into)
+                self._read_leaf(data, {**needed, split: part}, order, into)
             return
         box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
-        source = np.empty([b - a for a, b in box], DTYPES[self.dtype])
+        source = np.empty(extent(box), DTYPES[self.dtype])
         data.read(box, source)
-        axes = axes_of(self.layout.source)
-        source = source.reshape([taken[axis][1] - taken[axis][0] for axis in axes])
-        spans = [tuple(side - taken[axis][0] for side in wanted[axis]) for axis in axes]
+        source = source.reshape(extent(tuple(taken.values())))
+        spans = [tuple(side - taken[axis][0] for side in needed[axis]) for axis in axes]
         picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
-        source = self.transform(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
+        source = self.rule.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
         assign(target, source)
 
-    def _axis_to_split(
-        self, wanted: Mapping[str, Interval], taken: Mapping[str, Interval], n_bytes: int, needed: int
-    ) -> str | None:
-        """The axis to halve, if one read would be too large or would contain too much data that is not needed."""
-        several = [axis for axis in axes_of(self.layout.source) if wanted[axis][1] - wanted[axis][0] > 1]
-        if n_bytes > max(_WASTE * needed, _MIN_SPLIT_BYTES, self.unit_bytes):
+    def _axis_to_split(self, needed: Mapping[str, Interval], taken: Mapping[str, Interval], count: int) -> str | None:
+        """The axis to halve, if one read would be too large or would contain too much data that is not needed: `count`
+        elements are."""
+        itemsize = DTYPES[self.dtype].itemsize
+        n_bytes = volume(tuple(taken.values())) * itemsize
+        several = [axis for axis in axes_of(self.layout.source) if needed[axis][1] - needed[axis][0] > 1]
+        if n_bytes > max(_WASTE * count * itemsize, _MIN_SPLIT_BYTES, self.unit_bytes):
             for dim in self.layout.source:
-                if any(taken[axis] != wanted[axis] for axis in dim):
+                if any(taken[axis] != needed[axis] for axis in dim):
                     return next(axis for axis in dim if axis in several)
         return several[0] if n_bytes > _TEMPORARY_BYTES and several else None
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedData(ArrayData):
-    """A source leaf that is stored several times. Each box that is read is compared with its copies."""
+class ComparedData(Replicas):
+    """A source leaf that is stored several times, by path. Each box that is read is compared with its copies."""
 
-    path: str
-    data: ArrayData
-    copies: Mapping[str, ArrayData]
-    """The copies, by path."""
-
-    def read(self, box: Box, target: Array) -> None:
-        self.data.read(box, target)
-        for path, copy in self.copies.items():
-            other = np.empty(target.shape, target.dtype)
-            copy.read(box, other)
-            if not np.array_equal(as_bits(target), as_bits(other)):
-                raise DataError(
-                    f"{show_path(path)} differs from {show_path(self.path)}, and the rules take it for a copy"
-                    " (Rule.copies)"
-                )
-
-    def check(self) -> None:
-        for data in (self.data, *self.copies.values()):
-            data.check()
+    def difference(self, first: str, other: str, box: Box) -> str:
+        return f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
 
 
 @dataclass(frozen=True, slots=True)
-class MappedData(AsyncArrayData):
+class MappedData(Tiled, AsyncArrayData):
     """A target leaf: adjacent pieces along one dimension."""
-
-    pieces: Sequence[tuple[Box, MappedSource]]
-    """The pieces, each with its box in the leaf."""
 
     is_padded: bool = False
     """Whether zeros fill the rest."""
@@ -156,12 +135,4 @@ class MappedData(AsyncArrayData):
     def read(self, box: Box, target: Array) -> None:
         if self.is_padded:
             target[...] = 0
-        for held, piece in self.pieces:
-            common = intersection(held, box)
-            if common is not None:
-                piece.read(relative(common, held), target[(*slices_within(common, box), ...)])
-
-    def check(self) -> None:
-        for _, piece in self.pieces:
-            for data in piece.data.values():
-                data.check()
+        Tiled.read(self, box, target)

@@ -97,10 +97,10 @@ def _structures_by_path(manifest: Manifest, paths: Sequence[str]) -> dict[str, S
     counts = collections.Counter(head for path in paths for head in path_prefixes(path))
     for path, node in objects:
         numbers = [*numbers_of(node)]
-        found = {
+        heads = {
             _strip_tail(paths[number], relative_path(path, manifest.leaves[number].path) or "") for number in numbers
         }
-        head = found.pop() if len(found) == 1 else None
+        head = heads.pop() if len(heads) == 1 else None
         if head is not None and counts[head] == len(numbers):
             for number in numbers:
                 del units[paths[number]]

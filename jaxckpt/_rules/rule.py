@@ -195,7 +195,7 @@ class Rule:
         return values.astype(wide) * wide.type(self.scale) + wide.type(self.offset)
 
     def __repr__(self) -> str:
-        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        values = ((own.name, getattr(self, own.name)) for own in fields(self))
         shown = (f"{name}={value!r}" for name, value in values if value and (name, value) != ("scale", 1))
         return f"Rule({', '.join(shown)})"
 
@@ -226,7 +226,7 @@ def paths_in(names: Paths) -> tuple[str, ...]:
 
 def captures(names: Paths) -> list[str]:
     """The names of the captures, such as `i` for `{i}`, in paths."""
-    return list(dict.fromkeys(name for one in paths_in(names) for name in _CAPTURE.findall(one)))
+    return list(dict.fromkeys(name for path in paths_in(names) for name in _CAPTURE.findall(path)))
 
 
 CaptureValues = tuple[tuple[str, int], ...]
@@ -235,24 +235,15 @@ CaptureValues = tuple[tuple[str, int], ...]
 
 def matching_paths(name: str, paths: Collection[str]) -> dict[CaptureValues, str]:
     """The paths that match a name with captures, by the numbers of the captures."""
-    parts = _CAPTURE.split(name)
-    if len(parts) == 1:
+    if not _CAPTURE.search(name):
         return {(): name} if name in paths else {}
-    seen: set[str] = set()
-    pattern = ""
-    for number, part in enumerate(parts):
-        if number % 2 == 0:
-            pattern += re.escape(part)
-        else:
-            pattern += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,17}})"
-            seen.add(part)
-    compiled = re.compile(pattern)
-    found: dict[CaptureValues, str] = {}
-    for path in paths:
-        match = compiled.fullmatch(path)
-        if match:
-            found[tuple(sorted((key, int(value)) for key, value in match.groupdict().items()))] = path
-    return found
+    pattern = re.escape(name)
+    for capture in captures(name):
+        escaped = re.escape(f"{{{capture}}}")
+        pattern = pattern.replace(escaped, f"(?P<{capture}>0|[1-9][0-9]{{0,17}})", 1)
+        pattern = pattern.replace(escaped, f"(?P={capture})")
+    matches = filter(None, map(re.compile(pattern).fullmatch, paths))
+    return {tuple(sorted((key, int(value)) for key, value in match.groupdict().items())): match[0] for match in matches}
 
 
 def fill_captures(name: str, numbers: Mapping[str, int]) -> str:

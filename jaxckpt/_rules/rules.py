@@ -50,7 +50,7 @@ class Rules:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
         drop: Any = self.drop
-        if isinstance(drop, str) or not isinstance(drop, Collection) or not all(isinstance(one, str) for one in drop):
+        if isinstance(drop, str) or not isinstance(drop, Collection) or not all(isinstance(path, str) for path in drop):
             raise InputError(f"Rules.drop must be a list of paths, found {reprlib.repr(drop)}")
 
     def __repr__(self) -> str:
@@ -81,24 +81,24 @@ class Rules:
             scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
             copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
             own = [*copies] if rule.tied else [*matches, *scales, *copies]
-            paths = [path for found in own for path in found.values()]
+            paths = [path for matched in own for path in matched.values()]
             problems += [
                 Problem(path, f"matches both {claimed[path]} and {rule}")
                 for path in paths
                 if claimed.setdefault(path, rule) is not rule
             ]
-            for made in apply_rule(rule, matches, scales, leaves):
-                if isinstance(made, str):
-                    problems.append(Problem(None, f"{rule}: {made}"))
-                elif made[0] in targets:
-                    problems.append(Problem(made[0], f"is made by {rule} and by another rule"))
-                else:
-                    targets[made[0]] = made[1]
+            made, misfits = apply_rule(rule, matches, scales, leaves)
+            problems += [Problem(None, f"{rule}: {misfit}") for misfit in misfits]
+            problems += [
+                Problem(path, f"is made by {rule} and by another rule")
+                for path, array in made
+                if targets.setdefault(path, array) is not array
+            ]
         dropped: set[str] = set()
         for name in self.drop:
-            found = matching_paths(name, leaves.paths)
-            dropped |= set(found.values())
-            if not found:
+            matched = matching_paths(name, leaves.paths).values()
+            dropped.update(matched)
+            if not matched:
                 problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
         problems += [
             Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
@@ -111,5 +111,6 @@ class Rules:
                 problems,
                 "list unwanted leaves in Rules.drop",
             )
-        made = compose(source.url, nested_dicts(targets), source.manifest.format, metadata=source.manifest.metadata)
-        return replace(made, origin=source)
+        manifest = source.manifest
+        view = compose(source.url, nested_dicts(targets), manifest.format, metadata=manifest.metadata)
+        return replace(view, origin=source)

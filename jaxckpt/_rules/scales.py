@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, whole_box
+from jaxckpt._model.grid import Box, extent, whole_box
 from jaxckpt._model.pieces import Array
+from jaxckpt._rules.axis_layouts import MisfitError
 from jaxckpt._sources.foreign import ArrayData, ForeignArray
 from jaxckpt.errors import show_path
 
 
 def dequantize(
     path: str, array: ForeignArray, scales: ForeignArray | None, block: tuple[int, ...] | None
-) -> ForeignArray | str:
-    """A quantized leaf as float32, or the reason why its scales do not fit. A leaf of floats may have no scales.
+) -> ForeignArray:
+    """A quantized leaf as float32. A leaf of floats may have no scales. Raises MisfitError if its scales do not fit.
 
     Args:
         path: Path of the leaf, for messages.
@@ -26,23 +27,24 @@ def dequantize(
             missing dimensions at the end count as 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
     """
-    odd = [one.dtype for one in (array, scales) if one is not None and one.dtype.startswith(("bool", "complex"))]
+    odd = [part.dtype for part in (array, scales) if part is not None and part.dtype.startswith(("bool", "complex"))]
     if odd:
-        return f"{show_path(path)} and its scales must be real numbers, found {odd[0]}"
-    is_float = array.dtype in ("bfloat16", "float16", "float32", "float64")
+        raise MisfitError(f"{show_path(path)} and its scales must be real numbers, found {odd[0]}")
     if scales is None:
-        if not is_float:
-            return f"{show_path(path)} is {array.dtype}, and has no scales"
+        if array.dtype not in ("bfloat16", "float16", "float32", "float64"):
+            raise MisfitError(f"{show_path(path)} is {array.dtype}, and has no scales")
         return replace(array, dtype="float32", data=_DequantizedData(array, None, ()))
     sides = scales.shape + (1,) * (len(array.shape) - len(scales.shape))
     if block is None and math.prod(sides) == 1:
         block, sides = array.shape, (1,) * len(array.shape)
     elif block is None:
         block = tuple(n if side == 1 else 1 for n, side in zip(array.shape, sides, strict=False))
-    wanted = tuple(-(-n // step) for n, step in zip(array.shape, block, strict=False))
-    if len(block) != len(array.shape) or sides != wanted:
+    counts = tuple(-(-n // step) for n, step in zip(array.shape, block, strict=False))
+    if len(block) != len(array.shape) or sides != counts:
         blocks = f"blocks of {list(block)}" if len(block) == len(array.shape) else f"block={list(block)}"
-        return f"{show_path(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
+        raise MisfitError(
+            f"{show_path(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
+        )
     return replace(array, dtype="float32", data=_DequantizedData(array, scales, block))
 
 
@@ -65,13 +67,13 @@ class _DequantizedData(ArrayData):
         """The scales of a box, in a shape that NumPy broadcasts to it."""
         parts = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
         own = whole_box(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
-        found = np.empty([b - a for a, b in own], DTYPES[scales.dtype])
-        scales.data.read(own, found)
-        found = found.astype(np.float32).reshape([b - a for a, b in parts])
+        values = np.empty(extent(own), DTYPES[scales.dtype])
+        scales.data.read(own, values)
+        values = values.astype(np.float32).reshape(extent(parts))
         for dim, ((a, b), (first, last), step) in enumerate(zip(box, parts, self.block, strict=True)):
             if last - first > 1:
-                found = found.take(np.arange(a, b) // step - first, dim)
-        return found
+                values = values.take(np.arange(a, b) // step - first, dim)
+        return values
 
     def check(self) -> None:
         for array in (self.array, self.scales):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
-from jaxckpt._model.grid import Box, Spec
+from jaxckpt._model.grid import Box, Spec, intersection, relative, show_box, slices_within
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import Manifest, MeshRecord
@@ -20,6 +20,7 @@ from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
 from jaxckpt._store.arrays import ArrayReader
+from jaxckpt.errors import DataError, show_path
 
 if TYPE_CHECKING:
     from jaxckpt._job.rendezvous import Rendezvous
@@ -51,6 +52,9 @@ class AsyncArrayData(ArrayData):
     def start(self, box: Box, target: Array) -> Pending[None]:
         """Start to fill `target` with a box. It and its result raise tensorstore's errors."""
 
+    def read(self, box: Box, target: Array) -> None:
+        self.start(box, target).result()
+
 
 @dataclass(frozen=True, slots=True)
 class StackRow(AsyncArrayData):
@@ -63,9 +67,6 @@ class StackRow(AsyncArrayData):
         (pending,) = self.reader.read([(((self.row, self.row + 1), *box), target[None])])
         return pending
 
-    def read(self, box: Box, target: Array) -> None:
-        self.start(box, target).result()
-
 
 @dataclass(frozen=True, slots=True)
 class InMemoryData(ArrayData):
@@ -75,6 +76,54 @@ class InMemoryData(ArrayData):
 
     def read(self, box: Box, target: Array) -> None:
         np.copyto(as_bits(target), as_bits(self.array)[tuple(slice(*side) for side in box)])
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled(ArrayData):
+    """An array assembled from pieces, each with its box."""
+
+    pieces: Sequence[tuple[Box, ArrayData]]
+
+    def read(self, box: Box, target: Array) -> None:
+        for own_box, data in self.pieces:
+            common = intersection(own_box, box)
+            if common is not None:  # the "..." keeps a 0-d array an array
+                data.read(relative(common, own_box), target[(*slices_within(common, box), ...)])
+
+    def check(self) -> None:
+        for _, data in self.pieces:
+            data.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas(ArrayData):
+    """Copies of an array that must be equal: each read reads all of them and compares them bit for bit."""
+
+    path: str
+    """Path of the leaf."""
+
+    copies: Mapping[str, ArrayData]
+    """The copies by name, for messages: "rank 3"."""
+
+    def read(self, box: Box, target: Array) -> None:
+        (first, data), *others = self.copies.items()
+        data.read(box, target)
+        for name, copy in others:
+            other = np.empty_like(target)
+            copy.read(box, other)
+            if as_bits(other).tobytes() != as_bits(target).tobytes():
+                raise DataError(self.difference(first, name, box))
+
+    def difference(self, first: str, other: str, box: Box) -> str:
+        """The error message if two copies differ in a box."""
+        return (
+            f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {first} and {other}, which should"
+            " hold replicas"
+        )
+
+    def check(self) -> None:
+        for copy in self.copies.values():
+            copy.check()
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,14 +239,14 @@ def test_reading_a_deflated_member_resumes_at_a_snapshot(
 def bytes_inflated(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """A function that returns the number of bytes inflated from members so far."""
     counts: list[int] = []
-    stream = npz._Stream.read  # pyright: ignore[reportPrivateUsage]
+    stream = npz.Deflated._inflated  # pyright: ignore[reportPrivateUsage]
 
     def counted(*arguments: Any) -> Any:
         for position, data in stream(*arguments):
             counts.append(len(data))
             yield position, data
 
-    monkeypatch.setattr(npz._Stream, "read", counted)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(npz.Deflated, "_inflated", counted)
     return lambda: sum(counts)
 
 

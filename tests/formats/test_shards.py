@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from jaxckpt._formats import shards
-from jaxckpt._formats.shards import FileData, Tiled, from_ranks, require_cover, tiled
+from jaxckpt._formats.shards import FileData, from_ranks, require_cover, tiled
 from jaxckpt._model.grid import Box, extent, slices_within
-from jaxckpt._sources.foreign import ForeignArray, InMemoryData
+from jaxckpt._sources.foreign import ForeignArray, InMemoryData, Tiled
 from jaxckpt.errors import DataError, SpecError
 
 

@@ -283,6 +283,13 @@ def test_copies_are_compared_when_they_are_read(tmp_path: Path) -> None:
             jaxckpt.load_numpy(tmp_path / "a", rename=rules(copies, *dropped))
 
 
+def test_copies_are_compared_bit_for_bit(tmp_path: Path) -> None:
+    nan = np.array([complex(np.nan, 1), 2j])
+    jaxckpt.save(tmp_path / "a", {"embed": nan, "head": nan.copy()})
+    rules = Rules([Rule(source="embed", target="e", copies="head")])
+    np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "a", rename=rules)["e"], nan)
+
+
 def test_the_repr_of_a_rule_shows_its_arguments() -> None:
     rule = Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out", scale=2.0)
     assert repr(rule) == "Rule(source='h.{i}.w', target='layers/w', layout='out in -> i in out', scale=2.0)"

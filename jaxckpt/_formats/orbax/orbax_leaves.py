@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -35,13 +35,8 @@ from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines, show_path
 
-_EMPTY: Mapping[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "Dict": dict,
-    "List": list,
-    "Tuple": tuple,
-    "NamedTuple": tuple,
-}
+_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
+"""The value of each type of empty leaf."""
 
 _ARRAYS = {"jax.Array", "np.ndarray", "scalar"}
 """Values of `value_type` for arrays. Other values are "string" and the types of empty leaves."""
@@ -59,10 +54,10 @@ def values_of(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> di
     if unknown := {leaf.value_type for leaf in leaves.values()} - _EMPTY.keys() - _ARRAYS - {"string"}:
         raise DataError(f"{path}/{TREE_FILE} has the value_type {min(unknown)[:80]!r}, which Orbax does not define")
     strings = read_optional(f"{path}/{STRINGS_FILE}", cast("type[Any]", Any))
-    found = _arrays(path, record, {keys: leaf for keys, leaf in leaves.items() if leaf.value_type in _ARRAYS})
-    found |= {keys: _string(path, strings, keys) for keys, leaf in leaves.items() if leaf.value_type == "string"}
-    found |= {keys: _EMPTY[leaf.value_type]() for keys, leaf in leaves.items() if leaf.value_type in _EMPTY}
-    return {keys: found[keys] for keys in leaves}
+    values = _arrays(path, record, {keys: leaf for keys, leaf in leaves.items() if leaf.value_type in _ARRAYS})
+    values |= {keys: _string(path, strings, keys) for keys, leaf in leaves.items() if leaf.value_type == "string"}
+    values |= {keys: _EMPTY[leaf.value_type] for keys, leaf in leaves.items() if leaf.value_type in _EMPTY}
+    return {keys: values[keys] for keys in leaves}
 
 
 def _string(path: str, strings: Any, keys: Keys) -> str:
@@ -208,7 +203,7 @@ def _parse_zarr2(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
 def _parse_zarr3(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
     record = convert_checked(what, metadata, _Zarr3)
     chunked = [record.chunk_grid, *(codec for codec in record.codecs if codec.name == "sharding_indexed")]
-    chunks = [convert_checked(what, one.configuration.get("chunk_shape"), _Sides) for one in chunked]
+    chunks = [convert_checked(what, part.configuration.get("chunk_shape"), _Sides) for part in chunked]
     return [_require_fit(what, record.data_type, record.shape, chunk) for chunk in chunks][-1]
 
 
@@ -239,7 +234,9 @@ def _parse_sharding(what: str, text: str) -> tuple[MeshRecord | None, Spec]:
     types = [name.rpartition(".")[2] for name in record.axis_types or ["Auto"] * len(axes)]
     if len(types) != len(axes) or not {"Auto", "Explicit", "Manual"}.issuperset(types):
         raise DataError(f"{what} is damaged: axis types {types[:20]}")
-    spec = [() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in record.partition_spec]
+    spec = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in record.partition_spec
+    ]
     while spec and not spec[-1]:
         spec.pop()
     return MeshRecord(axes, devices, types), tuple(spec)

@@ -112,7 +112,7 @@ class TreeRecord(msgspec.Struct, frozen=True):
 
     @property
     def has_array_metadata(self) -> bool:
-        return any(one.value_metadata.write_shape is not None for one in self.tree_metadata.values())
+        return any(entry.value_metadata.write_shape is not None for entry in self.tree_metadata.values())
 
 
 Keys = tuple[str, ...]

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -61,12 +61,10 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
     kind = _kind(path, names)
     if kind == "item":
         return _owned_by_item(path, names)
-    if kind == "manager":
+    if kind == "manager" or has_separate_items(path, names):
         return set()
-    if has_separate_items(path, names):
-        return set()
-    items = {name: names_or_empty(f"{path}/{name}") for name in names if os.path.isdir(f"{path}/{name}")}
-    whole = {name for name, held in items.items() if held and _owned_by_item(f"{path}/{name}", held).issuperset(held)}
+    items = {name: {*names_or_empty(f"{path}/{name}")} for name in names if os.path.isdir(f"{path}/{name}")}
+    whole = {name for name, inner in items.items() if inner and inner <= _owned_by_item(f"{path}/{name}", inner)}
     return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
 
 
@@ -74,7 +72,7 @@ def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
     record = read_optional(f"{path}/{TREE_FILE}", TreeRecord)
     if record is None:
         return {*SAVE_FILES, MANIFEST, "metadata", *filter(is_data_folder, names)}
-    arrays = {".".join(key.key for key in one.key_metadata).split("/")[0] for one in record.tree_metadata.values()}
+    arrays = {".".join(key.key for key in entry.key_metadata).split("/")[0] for entry in record.tree_metadata.values()}
     databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
     zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # for a tree that is a single leaf
     return {TREE_FILE, *SAVE_FILES, *TREE_DATA_FILES, *databases, *arrays, *zarr}
@@ -123,9 +121,9 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
 def _finite(value: Any) -> Any:
     """Metadata with None in place of NaN and infinity, which Orbax writes although JSON lacks them."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in cast("dict[str, Any]", value).items()}
+        return {key: _finite(child) for key, child in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_finite(one) for one in cast("list[Any]", value)]
+        return [_finite(child) for child in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -146,28 +144,30 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     # A folder with a model in safetensors may also have a subfolder with a checkpoint of Orbax.
     if any(name.endswith(".safetensors") for name in names):
         return None
-    return "step" if _has_items(path, names) else None  # older versions of Orbax write no other mark
+    return "step" if _has_items(path, names, TREE_FILE) else None  # older versions of Orbax write no other mark
 
 
-def _is_step(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
-    """By default, what cannot be looked at does not count: any folder may be next to a checkpoint."""
-    if TREE_FILE in names or has_step_mark(names) or _has_items(path, names, has_file):
+def _is_step(path: str, names: Collection[str], *, strict: bool = False) -> bool:
+    if TREE_FILE in names or has_step_mark(names) or _has_items(path, names, TREE_FILE, strict=strict):
         return True
     # A jaxckpt run also has folders with a manifest, but they are named like steps. A save that was killed while it
     # published may have left its manifest in its data folder.
     items = (name for name in names if not (_STEP_NAME.fullmatch(name) or is_data_folder(name)))
-    return any(has_file(f"{path}/{name}/{MANIFEST}") for name in itertools.islice(items, _MAX_CHECKED_FOLDERS))
+    return _has_items(path, items, MANIFEST, strict=strict)
 
 
-def _has_items(path: str, names: Collection[str], has_file: Callable[[str], bool] = os.path.isfile) -> bool:
-    return any(has_file(f"{path}/{name}/{TREE_FILE}") for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
+def _has_items(path: str, names: Iterable[str], file: str, *, strict: bool = False) -> bool:
+    """Whether one of the subfolders holds this file. Unless `strict`, what cannot be looked at does not count: any
+    folder may be next to a checkpoint."""
+    paths = (f"{path}/{name}/{file}" for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
+    return any(map(is_file if strict else os.path.isfile, paths))
 
 
 def _newest_step(path: str) -> tuple[str, int]:
     names = names_in(path)
     if newest := next(_newest_first(path, names), None):
         return newest
-    count = len([name for name in names if _STEP_NAME.fullmatch(name)])
+    count = sum(_STEP_NAME.fullmatch(name) is not None for name in names)
     raise NotACheckpointError(f"{path} has no complete step, only {show_count(count, 'folder')} named like one")
 
 
@@ -175,8 +175,9 @@ def _newest_first(path: str, names: Collection[str]) -> Iterator[tuple[str, int]
     """Path and number of each complete step. Raises StorageError if one of them cannot be listed."""
     steps = [(int(match[1]), name) for name in names if (match := _STEP_NAME.fullmatch(name))]
     for number, name in sorted(steps, reverse=True):
-        if _is_step(f"{path}/{name}", names_in(f"{path}/{name}"), is_file) and not _unfinished_reason(f"{path}/{name}"):
-            yield f"{path}/{name}", number
+        step = f"{path}/{name}"
+        if _is_step(step, names_in(step), strict=True) and not _unfinished_reason(step):
+            yield step, number
 
 
 def _unfinished_reason(path: str) -> str | None:

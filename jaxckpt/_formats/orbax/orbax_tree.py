@@ -18,13 +18,13 @@ from jaxckpt.errors import DataError, show_path
 def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata."""
     record = read_json(f"{path}/{TREE_FILE}", TreeRecord, MAX_INDEX_BYTES)
-    entries = {tuple(key.key for key in one.key_metadata): one for one in record.tree_metadata.values()}
+    entries = {tuple(key.key for key in entry.key_metadata): entry for entry in record.tree_metadata.values()}
     if len(entries) < len(record.tree_metadata):
         raise DataError(f"{path}/{TREE_FILE} is damaged: two of its leaves have the same keys")
     if any(len(keys) > MAX_DEPTH for keys in entries):
         raise DataError(f"{path}: the tree is nested deeper than {MAX_DEPTH} containers")
-    values = values_of(path, record, {keys: one.value_metadata for keys, one in entries.items()})
-    kinds = {keys: tuple(key.key_type for key in one.key_metadata) for keys, one in entries.items()}
+    values = values_of(path, record, {keys: entry.value_metadata for keys, entry in entries.items()})
+    kinds = {keys: tuple(key.key_type for key in entry.key_metadata) for keys, entry in entries.items()}
     tree = _typed_tree(path, record.value_metadata_tree, values) if record.value_metadata_tree else None
     if tree is None:
         tree = _tree(path, [(keys, kinds[keys], value) for keys, value in values.items()])
@@ -64,7 +64,7 @@ def _typed_tree(path: str, text: str, values: Mapping[Keys, Any]) -> Tree | None
             case {"category": "custom", "clazz": "tuple", "entries": list(children)}:
                 return tuple(build(child, (*keys, str(n))) for n, child in enumerate(cast("list[Any]", children)))
             case {"category": "namedtuple", "clazz": str(name), "entries": list(children)}:
-                fields = {str(one["key"]): build(one["value"], (*keys, str(one["key"]))) for one in children}
+                fields = {str(field["key"]): build(field["value"], (*keys, str(field["key"]))) for field in children}
                 name, numbers = name.rpartition(".")[2], tuple(range(len(fields)))
                 node = Container(type="namedtuple", name=name, keys=tuple(fields), children=numbers)
                 keys_of(node)  # raises if they are not valid names

@@ -288,4 +288,4 @@ def _sharding(mesh: MeshRecord | None, spec: Spec) -> str:
 
 
 def _devices(ids: Any) -> Any:
-    return [_devices(one) for one in ids] if isinstance(ids, list) else {"id": ids}
+    return [_devices(inner) for inner in ids] if isinstance(ids, list) else {"id": ids}
