@@ -39,10 +39,10 @@ numbers. Metrics are taken from process 0, so the processes need not agree on it
 class Publisher:
     """Publishes weights as bfloat16 for followers, as differences from the last publication.
 
-    Every process creates a Publisher with the same arguments, and calls `publish` with the same steps.
-    `jaxckpt.subscribe` yields the same bits to each follower. Publications are steps in a separate directory: full
-    weights (an anchor) and then differences. Only the publications of the last two anchors are kept. The last published
-    weights stay on the devices: 2 bytes for each parameter.
+    Every process creates a Publisher with the same arguments, and calls `publish` with the same steps. `subscribe`
+    yields the same bits to each follower. Publications are steps in a separate directory: full weights (an anchor) and
+    then differences. Only the publications of the last two anchors are kept. The last published weights stay on the
+    devices: 2 bytes for each parameter.
 
     Args:
         directory: A local path or a URL that no `Checkpointer` uses.
@@ -55,9 +55,9 @@ class Publisher:
     Examples:
         >>> import shutil, jax.numpy as jnp, jaxckpt
         >>> shutil.rmtree("/tmp/jaxckpt-doc/weights", ignore_errors=True)
-        >>> with jaxckpt.Publisher("/tmp/jaxckpt-doc/weights") as publisher:
+        >>> with jaxckpt.weights.Publisher("/tmp/jaxckpt-doc/weights") as publisher:
         ...     published = [publisher.publish(step, {"w": jnp.full(4, 1 + step / 8)}) for step in range(3)]
-        >>> [(step, float(w["w"][0])) for step, w in jaxckpt.subscribe("/tmp/jaxckpt-doc/weights")]
+        >>> [(step, float(w["w"][0])) for step, w in jaxckpt.weights.subscribe("/tmp/jaxckpt-doc/weights")]
         [(2, 1.25)]
     """
 
@@ -170,7 +170,7 @@ def subscribe(
     Raises:
         DataError: A publication since the newest anchor is missing.
         InputError: `directory` holds no published weights, or `target` asks for anything other than bfloat16 arrays.
-        Exception: As `jaxckpt.follow` and `jaxckpt.restore`.
+        Exception: As `Run.follow` and `jaxckpt.restore`.
     """
     # The returned generator must not depend on the current folder when it runs.
     run = Run(run_at(directory, options_or_default(options)).url, options=options)

@@ -98,12 +98,12 @@ def test_all_silent_processes_of_a_large_rendezvous_are_named(coordination: Any)
     first = coordination.call_of(0, 200, service, first=True)
     first.timeout_seconds = 0.4
     with (
-        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199 of 200 did not respond"),
+        pytest.raises(jaxckpt.errors.PeerTimeoutError, match="processes 1, 64, 199 of 200 did not respond"),
         first.rendezvous("simulated") as rendezvous,
     ):
         rendezvous.gather("here")
     with (
-        pytest.raises(jaxckpt.PeerTimeoutError, match="processes 1, 64, 199"),  # all others raise the same error
+        pytest.raises(jaxckpt.errors.PeerTimeoutError, match="processes 1, 64, 199"),  # all others raise the same error
         coordination.call_of(100, 200, service, first=True).rendezvous("simulated") as rendezvous,
     ):
         rendezvous.broadcast("")
@@ -120,7 +120,7 @@ def test_a_failure_in_a_large_rendezvous_is_quoted(coordination: Any) -> None:
                 raise OSError("no space left")
             rendezvous.gather("here")
     with (
-        pytest.raises(jaxckpt.PeerFailedError, match="process 100 failed with OSError: no space left"),
+        pytest.raises(jaxckpt.errors.PeerFailedError, match="process 100 failed with OSError: no space left"),
         coordination.call_of(0, 130, service, first=True).rendezvous("simulated") as rendezvous,
     ):
         rendezvous.gather("here")

@@ -10,10 +10,10 @@ import jaxckpt
 from jaxckpt import errors
 
 PROBLEMS = [
-    jaxckpt.Problem("w", "is not in the checkpoint", "pass strict=False"),
-    jaxckpt.Problem("v", "is not in the checkpoint", "pass strict=False"),
-    jaxckpt.Problem("w", "is missing", object="data-1/0/c/0", box=((0, 4), (8, 16))),
-    jaxckpt.Problem(None, "is damaged", object="manifest.json"),
+    jaxckpt.errors.Problem("w", "is not in the checkpoint", "pass strict=False"),
+    jaxckpt.errors.Problem("v", "is not in the checkpoint", "pass strict=False"),
+    jaxckpt.errors.Problem("w", "is missing", object="data-1/0/c/0", box=((0, 4), (8, 16))),
+    jaxckpt.errors.Problem(None, "is damaged", object="manifest.json"),
 ]
 
 
@@ -47,5 +47,5 @@ def test_every_error_can_carry_problems_and_be_pickled(kind: type) -> None:
 
 
 def test_a_storage_error_keeps_its_number() -> None:
-    error = jaxckpt.StorageError(28, "no space")
+    error = jaxckpt.errors.StorageError(28, "no space")
     assert (error.errno, error.strerror, error.problems) == (28, "no space", ())

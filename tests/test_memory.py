@@ -227,7 +227,7 @@ def test_a_checkpoint_deleted_during_a_read_is_not_reported_as_corrupt(
             change()
 
     monkeypatch.setattr(_source.NativeCheckpoint, "require_metadata", checked)
-    with pytest.raises(jaxckpt.NotACheckpointError, match=f"was {fate} while it was being read"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=f"was {fate} while it was being read"):
         jaxckpt.load_numpy(path)
 
 
@@ -235,7 +235,7 @@ def test_missing_data_of_an_existing_checkpoint_is_corruption(tmp_path: Path) ->
     jaxckpt.save(tmp_path / "c", {"w": np.arange(100)})
     (data,) = (tmp_path / "c").glob("data-*")
     shutil.rmtree(data)
-    with pytest.raises(jaxckpt.DataError, match="is missing"):
+    with pytest.raises(jaxckpt.errors.DataError, match="is missing"):
         jaxckpt.load_numpy(tmp_path / "c")
 
 

@@ -620,7 +620,7 @@ def test_a_folder_of_our_runs_is_not_an_orbax_step(tmp_path: Path) -> None:
     for step in (1, 2):
         jaxckpt.save(tmp_path / "runs" / "1" / str(step), {"w": np.full(3, step)})
     for path in (tmp_path / "runs", tmp_path / "runs/1"):
-        with pytest.raises(jaxckpt.NotACheckpointError):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError):
             jaxckpt.load_numpy(path)
 
 

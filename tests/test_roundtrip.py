@@ -164,7 +164,7 @@ def test_every_tree_comes_back_bit_for_bit(
 
         carried = jaxckpt.Options(indivisible="replicate", io=options.io)
         if shares_no_axis(tree, other):
-            with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
+            with pytest.raises(jaxckpt.errors.SpecError, match="none of the axes"):
                 jaxckpt.restore(path, mesh=other, options=carried)
         else:
             moved = jaxckpt.restore(path, mesh=other, options=carried)
@@ -415,7 +415,7 @@ def test_indivisible_dimensions_are_replicated_if_requested(mesh: Mesh, tmp_path
     whole = jaxckpt.Options(indivisible="replicate")
     tree = {"odd": np.arange(21.0, dtype=np.float32).reshape(7, 3), "even": np.ones((8, 4), np.float32)}
     on_devices = jax.tree.map(jnp.asarray, tree)
-    with pytest.raises(jaxckpt.SpecError, match="'odd'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="'odd'"):
         jaxckpt.save(tmp_path / "c", on_devices, mesh=mesh, specs=P("data", "model"))
     jaxckpt.save(tmp_path / "c", on_devices, mesh=mesh, specs=P("data", "model"), options=whole)
     restored = jaxckpt.restore(tmp_path / "c")
@@ -423,7 +423,7 @@ def test_indivisible_dimensions_are_replicated_if_requested(mesh: Mesh, tmp_path
     assert restored["even"].sharding == NamedSharding(mesh, P("data", "model"))
     split = NamedSharding(Mesh(np.array(jax.devices()[:3]), ("data",)), P("data"))
     for target in (split, {"odd": split, "even": split}):
-        with pytest.raises(jaxckpt.SpecError, match="'even'"):
+        with pytest.raises(jaxckpt.errors.SpecError, match="'even'"):
             jaxckpt.restore(tmp_path / "c", target)
         restored = jaxckpt.restore(tmp_path / "c", target, options=whole)
         assert restored["even"].sharding.is_fully_replicated
@@ -446,7 +446,7 @@ def test_selected_leaves_come_back_separately_or_in_the_target(tmp_path: Path) -
     only_params = jaxckpt.restore(tmp_path / "c", jax.tree.map(abstract, tree), select=lambda path: "params" in path)
     assert_same(only_params["params"], tree["params"])
     assert isinstance(only_params["opt"][0], jax.ShapeDtypeStruct), "unselected leaves are the target's own"
-    with pytest.raises(jaxckpt.TreeError, match="matches none of the 6 leaves"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="matches none of the 6 leaves"):
         jaxckpt.restore(tmp_path / "c", select="param")
 
 
@@ -621,5 +621,7 @@ def test_an_invalid_weak_type_is_refused(tmp_path: Path) -> None:
     for number, leaf in enumerate(manifest.leaves):
         leaves = [*manifest.leaves]
         leaves[number] = msgspec.structs.replace(leaf, weak=True)
-        with pytest.raises(jaxckpt.InputError, match=f"no reader would accept .*\n.*leaf '{leaf.path}' .*weak type"):
+        with pytest.raises(
+            jaxckpt.errors.InputError, match=f"no reader would accept .*\n.*leaf '{leaf.path}' .*weak type"
+        ):
             _manifest.encode(msgspec.structs.replace(manifest, leaves=leaves))

@@ -45,15 +45,15 @@ def require_bits(found: Any, step: int, seed: int = 0) -> None:
 
 
 def test_a_follower_has_the_bits_of_every_publication(tmp_path: Path) -> None:
-    with jaxckpt.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
-        follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+    with jaxckpt.weights.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
+        follower = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
         for step in range(0, 60, 5):
             assert publisher.publish(step, weights(0, step))
             publisher._checkpointer.wait()
             found, tree = next(follower)
             assert found == step
             require_bits(tree, step)
-        kept = jaxckpt.steps(tmp_path)
+        kept = jaxckpt.Run(tmp_path).steps()
         assert kept == [4, 5, 6, 7, 8, 9, 10, 11], "the last two chains"
     assert list(follower) == []
     sizes = {number: stored(tmp_path / f"{number:08d}") for number in kept}
@@ -66,15 +66,15 @@ def stored(path: Path) -> int:
 
 
 def test_a_late_or_slow_follower_gets_the_newest(tmp_path: Path) -> None:
-    with jaxckpt.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
-        slow = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+    with jaxckpt.weights.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
+        slow = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
         publisher.publish(0, weights(0, 0))
         publisher._checkpointer.wait()
         assert next(slow)[0] == 0
         for step in range(1, 19):
             publisher.publish(step, weights(0, step))
         publisher._checkpointer.wait()
-        for follower in (slow, jaxckpt.subscribe(tmp_path, timeout=60)):
+        for follower in (slow, jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60)):
             step, tree = next(follower)
             assert step == 18
             require_bits(tree, 18)
@@ -89,8 +89,8 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
         tree = weights(0, step)
         return {name: jax.device_put(tree[name], sharding) for name, sharding in placed.items()}
 
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
-        follower = jaxckpt.subscribe(tmp_path, mesh=other, timeout=60, poll_seconds=0.01)
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
+        follower = jaxckpt.weights.subscribe(tmp_path, mesh=other, timeout_seconds=60, poll_seconds=0.01)
         for step in range(3):
             publisher.publish(step, spread(step))
             publisher._checkpointer.wait()
@@ -102,68 +102,74 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
 def test_every_bit_pattern(tmp_path: Path) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     first, second = (jnp.asarray(words.view(jnp.bfloat16)) for words in (bits, bits[::-1].copy()))
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         for step, leaf in enumerate((first, second)):
             publisher.publish(step, {"x": leaf})
-    ((_, tree),) = jaxckpt.subscribe(tmp_path)
+    ((_, tree),) = jaxckpt.weights.subscribe(tmp_path)
     np.testing.assert_array_equal(np.asarray(tree["x"]).view(np.uint16), bits[::-1])
 
 
 def test_arrays_may_be_donated_and_signal_handlers_are_unchanged(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         for step in range(3):
             tree = {"x": jnp.full(3, step, jnp.bfloat16), "y": jnp.full(3, step, jnp.float32)}
             publisher.publish(step, tree)
             for leaf in jax.tree.leaves(tree):
                 leaf.delete()
         assert signal.getsignal(signal.SIGTERM) is before, "only the training's Checkpointer handles signals"
-    ((_, tree),) = jaxckpt.subscribe(tmp_path)
+    ((_, tree),) = jaxckpt.weights.subscribe(tmp_path)
     assert float(tree["x"][0]) == float(tree["y"][0]) == 2
 
 
 def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
         publisher.publish(1, {"w": jnp.ones(4)})
         publisher.publish(2, {"w": jnp.full(4, 2.0)})
         publisher._checkpointer.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(28, "full")))
+            patched.setattr(
+                Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "full"))
+            )
             publisher.publish(3, {"w": jnp.full(4, 3.0)})
-            with pytest.raises(jaxckpt.StorageError, match="full"):
+            with pytest.raises(jaxckpt.errors.StorageError, match="full"):
                 publisher.publish(4, {"w": jnp.full(4, 4.0)})
         publisher.publish(5, {"w": jnp.full(4, 5.0)})
-        with pytest.raises(jaxckpt.InputError, match="'n' is not"):
-            jaxckpt.Publisher(tmp_path / "other", options=FAST).publish(0, {"w": jnp.ones(3), "n": jnp.arange(3)})
-    found = [jaxckpt.open(f"{tmp_path}@{number}").metadata for number in jaxckpt.steps(tmp_path)]
+        with pytest.raises(jaxckpt.errors.InputError, match="'n' is not"):
+            jaxckpt.weights.Publisher(tmp_path / "other", options=FAST).publish(
+                0, {"w": jnp.ones(3), "n": jnp.arange(3)}
+            )
+    found = [jaxckpt.open(f"{tmp_path}@{number}").metadata for number in jaxckpt.Run(tmp_path).steps()]
     assert [(note["step"], note["previous"]) for note in found] == [(1, None), (2, 1), (5, None)]
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:  # restarted
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:  # restarted
         publisher.publish(6, {"w": jnp.full(4, 6.0)})
     assert jaxckpt.open(tmp_path).metadata == {"step": 6, "previous": None}
-    ((step, tree),) = jaxckpt.subscribe(tmp_path)
+    ((step, tree),) = jaxckpt.weights.subscribe(tmp_path)
     assert (step, float(tree["w"][0])) == (6, 6.0)
 
 
 def test_a_failure_that_another_save_reports_begins_a_new_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path / "w", options=FAST) as publisher:
         published(publisher, 0, 0)
         with monkeypatch.context() as patched:
-            patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(28, "full")))
+            patched.setattr(
+                Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "full"))
+            )
             publisher.publish(1, {"w": jnp.full(4, 1.0)})
-            with pytest.raises(jaxckpt.StorageError, match="full"):
+            with pytest.raises(jaxckpt.errors.StorageError, match="full"):
                 jaxckpt.save_async(tmp_path / "other", {"x": 1})
         published(publisher, 2, 2)
-        ((step, tree),) = jaxckpt.subscribe(tmp_path / "w", timeout=0.1)
+        ((step, tree),) = jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=0.1)
         assert (step, float(tree["w"][0])) == (2, 2.0)
 
 
 def test_a_path_may_be_relative_or_end_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    follower = jaxckpt.subscribe("w/", timeout=60)
-    with jaxckpt.Publisher("w", options=FAST) as publisher:
+    follower = jaxckpt.weights.subscribe("w/", timeout_seconds=60)
+    with jaxckpt.weights.Publisher("w", options=FAST) as publisher:
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
         for step in range(2):
@@ -172,27 +178,27 @@ def test_a_path_may_be_relative_or_end_with_a_slash(tmp_path: Path, monkeypatch:
 
 
 def test_a_url_may_end_with_a_slash(s3: servers.Bucket) -> None:
-    with jaxckpt.Publisher(f"{s3.url}/w/") as publisher:
+    with jaxckpt.weights.Publisher(f"{s3.url}/w/") as publisher:
         published(publisher, 3, 1)
-    ((step, _),) = jaxckpt.subscribe(f"{s3.url}/w/")
+    ((step, _),) = jaxckpt.weights.subscribe(f"{s3.url}/w/")
     assert step == 3
 
 
 def test_invalid_arguments(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", options=FAST) as run:
         run.save(1, {"x": 1})
-    with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
-        jaxckpt.Publisher(tmp_path / "run")
-    with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
-        next(jaxckpt.subscribe(tmp_path / "run"))
-    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+    with pytest.raises(jaxckpt.errors.InputError, match="holds no published weights"):
+        jaxckpt.weights.Publisher(tmp_path / "run")
+    with pytest.raises(jaxckpt.errors.InputError, match="holds no published weights"):
+        next(jaxckpt.weights.subscribe(tmp_path / "run"))
+    with jaxckpt.weights.Publisher(tmp_path / "w", options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(4)})
         publisher.publish(1, {"w": jnp.ones(4)})
-    with pytest.raises(jaxckpt.InputError, match="asks for float32 at 'w'"):
-        next(jaxckpt.subscribe(tmp_path / "w", {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}))
+    with pytest.raises(jaxckpt.errors.InputError, match="asks for float32 at 'w'"):
+        next(jaxckpt.weights.subscribe(tmp_path / "w", {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}))
     os.rename(tmp_path / "w/00000000", tmp_path / "gone")
-    with pytest.raises(jaxckpt.DataError, match="lacks a publication since its newest anchor, 0"):
-        next(jaxckpt.subscribe(tmp_path / "w"))
+    with pytest.raises(jaxckpt.errors.DataError, match="lacks a publication since its newest anchor, 0"):
+        next(jaxckpt.weights.subscribe(tmp_path / "w"))
 
 
 @pytest.mark.child
@@ -202,7 +208,7 @@ def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
     for _ in range(2):
         publisher = start([str(PROGRAMS / "publisher.py"), str(tmp_path / "w")], environment(1))
         try:
-            follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
+            follower = jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=60, poll_seconds=0.01)
             until = time.monotonic() + 200  # a hang guard
             while len(found) % 6 < 5 and time.monotonic() < until:
                 step, tree = next(follower)
@@ -215,25 +221,25 @@ def test_a_publisher_that_is_killed_and_started_again(tmp_path: Path) -> None:
             publisher.kill()
             publisher.wait(60)
         found.append(-1)
-        step, tree = next(jaxckpt.subscribe(tmp_path / "w", timeout=5))
+        step, tree = next(jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=5))
         assert (np.asarray(tree["w"], np.float32) == step % 256).all()
     assert len(found) == 12
     assert jaxckpt.verify(tmp_path / "w").ok
 
 
-def published(publisher: jaxckpt.Publisher, step: int, value: float) -> None:
+def published(publisher: jaxckpt.weights.Publisher, step: int, value: float) -> None:
     publisher.publish(step, {"w": jnp.full(4, float(value))})
     publisher._checkpointer.wait()
 
 
 def test_a_reused_directory_has_other_weights_with_equal_numbers(tmp_path: Path) -> None:
-    follower = jaxckpt.subscribe(tmp_path / "w", timeout=60, poll_seconds=0.01)
-    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+    follower = jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=60, poll_seconds=0.01)
+    with jaxckpt.weights.Publisher(tmp_path / "w", options=FAST) as publisher:
         for step in range(3):
             published(publisher, step, step)
         assert next(follower)[0] == 2
     shutil.rmtree(tmp_path / "w")
-    with jaxckpt.Publisher(tmp_path / "w", options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path / "w", options=FAST) as publisher:
         for step in range(5):
             published(publisher, step, 100 + step)
         step, tree = next(follower)
@@ -243,7 +249,7 @@ def test_a_reused_directory_has_other_weights_with_equal_numbers(tmp_path: Path)
 def test_a_publication_that_is_interrupted_during_publishing_ends_its_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         published(publisher, 0, 0)
         save = publisher._checkpointer.save
 
@@ -258,14 +264,14 @@ def test_a_publication_that_is_interrupted_during_publishing_ends_its_chain(
         for step in (2, 3):
             published(publisher, step, step)
     assert [jaxckpt.open(f"{tmp_path}@{number}").metadata["previous"] for number in range(4)] == [None, 0, None, 2]
-    ((step, tree),) = jaxckpt.subscribe(tmp_path)
+    ((step, tree),) = jaxckpt.weights.subscribe(tmp_path)
     assert (step, float(tree["w"][0])) == (3, 3.0)
 
 
 def test_every_publication_must_have_floats(tmp_path: Path) -> None:
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
-        with pytest.raises(jaxckpt.InputError, match="'w' is not"):
+        with pytest.raises(jaxckpt.errors.InputError, match="'w' is not"):
             publisher.publish(1, {"w": jnp.array([1001, 2, 3])})  # 1001 becomes 1000 in bfloat16
 
 
@@ -275,39 +281,39 @@ def test_leaves_on_different_devices_and_leaves_that_move(tmp_path: Path) -> Non
     other = jax.sharding.Mesh(np.array(jax.devices()[4:]), ("x",))
     stages = [[first, second], [first, second], [second, first], [NamedSharding(mesh, P("x")), second]]
     stages += [[NamedSharding(other, P("x")), NamedSharding(mesh, P("x"))]] * 2
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
-        follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
+        follower = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
         for step, shardings in enumerate(stages):
             publisher.publish(step, [jax.device_put(jnp.full(8, step + 1.0), one) for one in shardings])
             publisher._checkpointer.wait()
             found, leaves = next(follower)
             assert [found, *(float(np.asarray(leaf)[-1]) for leaf in leaves)] == [step, step + 1, step + 1]
-    previous = [jaxckpt.open(f"{tmp_path}@{number}").metadata["previous"] for number in jaxckpt.steps(tmp_path)]
+    previous = [jaxckpt.open(f"{tmp_path}@{number}").metadata["previous"] for number in jaxckpt.Run(tmp_path).steps()]
     assert previous == [None, None, 4], "leaves that have moved begin a new chain"
 
 
 def test_weights_are_restored_only_onto_devices(tmp_path: Path) -> None:
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
-    with pytest.raises(jaxckpt.InputError, match=r"asks for ndarray at 'w'.*np.asarray"):
-        next(jaxckpt.subscribe(tmp_path, {"w": np.zeros(3, jnp.bfloat16)}))
+    with pytest.raises(jaxckpt.errors.InputError, match=r"asks for ndarray at 'w'.*np.asarray"):
+        next(jaxckpt.weights.subscribe(tmp_path, {"w": np.zeros(3, jnp.bfloat16)}))
 
 
 def test_another_runs_directory_is_not_changed(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as run:
         run.save(1, {"x": 1})
-    with pytest.raises(jaxckpt.InputError, match="holds no published weights"):
-        jaxckpt.Publisher(tmp_path)
-    assert [step.number for step in jaxckpt.follow(tmp_path, timeout=60)] == [1], "the run is still ended"
+    with pytest.raises(jaxckpt.errors.InputError, match="holds no published weights"):
+        jaxckpt.weights.Publisher(tmp_path)
+    assert [step.number for step in jaxckpt.Run(tmp_path).follow(timeout_seconds=60)] == [1], "the run is still ended"
     assert (tmp_path / "_run/ended.json").exists()
 
 
 def test_a_checkpointer_that_saves_among_the_publications_is_an_error(tmp_path: Path) -> None:
-    follower = jaxckpt.subscribe(tmp_path, timeout=60, poll_seconds=0.01)
-    with jaxckpt.Publisher(tmp_path, options=FAST) as publisher:
+    follower = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
     assert next(follower)[0] == 0
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as run:
         run.save(1, {"w": jnp.ones(3)}, metadata={"note": 1})
-    with pytest.raises(jaxckpt.InputError, match="00000001 holds no published weights"):
+    with pytest.raises(jaxckpt.errors.InputError, match="00000001 holds no published weights"):
         next(follower)

@@ -19,7 +19,7 @@ from jaxckpt._model.select import parse_select, rename_paths
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import LINE_SECONDS, Progress
-from jaxckpt._rules.rules import Rules
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError
 

@@ -38,7 +38,7 @@ from jaxckpt._save.save import start
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.formats import written_formats
+from jaxckpt._sources.format_registry import written_formats
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt._store.storage_errors import translate_tensorstore_errors

@@ -14,7 +14,7 @@ from jaxckpt._formats.local_files import list_names
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.formats import formats
+from jaxckpt._sources.format_registry import formats
 from jaxckpt._sources.open_source import Location
 from jaxckpt._store.folder import sync_path
 from jaxckpt._store.load_manifest import load_manifest

@@ -25,7 +25,7 @@ from jaxckpt._model.records import Size
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt.errors import DataError, InputError, show_path
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")

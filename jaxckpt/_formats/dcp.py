@@ -37,7 +37,7 @@ from jaxckpt._model.records import Size
 from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt.errors import DataError, NotACheckpointError, show_path
 
 _METADATA = ".metadata"

@@ -26,7 +26,7 @@ from jaxckpt._options import Options
 from jaxckpt._rules.axis_layouts import AxisLayout as Axes
 from jaxckpt._rules.axis_layouts import axes_of
 from jaxckpt._rules.rule import Paths, Rule, matching_paths, paths_in
-from jaxckpt._rules.rules import Rules
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path

@@ -16,7 +16,7 @@ import ml_dtypes
 
 from jaxckpt._rules.axis_layouts import AxisLayout
 from jaxckpt._rules.rule import Paths, Rule, paths_in
-from jaxckpt._rules.rules import Rules
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError
 
 _NAMES = {

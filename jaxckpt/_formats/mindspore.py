@@ -52,7 +52,7 @@ from jaxckpt._model.grid import Box, Spec, extent, flat_boxes, pieces_along, vol
 from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt._store.files import read_into
 from jaxckpt.errors import DataError, InputError, show_path
 
@@ -125,7 +125,7 @@ def mindspore_ranks(
         >>> for rank in range(2):
         ...     info = jaxckpt.save("/tmp/jaxckpt-doc/rank", {"w": np.arange(3) + 3 * rank}, overwrite=True)
         ...     jaxckpt.convert(info.path, f"/tmp/jaxckpt-doc/ranks/rank_{rank}/w.safetensors", overwrite=True)
-        >>> ranks = jaxckpt.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
+        >>> ranks = jaxckpt.formats.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
         >>> jaxckpt.load_numpy(ranks)
         {'w': array([0, 1, 2, 3, 4, 5])}
     """

@@ -29,7 +29,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import DataError, show_path
 

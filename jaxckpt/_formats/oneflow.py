@@ -39,7 +39,7 @@ from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.tree import Structure, Tree, nested_dicts, unflatten
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt.errors import DataError, NotACheckpointError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def oneflow_ranks(
         ...     with open(f"/tmp/jaxckpt-doc/oneflow{rank}/w/meta", "w") as file:
         ...         print("shape { dim: 2 } data_type: kFloat", file=file)
         >>> ranks = {rank: f"/tmp/jaxckpt-doc/oneflow{rank}" for rank in range(2)}
-        >>> jaxckpt.load_numpy(jaxckpt.oneflow_ranks(ranks, specs={"w": jax.P("rank")}))
+        >>> jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks(ranks, specs={"w": jax.P("rank")}))
         {'w': array([0., 0., 1., 1.], dtype=float32)}
     """
     paths = paths_of(files)

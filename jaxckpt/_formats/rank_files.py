@@ -81,7 +81,7 @@ def rank_files(
         >>> for rank in range(2):
         ...     np.savez(f"/tmp/jaxckpt-doc/{rank}.npz", w=np.arange(3) + 3 * rank, step=np.int64(7))
         >>> ranks = {rank: f"/tmp/jaxckpt-doc/{rank}.npz" for rank in range(2)}
-        >>> checkpoint = jaxckpt.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
+        >>> checkpoint = jaxckpt.formats.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
         >>> jaxckpt.load_numpy(checkpoint)
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """

@@ -33,7 +33,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, TreeError, show_path
 

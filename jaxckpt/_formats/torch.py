@@ -22,7 +22,7 @@ from jaxckpt._model.pieces import Array
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt.errors import DataError
 
 MAX_REPEATED_BYTES = 1 << 26

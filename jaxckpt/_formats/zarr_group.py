@@ -20,7 +20,7 @@ from jaxckpt._model.pieces import Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
 from jaxckpt._store.files import FileWriter
 from jaxckpt.errors import DataError, StorageError, TreeError, show_path

@@ -38,7 +38,7 @@ from jaxckpt._options import Options, require_bool
 from jaxckpt._restore.assembly import Assembly, Initialized, Kept, LeafOrigin, SavedSubtree
 from jaxckpt._restore.stateful_objects import TargetObject, shardings_below
 from jaxckpt._rules.rename import renamed_tree, require_single_root, selected_numbers
-from jaxckpt._rules.rules import Rules
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
 
 

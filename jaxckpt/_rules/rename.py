@@ -14,7 +14,7 @@ from jaxckpt._model.paths import path_prefixes, relative_path
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Rename, Select, Selector, parse_select, rename_paths
 from jaxckpt._model.tree import Structure, nested_dicts, numbers_of, paths_of, prune, structure_of, user_objects_of
-from jaxckpt._rules.rules import Rules
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt.errors import TreeError, show_path

@@ -57,7 +57,7 @@ class Checkpointer(Run):
     job, so they are deleted once a newer step is published.
 
     A step is saved if `every`, `every_minutes` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
-    or if it is the newest; without rules all steps are kept. Pinned steps (`jaxckpt.pin`) and steps that a reader holds
+    or if it is the newest; without rules all steps are kept. Pinned steps (`Run.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
     The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save: a background

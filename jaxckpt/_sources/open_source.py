@@ -13,7 +13,7 @@ from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._run_folder.run_paths import resolve_name, resolve_step, run_and_name
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.formats import ForeignStep, Format, formats
+from jaxckpt._sources.format_registry import ForeignStep, Format, formats
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
@@ -26,7 +26,7 @@ _log = logging.getLogger("jaxckpt")
 
 Location = str | os.PathLike[str] | ForeignCheckpoint
 """The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
-`jaxckpt.rank_files`."""
+`jaxckpt.formats.rank_files`."""
 
 
 def source_at(location: Location, options: Options) -> NativeCheckpoint | ForeignCheckpoint:

@@ -126,5 +126,5 @@ def test_completion(here: Path) -> None:
 
 
 def test_completed_formats_are_the_formats_that_convert_writes() -> None:
-    with pytest.raises(jaxckpt.InputError, match=", ".join(FORMATS)):
+    with pytest.raises(jaxckpt.errors.InputError, match=", ".join(FORMATS)):
         jaxckpt.convert("a", "b", format="pickle")

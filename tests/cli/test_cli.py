@@ -162,7 +162,7 @@ def test_rm_of_a_link_deletes_only_the_link(tmp_path: Path) -> None:
     assert run("rm", link, "--yes").stdout == f"deleted the link {link}\n"
     assert run_json("rm", str(tmp_path / "ours@2"), "--yes")["left"] == []
     assert os.listdir(tmp_path / "ours") == []
-    assert jaxckpt.steps(tmp_path / "theirs") == [1, 2]
+    assert jaxckpt.Run(tmp_path / "theirs").steps() == [1, 2]
     assert jaxckpt.verify(tmp_path / "theirs").ok
 
 
@@ -500,7 +500,7 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
     assert run("unpin", f"{path}@paper").stdout == f"{path}@paper is no longer pinned\n"
     assert "pinned names: none" in run("unpin", f"{path}@paper", code=4).stderr
     run("rm", f"{path}@10", "--yes")
-    assert jaxckpt.steps(path) == [20]
+    assert jaxckpt.Run(path).steps() == [20]
 
 
 def test_messages_name_the_options_of_the_command_line(here: Path) -> None:

@@ -44,8 +44,8 @@ def test_the_problem_of_a_step_is_reported_next_to_the_list(here: Path) -> None:
 
 
 def test_pinned_steps_show_their_names(here: Path) -> None:
-    jaxckpt.pin("run1@100", "paper")
-    jaxckpt.pin("run1@100", "figure-2")
+    jaxckpt.Run("run1").pin(100, "paper")
+    jaxckpt.Run("run1").pin(100, "figure-2")
     assert run_json("ls", "run1")["checkpoints"][0]["pinned"] == ["figure-2", "paper"]
     title, first, second, *_ = run("ls", "run1").stdout.splitlines()
     assert title.endswith("pinned")

@@ -20,7 +20,7 @@ def test_a_folder_is_shown_planned_and_compared_through_rules(tmp_path: Path) ->
     specs = 'params/**/query/kernel=P("x")'
     planned = run_json("plan", LLAMA, "--rules", "maxtext", "--mesh", "x=4", "--specs", specs)
     assert planned["over_read"] < 3
-    rules = jaxckpt.huggingface_rules(LLAMA)
+    rules = jaxckpt.rules.huggingface_rules(LLAMA)
     jaxckpt.convert(LLAMA, tmp_path / "plain", rename=rules)
     assert run_json("diff", LLAMA, str(tmp_path / "plain"), "--rules", "plain")["identical"]
 
@@ -28,7 +28,7 @@ def test_a_folder_is_shown_planned_and_compared_through_rules(tmp_path: Path) ->
 def test_to_maxtext_and_back(tmp_path: Path) -> None:
     run("convert", LLAMA, str(tmp_path / "run"), "--rules", "maxtext", "--format", "orbax")
     # As MaxText's load_params_from_path restores it.
-    rules = jaxckpt.huggingface_rules(LLAMA, layout="maxtext")
+    rules = jaxckpt.rules.huggingface_rules(LLAMA, layout="maxtext")
     expected = jaxckpt.load_numpy(LLAMA, rename=rules)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=8, save_concurrent_gb=8, use_ocdbt=True, use_zarr3=True)
     wanted = {"params": expected["params"]}

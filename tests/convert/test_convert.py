@@ -23,7 +23,7 @@ import jaxckpt
 from jaxckpt._convert import destination
 from jaxckpt._formats.local_files import names_or_empty
 from jaxckpt._restore.read_loop import StoredArray
-from jaxckpt._sources.formats import formats, written_formats
+from jaxckpt._sources.format_registry import formats, written_formats
 
 DTYPES = (
     *(np.float32, np.float64, np.float16, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
@@ -120,7 +120,7 @@ def test_saved_specs_are_carried_over_by_axis_name(everything: tuple[Path, Any],
 
 def test_a_mesh_without_any_axis_of_the_source_is_an_error(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = everything
-    with pytest.raises(jaxckpt.SpecError, match=r"(?s)none of the axes.*data, model.*'layers/0/w'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"(?s)none of the axes.*data, model.*'layers/0/w'"):
         jaxckpt.convert(path, tmp_path / "to", mesh_shape={"modle": 2})
     assert not (tmp_path / "to").exists()
     jaxckpt.convert(path, tmp_path / "to", mesh_shape={"modle": 2}, specs=P())
@@ -151,7 +151,7 @@ def test_smaller_chunks_for_a_reader_of_small_boxes(tmp_path: Path, bytes_read: 
 
 def test_chunk_bytes_is_refused_for_a_format_without_chunks(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.ones(3)})
-    with pytest.raises(jaxckpt.InputError, match="chunk_bytes"):
+    with pytest.raises(jaxckpt.errors.InputError, match="chunk_bytes"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz", chunk_bytes=4096)
     assert not (tmp_path / "to.npz").exists()
 
@@ -176,7 +176,7 @@ def test_existing_files_are_kept_unless_overwrite_is_set(everything: tuple[Path,
     for name in ("to", "to.safetensors", "to.npz", "to.zarr"):
         select = None if name == "to" else "layers"
         jaxckpt.convert(path, tmp_path / name, select=select)
-        with pytest.raises(jaxckpt.CheckpointExistsError, match="overwrite"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="overwrite"):
             jaxckpt.convert(path, tmp_path / name, select=select)
         jaxckpt.convert(path, tmp_path / name, select="layers/0", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["from", "to", "to.npz", "to.safetensors", "to.zarr"]
@@ -186,7 +186,7 @@ def test_existing_files_are_kept_unless_overwrite_is_set(everything: tuple[Path,
 def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"x": 1})
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="neither a file nor a folder"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="neither a file nor a folder"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "pipe", format="npz", overwrite=True)
     assert (tmp_path / "pipe").is_fifo()
 
@@ -194,15 +194,23 @@ def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"specs": P("x")}, jaxckpt.InputError, "needs mesh_shape="),
-        ({"mesh_shape": {"x": 7}, "specs": P("x")}, jaxckpt.SpecError, "(?s)do not fit 22 leaves.*is not divisible"),
-        ({"mesh_shape": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.SpecError, "did you mean"),
-        ({"format": "hdf5"}, jaxckpt.InputError, "expected one of jaxckpt, npz"),
-        ({"format": 3}, jaxckpt.InputError, "format=3; expected one of jaxckpt, npz"),
-        ({"select": "nothing"}, jaxckpt.TreeError, "matches none"),
-        ({"format": "zarr", "mesh_shape": {"x": 2}}, jaxckpt.InputError, "has no layout"),
-        ({"format": "npz"}, jaxckpt.TreeError, "'name' is a str"),
-        ({"format": "npz", "select": "embed"}, jaxckpt.TreeError, "'embed' is bfloat16, which NumPy's format lacks"),
+        ({"specs": P("x")}, jaxckpt.errors.InputError, "needs mesh_shape="),
+        (
+            {"mesh_shape": {"x": 7}, "specs": P("x")},
+            jaxckpt.errors.SpecError,
+            "(?s)do not fit 22 leaves.*is not divisible",
+        ),
+        ({"mesh_shape": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.errors.SpecError, "did you mean"),
+        ({"format": "hdf5"}, jaxckpt.errors.InputError, "expected one of jaxckpt, npz"),
+        ({"format": 3}, jaxckpt.errors.InputError, "format=3; expected one of jaxckpt, npz"),
+        ({"select": "nothing"}, jaxckpt.errors.TreeError, "matches none"),
+        ({"format": "zarr", "mesh_shape": {"x": 2}}, jaxckpt.errors.InputError, "has no layout"),
+        ({"format": "npz"}, jaxckpt.errors.TreeError, "'name' is a str"),
+        (
+            {"format": "npz", "select": "embed"},
+            jaxckpt.errors.TreeError,
+            "'embed' is bfloat16, which NumPy's format lacks",
+        ),
     ],
 )
 def test_impossible_conversions_are_reported_and_leave_nothing(
@@ -221,10 +229,10 @@ def test_damage_ends_a_conversion_and_leaves_no_files(everything: tuple[Path, An
     content[100] ^= 1
     victim.write_bytes(content)
     for name in ("to", "to.safetensors", "to.zarr"):
-        with pytest.raises(jaxckpt.DataError, match="layers/"):
+        with pytest.raises(jaxckpt.errors.DataError, match="layers/"):
             jaxckpt.convert(path, tmp_path / name, select="layers")
     assert [name for name in os.listdir(tmp_path) if name not in ("from", "to")] == []
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.open(tmp_path / "to")
 
 
@@ -278,7 +286,7 @@ def test_a_safetensors_file_is_restored_onto_a_mesh(tmp_path: Path) -> None:
 def test_manifest_sha256_refuses_a_format_without_a_manifest(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.zeros(3)})
     jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.open(tmp_path / "w.safetensors", options=jaxckpt.Options(manifest_sha256="0" * 64))
     assert "safetensors>" in repr(jaxckpt.open(tmp_path / "w.safetensors"))
 
@@ -315,10 +323,10 @@ def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
         ({"a": "../1.safetensors"}, "outside its folder"),
     ):
         index.write_text(json.dumps({"weight_map": weights}))
-        with pytest.raises(jaxckpt.DataError, match=message):
+        with pytest.raises(jaxckpt.errors.DataError, match=message):
             jaxckpt.open(tmp_path)
     index.write_text("{")
-    with pytest.raises(jaxckpt.DataError, match="is damaged"):
+    with pytest.raises(jaxckpt.errors.DataError, match="is damaged"):
         jaxckpt.open(tmp_path)
 
 
@@ -326,10 +334,12 @@ def test_several_files_without_an_index_are_listed_but_not_opened(tmp_path: Path
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     for name in ("b", "a"):
         jaxckpt.convert(tmp_path / "from", tmp_path / f"to/{name}.safetensors")
-    with pytest.raises(jaxckpt.NotACheckpointError, match=r"has 2 \.safetensors files, but no index.* as .*/a\.safe"):
+    with pytest.raises(
+        jaxckpt.errors.NotACheckpointError, match=r"has 2 \.safetensors files, but no index.* as .*/a\.safe"
+    ):
         jaxckpt.open(tmp_path / "to")
     with pytest.raises(
-        jaxckpt.CheckpointExistsError, match=r"not part of one checkpoint.*a.safetensors, b.safetensors"
+        jaxckpt.errors.CheckpointExistsError, match=r"not part of one checkpoint.*a.safetensors, b.safetensors"
     ):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to", format="safetensors", overwrite=True)
     assert [entry["format"] for entry in run_json("ls", str(tmp_path / "to"))["checkpoints"]] == ["safetensors"] * 2
@@ -355,7 +365,7 @@ def test_an_npz_that_lacks_its_zip64_sizes_is_damaged(tmp_path: Path, field: int
     entry = content.index(b"PK\x01\x02")
     content[entry + field : entry + field + 4] = b"\xff" * 4
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(jaxckpt.DataError, match="directory is damaged"):
+    with pytest.raises(jaxckpt.errors.DataError, match="directory is damaged"):
         jaxckpt.load_numpy(tmp_path / "a.npz")
 
 
@@ -373,7 +383,7 @@ def test_zarr_out(everything: tuple[Path, Any], tmp_path: Path) -> None:
 
 def test_a_name_that_leaves_the_group_is_refused(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"..": {"x": np.zeros(3)}, "__a": np.zeros(2), "zarr.json": np.ones(1)})
-    with pytest.raises(jaxckpt.TreeError, match=r"(?s)3 of these.*'\.\./x'.*'__a'.*'zarr.json'"):
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"(?s)3 of these.*'\.\./x'.*'__a'.*'zarr.json'"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.zarr")
     assert os.listdir(tmp_path) == ["from"]
 
@@ -387,7 +397,7 @@ def test_names_that_a_reader_would_not_find_again_are_refused(tmp_path: Path) ->
     }
     for to, bad in names.items():
         jaxckpt.save(tmp_path / "from", {name: np.ones(2) for name in [*bad, "fine"]}, overwrite=True)
-        with pytest.raises(jaxckpt.TreeError, match=f"{len(bad)} of these leaves"):
+        with pytest.raises(jaxckpt.errors.TreeError, match=f"{len(bad)} of these leaves"):
             jaxckpt.convert(tmp_path / "from", tmp_path / to, format="orbax" if to == "to" else None)
         assert os.listdir(tmp_path) == ["from"]
 
@@ -396,7 +406,7 @@ def test_a_url_is_not_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     jaxckpt.save("from", {"w": np.arange(5.0)})
     for to in ("s3://bucket/to.npz", "s3:/bucket/to.safetensors", "gs://bucket/to.zarr", "", "a\0.npz", None):
-        with pytest.raises(jaxckpt.InputError, match=r"looks like a URL|must be a non-empty"):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"looks like a URL|must be a non-empty"):
             jaxckpt.convert("from", to, format="npz" if to == "" else None)  # pyright: ignore[reportArgumentType]
     jaxckpt.convert("from", f"file://{tmp_path}/to.npz")
     assert sorted(os.listdir(tmp_path)) == ["from", "to.npz"]
@@ -407,7 +417,7 @@ def test_the_suffix_of_another_format_is_refused(tmp_path: Path, name: str) -> N
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     for to in (tmp_path / name, f"{(tmp_path / name).as_uri()}", f"memory://nowhere/{name}"):
         with pytest.raises(
-            jaxckpt.InputError, match=r"does not write that format.*\.npz, \.safetensors, \.zarr; .*orbax"
+            jaxckpt.errors.InputError, match=r"does not write that format.*\.npz, \.safetensors, \.zarr; .*orbax"
         ):
             jaxckpt.convert(tmp_path / "from", to)
     assert os.listdir(tmp_path) == ["from"]
@@ -417,7 +427,7 @@ def test_the_suffix_of_another_format_is_refused(tmp_path: Path, name: str) -> N
 
 def test_an_int_beyond_64_bits_is_reported(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"large": 1 << 70, "small": 1 << 40})
-    with pytest.raises(jaxckpt.TreeError, match=r"(?s)1 of these leaves.*'large' is an int beyond 64 bits"):
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"(?s)1 of these leaves.*'large' is an int beyond 64 bits"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to.npz")
 
 
@@ -493,20 +503,22 @@ def test_a_folder_with_other_files_is_never_deleted(tmp_path: Path, to: str) -> 
     format = "orbax" if to == "to" else None
     (tmp_path / to / "precious").mkdir(parents=True)
     (tmp_path / to / "model.safetensors").write_text("another project")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"not part of one checkpoint.*model.safetensors, precious"):
+    with pytest.raises(
+        jaxckpt.errors.CheckpointExistsError, match=r"not part of one checkpoint.*model.safetensors, precious"
+    ):
         jaxckpt.convert(tmp_path / "from", tmp_path / to, format=format, overwrite=True)
     assert sorted(os.listdir(tmp_path / to)) == ["model.safetensors", "precious"]
 
     with jaxckpt.Checkpointer(tmp_path / "run") as steps:
         steps.save(1, {"w": np.arange(5.0)})
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="holds files that are not part of one checkpoint"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="holds files that are not part of one checkpoint"):
         jaxckpt.convert(tmp_path / "from", tmp_path / "run", format=format or to[3:], overwrite=True)
     for step in (1, 2):
         jaxckpt.convert(tmp_path / "from", tmp_path / "manager" / str(step) / "default", format="orbax")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="holds files that are not part of one checkpoint"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="holds files that are not part of one checkpoint"):
         jaxckpt.convert(tmp_path / "manager", tmp_path / "manager", format=format or to[3:], overwrite=True)
     step = tmp_path / "manager" / "1"
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="is in"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is in"):
         jaxckpt.convert(step / "default", step, format=format or to[3:], overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "manager" / "1")["w"].tolist() == [0, 1, 2, 3, 4]
 
@@ -530,7 +542,7 @@ def test_an_error_of_the_file_system_is_a_storage_error(tmp_path: Path, monkeypa
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "to").mkdir()
     for to in ("file/to.safetensors", "file/to.npz", "file/to.zarr"):
-        with pytest.raises(jaxckpt.StorageError, match="cannot write"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="cannot write"):
             jaxckpt.convert(tmp_path / "from", tmp_path / to)
 
     def full(*_: object) -> None:
@@ -539,7 +551,7 @@ def test_an_error_of_the_file_system_is_a_storage_error(tmp_path: Path, monkeypa
     for name in ("to.safetensors", "to.npz", "to.zarr"):
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
-            with pytest.raises(jaxckpt.StorageError, match="No space left"):
+            with pytest.raises(jaxckpt.errors.StorageError, match="No space left"):
                 jaxckpt.convert(tmp_path / "from", tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["file", "from", "to"]
 
@@ -557,7 +569,7 @@ def test_the_old_file_is_restored_if_the_new_one_cannot_be_renamed(
         rename(a, b)
 
     monkeypatch.setattr(os, "rename", refused)
-    with pytest.raises(jaxckpt.StorageError):
+    with pytest.raises(jaxckpt.errors.StorageError):
         jaxckpt.convert(tmp_path / "from", tmp_path / "to", format="safetensors", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["from", "to"]
     assert jaxckpt.load_numpy(tmp_path / "to")["w"].tolist() == [0, 1, 2, 3, 4]
@@ -576,7 +588,7 @@ def test_the_next_conversion_deletes_what_a_killed_one_left(tmp_path: Path, to: 
     assert any("-convert-" in name for name in os.listdir(tmp_path))
     # A conversion that fails restores the previous files.
     jaxckpt.save(tmp_path / "bad", {"w": b"bytes"})
-    with pytest.raises(jaxckpt.TreeError):
+    with pytest.raises(jaxckpt.errors.TreeError):
         jaxckpt.convert(tmp_path / "bad", tmp_path / to, format=format or "npz", overwrite=True)
     if to != "to.zarr":
         assert jaxckpt.load_numpy(tmp_path / to)["w"].tolist() == [0, 1, 2, 3, 4]
@@ -681,7 +693,7 @@ def test_data_with_a_wrong_checksum_does_not_get_a_new_one(tmp_path: Path) -> No
     content[4000] ^= 1
     (tmp_path / "from.npz").write_bytes(content)
     for name in ("to", "to.safetensors"):
-        with pytest.raises(jaxckpt.DataError, match=r"'w'.*checksum is"):
+        with pytest.raises(jaxckpt.errors.DataError, match=r"'w'.*checksum is"):
             jaxckpt.convert(tmp_path / "from.npz", tmp_path / name)
     assert os.listdir(tmp_path) == ["from.npz"]
 
@@ -702,7 +714,7 @@ def test_a_project_folder_with_a_file_of_a_known_name_is_kept(tmp_path: Path, ma
     (at / below).parent.mkdir(parents=True)
     (at / mark).write_text("{}")
     (at / below).write_text("precious")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match=below.partition("/")[0]):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match=below.partition("/")[0]):
         jaxckpt.convert(tmp_path / "from", at, format="orbax", overwrite=True)
     assert (at / below).read_text() == "precious"
 
@@ -716,7 +728,7 @@ def test_a_checkpoint_with_other_files_is_kept_and_they_are_named(tmp_path: Path
     inner = at / "model.safetensors" if format == "safetensors" else at
     jaxckpt.convert(tmp_path / "from", inner, format=format, overwrite=True)
     (at / "train.py").write_text("precious")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"one checkpoint \(train.py\)"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match=r"one checkpoint \(train.py\)"):
         jaxckpt.convert(tmp_path / "from", at, format="orbax", overwrite=True)
     (at / "train.py").unlink()
     jaxckpt.convert(tmp_path / "from", at, format="orbax", overwrite=True)
@@ -728,9 +740,9 @@ def test_files_of_ranks_are_not_deleted_by_their_conversion(tmp_path: Path) -> N
         (tmp_path / f"ranks/{rank}").mkdir(parents=True)
         np.savez(tmp_path / f"ranks/{rank}/r.npz", w=np.arange(3) + 3 * rank)
     files = {rank: tmp_path / f"ranks/{rank}/r.npz" for rank in range(2)}
-    source = jaxckpt.rank_files(files, specs={"w": P("rank")})
+    source = jaxckpt.formats.rank_files(files, specs={"w": P("rank")})
     for at in ("ranks", "ranks/1", "ranks/1/r.npz"):
-        with pytest.raises(jaxckpt.CheckpointExistsError, match="is in"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is in"):
             jaxckpt.convert(source, tmp_path / at, format="orbax", overwrite=True)
     assert jaxckpt.load_numpy(source)["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -738,7 +750,7 @@ def test_files_of_ranks_are_not_deleted_by_their_conversion(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["a.pt/", "a.pt//", "a.pt/."])
 def test_a_slash_at_the_end_does_not_hide_a_suffix(tmp_path: Path, name: str) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
-    with pytest.raises(jaxckpt.InputError, match=r"ends in .pt"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"ends in .pt"):
         jaxckpt.convert(tmp_path / "from", f"{tmp_path}/{name}")
     jaxckpt.convert(tmp_path / "from", f"{tmp_path}/a.npz/")
     assert (tmp_path / "a.npz").is_file()
@@ -752,7 +764,7 @@ def test_an_unknown_suffix_is_refused_with_a_list_of_known_ones(tmp_path: Path) 
         ("a.h5", r"knows are \.npz, \.safetensors, \.zarr"),
         ("a.v2", "format="),
     ):
-        with pytest.raises(jaxckpt.InputError, match=message):
+        with pytest.raises(jaxckpt.errors.InputError, match=message):
             jaxckpt.convert(tmp_path / "from", tmp_path / name)
         assert not (tmp_path / name).exists()
     jaxckpt.convert(tmp_path / "from", tmp_path / "a.v2", format="jaxckpt")
@@ -819,7 +831,7 @@ def test_a_flipped_bit_of_a_stored_array_is_found_if_the_array_is_read(tmp_path:
     content = bytearray((tmp_path / "x.npz").read_bytes())
     content[content.find(np.float64(17).tobytes())] ^= 4
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(jaxckpt.DataError, match="checksum is"):
+    with pytest.raises(jaxckpt.errors.DataError, match="checksum is"):
         jaxckpt.load_numpy(tmp_path / "x.npz")
     assert jaxckpt.open(tmp_path / "x.npz")["w"][0, 0] == 0
 
@@ -833,17 +845,17 @@ def test_a_repeated_key_of_an_index_is_an_error(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": named}))
     assert sorted(jaxckpt.load_numpy(tmp_path / "hf")) == ["w0", "w1", "w2"]
     index.write_text(json.dumps({"weight_map": named}).replace("w0", "w1"))
-    with pytest.raises(jaxckpt.DataError, match="the member 'w1' occurs more than once"):
+    with pytest.raises(jaxckpt.errors.DataError, match="the member 'w1' occurs more than once"):
         jaxckpt.load_numpy(tmp_path / "hf")
     del named["w2"]
     index.write_text(json.dumps({"weight_map": named}))
-    with pytest.raises(jaxckpt.DataError, match=r"model-00003-of-00003.safetensors is not named by"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"model-00003-of-00003.safetensors is not named by"):
         jaxckpt.load_numpy(tmp_path / "hf")
 
 
 def test_specs_for_missing_leaves_are_an_error(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(4.0)})
     mesh = mesh_of(1, 1)
-    with pytest.raises(jaxckpt.SpecError, match="specs has 'w'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="specs has 'w'"):
         jaxckpt.restore(tmp_path / "from", mesh=mesh, specs={"w": P("data")})
     assert jaxckpt.restore(tmp_path / "from", mesh=mesh, specs=P())["w"].tolist() == [0, 1, 2, 3]

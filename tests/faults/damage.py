@@ -30,7 +30,7 @@ Kept = dict[str, Bits]
 """The bits of each leaf, by its path."""
 
 KINDS = ("data", "chunk crc", "index", "index crc", "zarr.json", "manifest", "process state")
-TYPED = (jaxckpt.CorruptError, jaxckpt.NotACheckpointError)
+TYPED = (jaxckpt.CorruptError, jaxckpt.errors.NotACheckpointError)
 
 
 def make(version: int = 0) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class Subject:
             report = jaxckpt.verify(self.path)
             if quick and jaxckpt.verify(self.path, quick=True).ok:
                 silents.append("quick verify")
-        except jaxckpt.NotACheckpointError:
+        except jaxckpt.errors.NotACheckpointError:
             assert list(hits) == ["manifest.json"]
             return
         if report.ok:

@@ -280,7 +280,7 @@ class Range:
             if body == saved and found != values:
                 raise AssertionError(f"silent: {found} for {values}")
             return "right data"
-        except (jaxckpt.CorruptError, jaxckpt.NotACheckpointError) as error:
+        except (jaxckpt.CorruptError, jaxckpt.errors.NotACheckpointError) as error:
             if len(str(error)) > 100_000:
                 raise AssertionError("an endless message") from error
             return type(error).__name__
@@ -367,7 +367,7 @@ def _read(path: Path) -> list[Any]:
     checkpoint = jaxckpt.open(path)
     repr(checkpoint)
     found = checkpoint.leaves
-    with contextlib.suppress(jaxckpt.InputError):  # the mesh may not fit
+    with contextlib.suppress(jaxckpt.errors.InputError):  # the mesh may not fit
         checkpoint.plan(mesh={"a": 2, "b": 2}, options=jaxckpt.Options(indivisible="replicate"))
     whole = jax.tree.leaves(jaxckpt.load_numpy(path))
     values: list[Any] = []

@@ -50,7 +50,7 @@ def versions_at(path: Path) -> list[int]:
     """The same for the checkpoint at a path; empty if none exists."""
     try:
         return versions_in(jaxckpt.load_numpy(path))
-    except jaxckpt.NotACheckpointError:
+    except jaxckpt.errors.NotACheckpointError:
         return []
 
 

@@ -106,7 +106,7 @@ def test_a_deleted_file_or_folder(fault: Fault, subject_of: SubjectOf) -> None:
         with subject.aside(file):
             subject.judge(fault, f"{file} deleted", subject.held(file))
             if any(subject.held(file).values()):  # a zero-size array has no data to read
-                with pytest.raises(jaxckpt.DataError) as caught:
+                with pytest.raises(jaxckpt.errors.DataError) as caught:
                     jaxckpt.load_numpy(subject.path)
                 said = str(caught.value)
                 assert any(f"{name} is missing" in said for name in subject.held(file))
@@ -193,7 +193,7 @@ def test_a_manifest_of_another_step(fault: Fault, subject_of: SubjectOf) -> None
                 try:
                     read()
                     fault.silent(way)
-                except jaxckpt.DataError:
+                except jaxckpt.errors.DataError:
                     fault.saw("error")
             for quick in (False, True):
                 report = jaxckpt.verify(subject.path, quick=quick)
@@ -242,7 +242,7 @@ def test_an_edited_manifest_with_a_valid_seal(fault: Fault, subject_of: SubjectO
     for what, make in fault.rounds(list(_edits(body + b"}", MANIFEST_VALUES))):
         with subject.content({"manifest.json": _sealed(make())}):
             for read in (jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open):
-                with pytest.raises(jaxckpt.ManifestError, match="the file was changed"):
+                with pytest.raises(jaxckpt.errors.ManifestError, match="the file was changed"):
                     read(subject.path, options=options)
             assert not jaxckpt.verify(subject.path, options=options).ok
             fault.saw(_meaning(fault, subject, what))

@@ -307,7 +307,7 @@ RUBBISH = [b"", b"{", b"\xff", b'"\xed\xa0\x80"', b"[" * 100_000, b'{"version":'
 def test_a_file_that_is_not_a_manifest_is_refused(saved: Path, tmp_path: Path, content: bytes) -> None:
     for text in (content, hostile.sealed(content)):
         (tmp_path / "manifest.json").write_bytes(text)
-        with pytest.raises(jaxckpt.ManifestError):
+        with pytest.raises(jaxckpt.errors.ManifestError):
             jaxckpt.open(tmp_path)
 
 
@@ -321,7 +321,7 @@ import sys, jaxckpt
 sys.setrecursionlimit(10**9)
 try:
     jaxckpt.open(sys.argv[1])
-except jaxckpt.ManifestError as error:
+except jaxckpt.errors.ManifestError as error:
     assert "nested deeper" in str(error), error
     print("refused")
 """
@@ -352,9 +352,9 @@ def test_metadata_that_no_reader_accepts_is_not_written(tmp_path: Path) -> None:
     deep: Any = 0
     for _ in range(2000):
         deep = [deep]
-    with pytest.raises(jaxckpt.InputError, match="metadata"):
+    with pytest.raises(jaxckpt.errors.InputError, match="metadata"):
         jaxckpt.save(tmp_path / "deep", {"x": 1}, metadata=deep)
-    with pytest.raises(jaxckpt.InputError, match="bytes long, over"):
+    with pytest.raises(jaxckpt.errors.InputError, match="bytes long, over"):
         jaxckpt.save(tmp_path / "large", {"x": 1}, metadata="x" * (65 << 20))
     assert not list(tmp_path.glob("*/*"))
 
@@ -362,7 +362,7 @@ def test_metadata_that_no_reader_accepts_is_not_written(tmp_path: Path) -> None:
 def test_a_newer_format_is_reported(saved: Path, tmp_path: Path) -> None:
     path = copied(saved, tmp_path, "newer")
     edited(path, lambda manifest: manifest.update(version=2, novelty=[1]))
-    with pytest.raises(jaxckpt.ManifestError, match="Update jaxckpt"):
+    with pytest.raises(jaxckpt.errors.ManifestError, match="Update jaxckpt"):
         jaxckpt.open(path)
 
 
@@ -411,14 +411,14 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path, {"text": "x" * 5000})
     replaced(tmp_path, "uint8-5000", b"\xff" * 5000)
     for read in (jaxckpt.load_numpy, jaxckpt.restore):
-        with pytest.raises(jaxckpt.DataError, match=r"'text'.*UTF-8"):
+        with pytest.raises(jaxckpt.errors.DataError, match=r"'text'.*UTF-8"):
             read(tmp_path)
 
 
 def test_a_bool_of_two_is_an_error(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path, {"flags": np.array([True, False, True])})
     replaced(tmp_path, "bool-3", bytes([0, 1, 2]))
-    with pytest.raises(jaxckpt.DataError, match=r"'flags'.* neither true nor false"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"'flags'.* neither true nor false"):
         jaxckpt.load_numpy(tmp_path)
 
 
@@ -444,7 +444,7 @@ def test_thousands_of_missing_objects_are_reported_quickly(tmp_path: Path) -> No
         shutil.rmtree(folder)
     with (
         hostile.at_most(SECONDS),
-        pytest.raises(jaxckpt.DataError, match=r"'0', '1', '10' and 497 more: .* is missing"),
+        pytest.raises(jaxckpt.errors.DataError, match=r"'0', '1', '10' and 497 more: .* is missing"),
     ):
         jaxckpt.load_numpy(tmp_path)
 

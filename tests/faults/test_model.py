@@ -86,7 +86,7 @@ class Model(RuleBasedStateMachine):
         number = next(self.numbers)
         with contextlib.ExitStack() as expected:
             if name in self.there and not overwrite:
-                expected.enter_context(pytest.raises(jaxckpt.CheckpointExistsError))
+                expected.enter_context(pytest.raises(jaxckpt.errors.CheckpointExistsError))
             else:
                 self.there[name] = number
             jaxckpt.save(self.folder / name, tree_of(number, shape), overwrite=overwrite, options=OPTIONS)
@@ -110,7 +110,7 @@ class Model(RuleBasedStateMachine):
     def save_where_the_system_refuses(self, name: str, shape: tuple[int, int]) -> None:
         self.wait()
         self.checkpointer.wait()
-        with files_of_8_kib(), pytest.raises(jaxckpt.StorageError) as raised:
+        with files_of_8_kib(), pytest.raises(jaxckpt.errors.StorageError) as raised:
             jaxckpt.save(self.folder / name, tree_of(next(self.numbers), shape), overwrite=True, options=OPTIONS)
         assert raised.value.errno == errno.EFBIG
 
@@ -131,7 +131,7 @@ class Model(RuleBasedStateMachine):
             possible |= {self.pending[2], None}  # None: replaced during the read
         try:
             tree = jaxckpt.restore(self.folder / name, mesh=mesh_of(shape))
-        except jaxckpt.NotACheckpointError:
+        except jaxckpt.errors.NotACheckpointError:
             assert None in possible
             return
         assert require_version(tree) in possible
@@ -164,7 +164,7 @@ class Model(RuleBasedStateMachine):
         self.checkpointer.wait()  # old steps are deleted in the background; after this deletion, one more would be kept
         step = max(self.steps) if newest else min(self.steps)
         if len(self.steps) == 1:
-            with pytest.raises(jaxckpt.InputError):
+            with pytest.raises(jaxckpt.errors.InputError):
                 self.checkpointer.delete(step)
         else:
             self.checkpointer.delete(step)
@@ -196,7 +196,7 @@ class Model(RuleBasedStateMachine):
     def restore_a_step(self, shape: tuple[int, int], newest: bool) -> None:
         self.checkpointer.wait()
         if not self.steps:
-            with pytest.raises(jaxckpt.NotACheckpointError):
+            with pytest.raises(jaxckpt.errors.NotACheckpointError):
                 self.checkpointer.restore(mesh=mesh_of(shape))
             return
         step = max(self.steps) if newest else min(self.steps)

@@ -258,7 +258,7 @@ def saves_are_refused(fault: Fault, bucket: Bucket, spoils: list[tuple[str, Call
         where = f"{way}, {name}, {'replacing' if replace else 'new'}"
         try:
             limited(ways[way], url, replace)
-        except jaxckpt.StorageError as error:
+        except jaxckpt.errors.StorageError as error:
             names_conditions = "condition" in str(error)
             bucket.proxy.clear()
             if replace and not same(restore(url), old):

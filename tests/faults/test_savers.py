@@ -97,7 +97,7 @@ def test_three_threads_on_one_path(fault: Fault, tmp_path: Path) -> None:
             try:
                 jaxckpt.save(path, version(number), options=jaxckpt.Options(sync=False))
                 outcomes.append(f"saved {number}")
-            except jaxckpt.CheckpointExistsError:
+            except jaxckpt.errors.CheckpointExistsError:
                 outcomes.append("refused")
 
         threads = [threading.Thread(target=attempt, args=(i,)) for i in (1, 2, 3)]
@@ -207,7 +207,7 @@ def strike(path: Path, what: str, published: list[int], own: list[str]) -> None:
             shutil.rmtree(path / name, ignore_errors=True)
         return
     # This save may wait for the sleeper's lock, and fail if the sleeper then publishes first.
-    with contextlib.suppress(jaxckpt.CheckpointExistsError):
+    with contextlib.suppress(jaxckpt.errors.CheckpointExistsError):
         jaxckpt.save(path, version(3), overwrite=True, options=jaxckpt.Options(sync=False))
 
 

@@ -82,7 +82,7 @@ def test_the_later_of_two_savers_is_told(gluster: Hosts, overwrite: bool) -> Non
     previous = store.read(MANIFEST)
     with store.begin_save("1" * 32, previous) as transaction:
         replace(here, 2)
-        with pytest.raises(jaxckpt.CheckpointExistsError, match="another save published"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="another save published"):
             transaction.commit(b"{}", sync=False)
     assert version_at(there) == version_at(here) == 2
 
@@ -92,7 +92,7 @@ def test_follow_outlives_deletions_by_another_host(gluster: Hosts) -> None:
     seen: list[int] = []
     with jaxckpt.Checkpointer(here, keep_last=1, background=False, options=victims.OPTIONS) as run:
         run.save(0, version(0))
-        for step in jaxckpt.follow(there, timeout=0.2, poll_seconds=0.01):
+        for step in jaxckpt.Run(there).follow(timeout_seconds=0.2, poll_seconds=0.01):
             assert victims.require_version(step.restore()) == step.number
             seen.append(step.number)
             if step.number < 6:

@@ -53,7 +53,7 @@ def test_stopped_while_objects_are_verified(tmp_path: Path) -> None:
         stop = jaxckpt.Options(
             timeout_seconds=1, progress=lambda progress: mount.stop() if progress.done_bytes else None
         )
-        with pytest.raises(jaxckpt.StorageError, match="no bytes have moved for 1 s"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="no bytes have moved for 1 s"):
             jaxckpt.verify(tmp_path / "mount" / "c", options=stop)
 
 

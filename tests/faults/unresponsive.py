@@ -93,8 +93,10 @@ def of_checkpoint(function: Callable[..., Any]) -> Callable[[Place], Call]:
     return lambda at: functools.partial(function, at.checkpoint(function.__name__), options=OPTIONS)
 
 
-def of_run(function: Callable[..., Any]) -> Callable[[Place], Call]:
-    return lambda at: functools.partial(function, at.run(function.__name__), options=OPTIONS)
+def of_run(method: str, *arguments: Any) -> Callable[[Place], Call]:
+    return lambda at: functools.partial(
+        getattr(jaxckpt.Run(at.run(f"Run.{method}"), options=OPTIONS), method), *arguments
+    )
 
 
 def conversion_to(suffix: str) -> Callable[[Place], Call]:
@@ -116,19 +118,19 @@ def save_of_a_step(at: Place) -> Call:
 
 
 def publication(at: Place) -> Call:
-    publisher = jaxckpt.Publisher(at.path("weights"), options=OPTIONS)
+    publisher = jaxckpt.weights.Publisher(at.path("weights"), options=OPTIONS)
     return lambda: (publisher.publish(1, {"w": jnp.arange(4.0)}), publisher.close())
 
 
 def subscription(at: Place) -> Call:
-    with jaxckpt.Publisher(at.path("published")) as publisher:
+    with jaxckpt.weights.Publisher(at.path("published")) as publisher:
         publisher.publish(1, {"w": jnp.arange(4.0)})
-    return lambda: next(jaxckpt.subscribe(at.path("published"), options=OPTIONS))
+    return lambda: next(jaxckpt.weights.subscribe(at.path("published"), options=OPTIONS))
 
 
 def removal_of_a_pin(at: Place) -> Call:
-    jaxckpt.pin(f"{at.run('unpin')}@1", "paper")
-    return functools.partial(jaxckpt.unpin, f"{at.path('unpin')}@paper", options=OPTIONS)
+    jaxckpt.Run(at.run("unpin")).pin(1, "paper")
+    return functools.partial(jaxckpt.Run(at.path("unpin"), options=OPTIONS).unpin, "paper")
 
 
 def oneflow_file(at: Place) -> Call:
@@ -136,13 +138,13 @@ def oneflow_file(at: Place) -> Call:
     (path / "w").mkdir(parents=True)
     np.arange(2, dtype=np.float32).tofile(path / "w" / "out")
     (path / "w" / "meta").write_text("shape { dim: 2 } data_type: kFloat\n")
-    return functools.partial(jaxckpt.oneflow_ranks, {0: path})
+    return functools.partial(jaxckpt.formats.oneflow_ranks, {0: path})
 
 
 def mindspore_file(at: Place) -> Call:
     path = at.path("rank.safetensors")
     jaxckpt.convert(at.checkpoint("rank"), path, select=["w"])
-    return functools.partial(jaxckpt.mindspore_ranks, {0: path})
+    return functools.partial(jaxckpt.formats.mindspore_ranks, {0: path})
 
 
 def configuration(at: Place) -> Call:
@@ -151,7 +153,7 @@ def configuration(at: Place) -> Call:
     names = "hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers vocab_size".split()
     config = {"model_type": "llama", "head_dim": 8, **dict.fromkeys(names, 2)}
     (folder / "config.json").write_text(json.dumps(config))
-    return functools.partial(jaxckpt.huggingface_rules, folder)
+    return functools.partial(jaxckpt.rules.huggingface_rules, folder)
 
 
 def command(name: str, *more: str) -> Callable[[Place], Call]:
@@ -160,7 +162,7 @@ def command(name: str, *more: str) -> Callable[[Place], Call]:
     def prepare(at: Place) -> Call:
         where = str((at.run if name in ("pin", "unpin", "fork") else at.checkpoint)(f"cli-{name}"))
         if name == "unpin":
-            jaxckpt.pin(f"{where}@1", "paper")
+            jaxckpt.Run(where).pin(1, "paper")
             where += "@paper"
         others = [f"{at.top}{other}" if other.startswith("/") else other for other in more]
         return functools.partial(command_line, [name, where, *others])
@@ -177,7 +179,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "restore": of_checkpoint(jaxckpt.restore),
     "load_numpy": of_checkpoint(jaxckpt.load_numpy),
     "load_numpy of files": lambda at: functools.partial(
-        jaxckpt.load_numpy, jaxckpt.rank_files({0: at.rank_file("loaded.npz")}), options=OPTIONS
+        jaxckpt.load_numpy, jaxckpt.formats.rank_files({0: at.rank_file("loaded.npz")}), options=OPTIONS
     ),
     "open": of_checkpoint(jaxckpt.open),
     "verify": of_checkpoint(jaxckpt.verify),
@@ -188,16 +190,26 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "convert to .safetensors": conversion_to(".safetensors"),
     "convert to .zarr": conversion_to(".zarr"),
     "convert of files": lambda at: functools.partial(
-        jaxckpt.convert, jaxckpt.rank_files({0: at.rank_file("in.npz")}), at.path("converted files"), options=OPTIONS
+        jaxckpt.convert,
+        jaxckpt.formats.rank_files({0: at.rank_file("in.npz")}),
+        at.path("converted files"),
+        options=OPTIONS,
     ),
-    "steps": of_run(jaxckpt.steps),
-    "latest_step": of_run(jaxckpt.latest_step),
-    "follow": lambda at: functools.partial(next, jaxckpt.follow(at.run("follow"), options=OPTIONS)),
-    "Step.restore": lambda at: next(jaxckpt.follow(at.run("step"), options=OPTIONS)).restore,
-    "pin": lambda at: functools.partial(jaxckpt.pin, f"{at.run('pin')}@1", "paper", options=OPTIONS),
-    "unpin": removal_of_a_pin,
-    "fork": lambda at: functools.partial(jaxckpt.fork, at.run("fork"), at.path("forked"), options=OPTIONS),
-    "rank_files": lambda at: functools.partial(jaxckpt.rank_files, {0: at.rank_file("rank.npz")}),
+    "Run.steps": of_run("steps"),
+    "Run.latest_step": of_run("latest_step"),
+    "Run.best_step": of_run("best_step", "loss", "min"),
+    "Run.metrics": of_run("metrics", 1),
+    "Run.add_metrics": of_run("add_metrics", 1, {"accuracy": 0.5}),
+    "Run.path": of_run("path", "latest"),
+    "Run.pins": of_run("pins"),
+    "Run.open": of_run("open", 1),
+    "Run.restore": of_run("restore", 1),
+    "Run.follow": lambda at: functools.partial(next, jaxckpt.Run(at.run("follow"), options=OPTIONS).follow()),
+    "Step.restore": lambda at: next(jaxckpt.Run(at.run("step"), options=OPTIONS).follow()).restore,
+    "Run.pin": of_run("pin", 1, "paper"),
+    "Run.unpin": removal_of_a_pin,
+    "Run.fork": lambda at: functools.partial(jaxckpt.Run(at.run("fork"), options=OPTIONS).fork, at.path("forked")),
+    "rank_files": lambda at: functools.partial(jaxckpt.formats.rank_files, {0: at.rank_file("rank.npz")}),
     "mindspore_ranks": mindspore_file,
     "oneflow_ranks": oneflow_file,
     "huggingface_rules": configuration,
@@ -208,7 +220,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "Checkpoint.hold": lambda at: functools.partial(
         contextlib.ExitStack().enter_context, jaxckpt.open(f"{at.run('held')}@1", options=OPTIONS).hold()
     ),
-    "Publisher": lambda at: functools.partial(jaxckpt.Publisher, at.path("Publisher"), options=OPTIONS),
+    "Publisher": lambda at: functools.partial(jaxckpt.weights.Publisher, at.path("Publisher"), options=OPTIONS),
     "Publisher.publish": publication,
     "subscribe": subscription,
     "Checkpointer": lambda at: functools.partial(
@@ -242,13 +254,19 @@ def command_line(arguments: list[str]) -> None:
     code = main.main(arguments, standalone_mode=False)
     if code:
         assert code == 5, f"exit code {code}"
-        raise jaxckpt.StorageError(0, "hangs, or is not connected: exit code 5")
+        raise jaxckpt.errors.StorageError(0, "hangs, or is not connected: exit code 5")
 
 
 def public_calls() -> set[str]:
     """The names of all public functions and methods."""
     found = {name for name in jaxckpt.__all__ if inspect.isfunction(getattr(jaxckpt, name))}
-    for owner in (jaxckpt.Checkpoint, jaxckpt.Checkpointer, jaxckpt.Publisher, jaxckpt.Step):
+    for module in (jaxckpt.formats, jaxckpt.rules, jaxckpt.weights):
+        found |= {
+            name
+            for name, value in vars(module).items()
+            if name[0] != "_" and inspect.isfunction(value) and not value.__module__.endswith(("compose", "typing"))
+        }
+    for owner in (jaxckpt.Checkpoint, jaxckpt.Checkpointer, jaxckpt.Run, jaxckpt.weights.Publisher, jaxckpt.Step):
         public = [name for name, value in vars(owner).items() if name[0] != "_" and inspect.isfunction(value)]
         found |= {f"{owner.__name__}.{name}" for name in public}
     return found | {f"jaxckpt {name}" for name in main.commands}

@@ -66,7 +66,7 @@ def version_at(path: str | os.PathLike[str]) -> int | None:
     """The version at a path, after a comparison of every bit; None if no checkpoint exists."""
     try:
         tree = jaxckpt.load_numpy(path)
-    except jaxckpt.NotACheckpointError:
+    except jaxckpt.errors.NotACheckpointError:
         return None
     return require_version(tree)
 
@@ -132,7 +132,7 @@ def keep_frozen(say: Say, folder: str, first: int, count: int, base: int = 0, ov
             step = first if overwrite else number
             try:
                 checkpoints.save(step, {**version(number), "base": base, "frozen": held}, overwrite=overwrite)
-            except jaxckpt.CheckpointExistsError as error:
+            except jaxckpt.errors.CheckpointExistsError as error:
                 say(str(error))
             else:
                 say(number)
@@ -167,7 +167,7 @@ def read(say: Say, path: str, count: int, steps: bool) -> None:
             else:
                 oldest = min(os.listdir(path))
                 assert require_version(jaxckpt.load_numpy(f"{path}/{oldest}")) == int(oldest)
-        except jaxckpt.NotACheckpointError:
+        except jaxckpt.errors.NotACheckpointError:
             ends["NotACheckpointError"] += 1
         else:
             ends["bit-exact"] += 1
@@ -176,14 +176,14 @@ def read(say: Say, path: str, count: int, steps: bool) -> None:
 
 def follow(say: Say, folder: str) -> None:
     """Restore each step of a run, and report it; end when no more appear."""
-    for step in jaxckpt.follow(folder, timeout=0.1, poll_seconds=0.01):
+    for step in jaxckpt.Run(folder).follow(timeout_seconds=0.1, poll_seconds=0.01):
         assert require_version(step.restore()) == step.number
         say(step.number)
 
 
 def list_steps(say: Say, folder: str) -> None:
     """Report the steps of a run."""
-    say(jaxckpt.steps(folder))
+    say(jaxckpt.Run(folder).steps())
 
 
 def keep_steps_by_another_clock(say: Say, folder: str, days: list[int]) -> None:

@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import DataError, InputError, Options
+from jaxckpt import Options
+from jaxckpt.errors import DataError, InputError
 
 pytestmark = [
     pytest.mark.child,

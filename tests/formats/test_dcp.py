@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import DataError, NotACheckpointError
+from jaxckpt.errors import DataError, NotACheckpointError
 
 pytestmark = [
     pytest.mark.child,

@@ -11,11 +11,11 @@ import pytest
 
 import jaxckpt
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.formats import formats
+from jaxckpt._sources.format_registry import formats
 
 PACKAGE = """
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.formats import Format
+from jaxckpt._sources.format_registry import Format
 
 def fail(path, names):
     raise KeyError("boom")

@@ -105,7 +105,7 @@ def last_dimension_that_divides(path: str, leaf: Any) -> P:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_on_a_mesh_equal_those_of_transformers(family: str, mesh: Mesh) -> None:
-    rules = jaxckpt.huggingface_rules(DATA / family)
+    rules = jaxckpt.rules.huggingface_rules(DATA / family)
     tree = jaxckpt.restore(DATA / family, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
     expected = np.load(DATA / family / "expected.npz")
     config = json.loads((DATA / family / "config.json").read_text())
@@ -116,7 +116,7 @@ def test_logits_on_a_mesh_equal_those_of_transformers(family: str, mesh: Mesh) -
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_inverse_gives_the_same_tensors(family: str, scan: bool, tmp_path: Path) -> None:
-    rules = jaxckpt.huggingface_rules(DATA / family, scan=scan)
+    rules = jaxckpt.rules.huggingface_rules(DATA / family, scan=scan)
     jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
     back = tmp_path / "model.safetensors"
     jaxckpt.convert(tmp_path / "ours", back, rename=rules.inverse(dtype="float32"))
@@ -133,7 +133,7 @@ def test_the_inverse_gives_the_same_tensors(family: str, scan: bool, tmp_path: P
 def test_transformers_loads_the_export(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers loads the export")
     torch = pytest.importorskip("torch")
-    rules = jaxckpt.huggingface_rules(DATA / family, scan=True)
+    rules = jaxckpt.rules.huggingface_rules(DATA / family, scan=True)
     jaxckpt.convert(DATA / family, tmp_path / "ours", rename=rules)
     jaxckpt.convert(tmp_path / "ours", tmp_path / "model", format="safetensors", rename=rules.inverse(dtype="float32"))
     shutil.copy(DATA / family / "config.json", tmp_path / "model")
@@ -203,7 +203,7 @@ class Llama(nnx.Module):
 
 def test_a_flax_nnx_module_is_restored_from_the_plain_tree_and_exported(mesh: Mesh, tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
-    rules = jaxckpt.huggingface_rules(DATA / "llama")
+    rules = jaxckpt.rules.huggingface_rules(DATA / "llama")
     abstract = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     model = jaxckpt.restore(DATA / "llama", abstract, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
     assert isinstance(model, Llama)
@@ -271,12 +271,12 @@ def test_quantized_folders_are_read_as_floats(
     quantized: dict[str, Any], layout: Any, mesh: Mesh, tmp_path: Path
 ) -> None:
     floats = quantize(tmp_path, quantized)
-    rules = jaxckpt.huggingface_rules(tmp_path, layout=layout)
+    rules = jaxckpt.rules.huggingface_rules(tmp_path, layout=layout)
     found = jaxckpt.restore(tmp_path, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
     jaxckpt.save(tmp_path / "floats", floats)
     shutil.copy(DATA / "qwen3" / "config.json", tmp_path / "floats")
     expected = jaxckpt.load_numpy(
-        tmp_path / "floats", rename=jaxckpt.huggingface_rules(tmp_path / "floats", layout=layout)
+        tmp_path / "floats", rename=jaxckpt.rules.huggingface_rules(tmp_path / "floats", layout=layout)
     )
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -296,8 +296,8 @@ def test_quantized_folders_are_read_as_floats(
 def test_other_quantization_methods_are_an_error(quantized: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-    with pytest.raises(jaxckpt.InputError, match="rules exist"):
-        jaxckpt.huggingface_rules(tmp_path)
+    with pytest.raises(jaxckpt.errors.InputError, match="rules exist"):
+        jaxckpt.rules.huggingface_rules(tmp_path)
 
 
 def test_blocks_that_older_versions_of_compressed_tensors_wrote_as_text(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_blocks_that_older_versions_of_compressed_tensors_wrote_as_text(tmp_path
     for structure in ([8, 4], "8x4"):
         quantized = compressed(strategy="block", block_structure=structure)
         (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-        assert {rule.block for rule in jaxckpt.huggingface_rules(tmp_path).rules} == {None, (8, 4)}
+        assert {rule.block for rule in jaxckpt.rules.huggingface_rules(tmp_path).rules} == {None, (8, 4)}
 
 
 @pytest.mark.parametrize(
@@ -322,27 +322,27 @@ def test_blocks_that_older_versions_of_compressed_tensors_wrote_as_text(tmp_path
 def test_an_invalid_value_in_the_configuration_is_an_error(damage: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **damage}))
-    with pytest.raises(jaxckpt.DataError, match=r"the config\.json of .* has a value that does not fit"):
-        jaxckpt.huggingface_rules(tmp_path)
+    with pytest.raises(jaxckpt.errors.DataError, match=r"the config\.json of .* has a value that does not fit"):
+        jaxckpt.rules.huggingface_rules(tmp_path)
 
 
 def test_a_folder_that_is_not_a_local_path_is_an_error() -> None:
     for folder, expected in (("s3://bucket/model", "must be a local folder"), (3, "str or PathLike, found 3")):
-        with pytest.raises(jaxckpt.InputError, match=expected):
-            jaxckpt.huggingface_rules(folder)  # pyright: ignore
+        with pytest.raises(jaxckpt.errors.InputError, match=expected):
+            jaxckpt.rules.huggingface_rules(folder)  # pyright: ignore
 
 
 def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.DataError, match=r"config\.json"):
-        jaxckpt.huggingface_rules(tmp_path)
+    with pytest.raises(jaxckpt.errors.DataError, match=r"config\.json"):
+        jaxckpt.rules.huggingface_rules(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(
-        jaxckpt.InputError, match=r"'lama', for which there are no rules: they exist for llama, mistral"
+        jaxckpt.errors.InputError, match=r"'lama', for which there are no rules: they exist for llama, mistral"
     ):
-        jaxckpt.huggingface_rules(tmp_path)
+        jaxckpt.rules.huggingface_rules(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(jaxckpt.DataError, match="num_attention_heads"):
-        jaxckpt.huggingface_rules(tmp_path)
+    with pytest.raises(jaxckpt.errors.DataError, match="num_attention_heads"):
+        jaxckpt.rules.huggingface_rules(tmp_path)
 
 
 # Folders as on the hub --------------------------------------------------------------------------------------
@@ -388,9 +388,11 @@ HUB = [("gpt2", like_gpt2), ("gpt2", like_distilgpt2), ("llama", like_llama_2), 
 def test_folders_as_on_the_hub_are_read(family: str, change: Any, mesh: Mesh, tmp_path: Path) -> None:
     folder = hub_folder(tmp_path, family, change)
     for layout in ("plain",) if family == "gpt2" else ("plain", "maxtext"):
-        rules = jaxckpt.huggingface_rules(folder, layout=layout)
+        rules = jaxckpt.rules.huggingface_rules(folder, layout=layout)
         found = jaxckpt.restore(folder, mesh=mesh, specs=last_dimension_that_divides, rename=rules)
-        expected = jaxckpt.load_numpy(DATA / family, rename=jaxckpt.huggingface_rules(DATA / family, layout=layout))
+        expected = jaxckpt.load_numpy(
+            DATA / family, rename=jaxckpt.rules.huggingface_rules(DATA / family, layout=layout)
+        )
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(np.asarray(a), b)
@@ -398,7 +400,7 @@ def test_folders_as_on_the_hub_are_read(family: str, change: Any, mesh: Mesh, tm
 
 def test_the_inverse_writes_the_names_of_the_folder_without_constants(tmp_path: Path) -> None:
     folder = hub_folder(tmp_path, "gpt2", like_gpt2)
-    rules = jaxckpt.huggingface_rules(folder)
+    rules = jaxckpt.rules.huggingface_rules(folder)
     jaxckpt.convert(folder, tmp_path / "ours", rename=rules)
     back = jaxckpt.load_numpy(tmp_path / "ours", rename=rules.inverse(dtype="float32"))
     tensors = like_gpt2(jaxckpt.load_numpy(DATA / "gpt2"))
@@ -414,19 +416,23 @@ def test_a_stored_head_that_differs_from_a_tied_embedding_is_an_error(tmp_path: 
         return tensors | {"lm_head.weight": head}
 
     folder = hub_folder(tmp_path, "gemma2", change)
-    rules = jaxckpt.huggingface_rules(folder)
-    with pytest.raises(jaxckpt.DataError, match=r"(?s)'embed/embedding'.*'lm_head.weight' differs from 'model.embed"):
+    rules = jaxckpt.rules.huggingface_rules(folder)
+    with pytest.raises(
+        jaxckpt.errors.DataError, match=r"(?s)'embed/embedding'.*'lm_head.weight' differs from 'model.embed"
+    ):
         jaxckpt.load_numpy(folder, rename=rules)
     assert jaxckpt.load_numpy(folder, rename=rules, select="norm")["norm"]["scale"].shape == (16,)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    untied = jaxckpt.load_numpy(folder, rename=jaxckpt.huggingface_rules(folder))
+    untied = jaxckpt.load_numpy(folder, rename=jaxckpt.rules.huggingface_rules(folder))
     assert untied["head"]["kernel"][-1, -1] == untied["embed"]["embedding"][-1, -1] + 1
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe", "phi3"])
 def test_other_families_get_the_list_of_supported_ones_and_no_guess(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    with pytest.raises(jaxckpt.InputError, match=f"{family}.*llama, mistral, qwen2, qwen3, gemma2.*gpt2") as caught:
-        jaxckpt.huggingface_rules(tmp_path)
+    with pytest.raises(
+        jaxckpt.errors.InputError, match=f"{family}.*llama, mistral, qwen2, qwen3, gemma2.*gpt2"
+    ) as caught:
+        jaxckpt.rules.huggingface_rules(tmp_path)
     assert "did you mean" not in str(caught.value)

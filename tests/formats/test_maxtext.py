@@ -30,8 +30,8 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return request.param
 
 
-def rules_of(case: dict[str, Any], folder: Path) -> jaxckpt.Rules:
-    return jaxckpt.huggingface_rules(folder, layout="maxtext", scan=case["scan"], vocab_size=case["vocab_size"])
+def rules_of(case: dict[str, Any], folder: Path) -> jaxckpt.rules.Rules:
+    return jaxckpt.rules.huggingface_rules(folder, layout="maxtext", scan=case["scan"], vocab_size=case["vocab_size"])
 
 
 def test_leaves_equal_maxtexts(case: dict[str, Any], tmp_path: Path) -> None:
@@ -77,16 +77,16 @@ def test_on_a_mesh_the_leaves_are_equal(tmp_path: Path) -> None:
 
 def test_what_maxtext_does_not_support_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 2, "n_layer": 1, "n_embd": 4}))
-    with pytest.raises(jaxckpt.InputError, match="which gpt2 is not"):
-        jaxckpt.huggingface_rules(tmp_path, layout="maxtext")
-    with pytest.raises(jaxckpt.InputError, match='layout must be "plain" or "maxtext"'):
-        jaxckpt.huggingface_rules(tmp_path, layout="scan")  # type: ignore[arg-type]
+    with pytest.raises(jaxckpt.errors.InputError, match="which gpt2 is not"):
+        jaxckpt.rules.huggingface_rules(tmp_path, layout="maxtext")
+    with pytest.raises(jaxckpt.errors.InputError, match='layout must be "plain" or "maxtext"'):
+        jaxckpt.rules.huggingface_rules(tmp_path, layout="scan")  # type: ignore[arg-type]
 
 
 def test_fewer_layers_than_a_pattern_has() -> None:
     gemma = Path(__file__).parents[1] / "data" / "transformers" / "gemma3_text"
-    found = jaxckpt.open(gemma, rename=jaxckpt.huggingface_rules(gemma, layout="maxtext"))
+    found = jaxckpt.open(gemma, rename=jaxckpt.rules.huggingface_rules(gemma, layout="maxtext"))
     assert "params/params/decoder/layers_remainder/layers_1/mlp/wo/kernel" in found
     assert not [path for path in found if path.startswith("params/params/decoder/layers/")]
-    with pytest.raises(jaxckpt.InputError, match=r"Rule\.source must be"):
-        jaxckpt.Rule(source=(), target="a")
+    with pytest.raises(jaxckpt.errors.InputError, match=r"Rule\.source must be"):
+        jaxckpt.rules.Rule(source=(), target="a")

@@ -18,8 +18,9 @@ from mindspore_files import DATA, TUTORIAL, ckpt, layout, map_parameter, strateg
 from strategies import damaged
 
 import jaxckpt
-from jaxckpt import DataError, InputError, JaxckptError, NotACheckpointError, TreeError
+from jaxckpt import JaxckptError
 from jaxckpt._formats.mindspore import read_ckpt, read_strategy
+from jaxckpt.errors import DataError, InputError, NotACheckpointError, TreeError
 
 FORMS = {"strategy.ckpt": strategy_protobuf, "strategy.json": strategy_json}
 
@@ -34,7 +35,7 @@ def rows(name: str, ranks: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("strategy", FORMS)
 def test_the_tutorial(tmp_path: Path, strategy: str) -> None:
     """Four ranks of [2, 8] form one [8, 8], which is restored onto two devices as [4, 8] each."""
-    found = jaxckpt.mindspore_ranks(tutorial(tmp_path), strategy=tmp_path / strategy)
+    found = jaxckpt.formats.mindspore_ranks(tutorial(tmp_path), strategy=tmp_path / strategy)
     merged = jaxckpt.load_numpy(found)
     printed = np.array(DATA["merged"]["moments.weight"], np.float32)
     np.testing.assert_array_equal(merged["moments.weight"], printed, strict=True)
@@ -56,7 +57,7 @@ def test_the_tutorial(tmp_path: Path, strategy: str) -> None:
 
 
 def test_all_operations_of_a_checkpoint(tmp_path: Path) -> None:
-    found = jaxckpt.mindspore_ranks(tutorial(tmp_path), strategy=tmp_path / "strategy.ckpt")
+    found = jaxckpt.formats.mindspore_ranks(tutorial(tmp_path), strategy=tmp_path / "strategy.ckpt")
     jaxckpt.convert(found, tmp_path / "ours")
     assert jaxckpt.diff(found, tmp_path / "ours").identical
     assert jaxckpt.verify(found).ok
@@ -187,7 +188,7 @@ def test_any_device_matrix_and_tensor_map(tmp_path_factory: pytest.TempPathFacto
     ranks = [{"w": part} for part in parts_of(array, dev_matrix, tensor_map)]
     name = data.draw(st.sampled_from(sorted(FORMS)))
     files = write(folder, ranks, {"w": layout(dev_matrix, tensor_map)}, name)
-    found = jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=folder / name))
+    found = jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(files, strategy=folder / name))
     np.testing.assert_array_equal(found["w"], array, strict=True)
 
 
@@ -205,11 +206,11 @@ def test_rows_that_the_optimizer_split_again(
     shards = layout(dev_matrix, tensor_map, opt_weight_shard_step=step, opt_weight_shard_size=size)
     for name in FORMS:
         files = write(tmp_path, ranks, {"w": shards}, name)
-        found = jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=tmp_path / name))
+        found = jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / name))
         np.testing.assert_array_equal(found["w"], array, strict=True)
     wrong = shards | {"opt_weight_shard_step": 3}
     with pytest.raises(DataError, match="'w' has opt_weight_shard_step 3"):
-        jaxckpt.mindspore_ranks(write(tmp_path, ranks, {"w": wrong}), strategy=tmp_path / "strategy.ckpt")
+        jaxckpt.formats.mindspore_ranks(write(tmp_path, ranks, {"w": wrong}), strategy=tmp_path / "strategy.ckpt")
 
 
 def test_rows_split_by_hand(tmp_path: Path) -> None:
@@ -218,14 +219,14 @@ def test_rows_split_by_hand(tmp_path: Path) -> None:
     by_hand = layout([3], [0, -1], param_split_shape=[1, 5, 4], indices_offset=[0, 3, 8])
     for name in FORMS:
         files = write(tmp_path, ranks, {"w": by_hand}, name)
-        found = jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=tmp_path / name))
+        found = jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / name))
         np.testing.assert_array_equal(found["w"], array, strict=True)
     wrong = by_hand | {"param_split_shape": [1, 4, 5]}
     with pytest.raises(DataError, match=r"'w' has shape \[5, 7\] in rank 1, expected \[4, 7\] for \[1:5, 0:7\]"):
-        jaxckpt.mindspore_ranks(write(tmp_path, ranks, {"w": wrong}), strategy=tmp_path / "strategy.ckpt")
+        jaxckpt.formats.mindspore_ranks(write(tmp_path, ranks, {"w": wrong}), strategy=tmp_path / "strategy.ckpt")
     files = write(tmp_path, ranks, {"w": by_hand | {"field": 2}})
     with pytest.raises(DataError, match="'w' is split within each of 2 fields"):
-        jaxckpt.mindspore_ranks(files, strategy=tmp_path / "strategy.ckpt")
+        jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / "strategy.ckpt")
 
 
 @pytest.mark.parametrize("form", [strategy_protobuf, strategy_json])
@@ -248,19 +249,19 @@ def test_pipeline_stages(tmp_path: Path, form: Any) -> None:
     for rank in range(4):
         (folder / f"rank{rank}.{suffix}").write_bytes(form(stages[rank // 2], rank // 2))
     for strategy in (merged, folder):
-        found = jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=strategy))
+        found = jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(files, strategy=strategy))
         np.testing.assert_array_equal(found["embedding"], embedding, strict=True)
         np.testing.assert_array_equal(found["first"], first, strict=True)
         np.testing.assert_array_equal(found["second"], second, strict=True)
         assert found["lr"] == 1
     with pytest.raises(DataError, match="'second' is missing from every rank of stage 1"):
-        jaxckpt.mindspore_ranks({0: files[0], 1: files[1]}, strategy=merged)
+        jaxckpt.formats.mindspore_ranks({0: files[0], 1: files[1]}, strategy=merged)
     files[3].write_bytes(ckpt(ranks[3] | {"embedding": halves[0][0]}))
     with pytest.raises(DataError, match=r"'embedding'.*not the same in stage 0 and stage 1"):
-        jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=merged))
+        jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(files, strategy=merged))
     wrong = "rank 2 belongs to stage 1, as each stage has 2 devices; the strategy has stages 0"
     with pytest.raises(DataError, match=wrong):
-        jaxckpt.mindspore_ranks(files, strategy=tmp_path / "strategy.ckpt")
+        jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / "strategy.ckpt")
 
 
 def test_folders_of_ranks_and_specs_by_hand(tmp_path: Path) -> None:
@@ -270,26 +271,26 @@ def test_folders_of_ranks_and_specs_by_hand(tmp_path: Path) -> None:
         part = np.ascontiguousarray(np.split(array, 2, 1)[rank % 2])
         safetensors.numpy.save_file({"w": part}, tmp_path / f"rank_{rank}" / "net.safetensors")
     for specs in (P(None, "mp"), {"w": P(None, "mp")}, lambda path, leaf: P(None, "mp")):
-        found = jaxckpt.mindspore_ranks(tmp_path, mesh_shape={"dp": 2, "mp": 2}, specs=specs)
+        found = jaxckpt.formats.mindspore_ranks(tmp_path, mesh_shape={"dp": 2, "mp": 2}, specs=specs)
         read = jaxckpt.load_numpy(found)["w"]
         assert read.dtype == array.dtype
         assert read.tobytes() == array.tobytes()
     with pytest.raises(DataError, match=r"'w'.*not the same in rank 0 and rank 1"):
-        jaxckpt.load_numpy(jaxckpt.mindspore_ranks(tmp_path))
+        jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(tmp_path))
     (tmp_path / "rank_2" / "net-2.ckpt").write_bytes(b"")
     with pytest.raises(InputError, match=r"rank_2 has 2: net-2.ckpt, net.safetensors"):
-        jaxckpt.mindspore_ranks(tmp_path)
+        jaxckpt.formats.mindspore_ranks(tmp_path)
     (tmp_path / "rank_2" / "net-2.ckpt").unlink()
     (tmp_path / "rank1").mkdir()
     (tmp_path / "rank1" / "net.ckpt").write_bytes(b"")
     with pytest.raises(InputError, match=r"rank_1 is of the same rank as .*rank1/net\.ckpt"):
-        jaxckpt.mindspore_ranks(tmp_path)
+        jaxckpt.formats.mindspore_ranks(tmp_path)
     with pytest.raises(NotACheckpointError, match="no folder rank_0"):
-        jaxckpt.mindspore_ranks(tmp_path / "rank_1")
+        jaxckpt.formats.mindspore_ranks(tmp_path / "rank_1")
     with pytest.raises(NotACheckpointError, match="does not exist"):
-        jaxckpt.mindspore_ranks(tmp_path / "nowhere")
+        jaxckpt.formats.mindspore_ranks(tmp_path / "nowhere")
     with pytest.raises(InputError, match="pass either"):
-        jaxckpt.mindspore_ranks(tmp_path, strategy="x", specs=P())
+        jaxckpt.formats.mindspore_ranks(tmp_path, strategy="x", specs=P())
 
 
 # Coverage -------------------------------------------------------------------------------------------------
@@ -301,20 +302,20 @@ def test_shards_that_are_missing_short_or_not_equal_are_named(tmp_path: Path) ->
         DataError,
         match=r"shards of 'weight' do not exactly cover its shape \[8, 8\]:\n.*\[4:6, 0:8\] is not in any shard",
     ):
-        jaxckpt.mindspore_ranks({rank: path for rank, path in files.items() if rank != 2}, strategy=strategy)
+        jaxckpt.formats.mindspore_ranks({rank: path for rank, path in files.items() if rank != 2}, strategy=strategy)
     whole = {name: np.array(value, np.float32) for name, value in DATA["ranks"][1].items()}
     files[1].write_bytes(ckpt(whole | {"weight": whole["weight"][:1]}))
     with pytest.raises(DataError, match=r"'weight' is float32\[1, 8\] in rank 1, float32\[2, 8\] in rank 0"):
-        jaxckpt.mindspore_ranks(files, strategy=strategy)
+        jaxckpt.formats.mindspore_ranks(files, strategy=strategy)
     files[1].write_bytes(ckpt({"weight": whole["weight"]}))
     with pytest.raises(
         DataError,
         match=r"'moments.weight' do not exactly cover its shape \[8, 8\]:\n.*\[2:4, 0:8\] is not in any shard",
     ):
-        jaxckpt.mindspore_ranks(files, strategy=strategy)
+        jaxckpt.formats.mindspore_ranks(files, strategy=strategy)
     files[1].unlink()
     with pytest.raises(DataError, match=r"net\.ckpt is missing"):
-        jaxckpt.mindspore_ranks(files, strategy=strategy)
+        jaxckpt.formats.mindspore_ranks(files, strategy=strategy)
 
 
 def test_shards_that_overlap_are_named(tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_shards_that_overlap_are_named(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_bytes(
         strategy_json({"weight": layout([2, 2], [0, -1]), "moments.weight": layout([4], [0, -1])})
     )
-    found = jaxckpt.mindspore_ranks(files, strategy=tmp_path / "s.json")
+    found = jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / "s.json")
     with pytest.raises(DataError, match=r"'weight': .*not the same in rank 0 and rank 2, which should hold replicas"):
         jaxckpt.load_numpy(found)
 
@@ -347,14 +348,14 @@ def test_strategies_that_do_not_fit_are_reported(tmp_path: Path, layouts: Any, m
     for name, form in FORMS.items():
         (tmp_path / name).write_bytes(form(layouts))
         with pytest.raises(DataError, match=message):
-            jaxckpt.mindspore_ranks(files, strategy=tmp_path / name)
+            jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / name)
 
 
 def test_a_json_strategy_also_has_the_shape(tmp_path: Path) -> None:
     files = tutorial(tmp_path)
     (tmp_path / "s.json").write_bytes(strategy_json({"weight": layout([4], [0, -1], tensor_shape=[8, 9])}))
     with pytest.raises(DataError, match=r"'weight' has shape \[8, 8\] by its shards, but its strategy has \[8, 9\]"):
-        jaxckpt.mindspore_ranks(files, strategy=tmp_path / "s.json")
+        jaxckpt.formats.mindspore_ranks(files, strategy=tmp_path / "s.json")
 
 
 # Damage ---------------------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ def test_a_damaged_strategy_gives_an_error_or_right_data(
     files = {rank: folder / f"node{rank}" / "net.ckpt" for rank in range(4)}
     (folder / name).write_bytes(data.draw(damaged(FORMS[name](TUTORIAL))))
     try:
-        found = jaxckpt.load_numpy(jaxckpt.mindspore_ranks(files, strategy=folder / name))
+        found = jaxckpt.load_numpy(jaxckpt.formats.mindspore_ranks(files, strategy=folder / name))
     except JaxckptError:
         return
     np.testing.assert_array_equal(found["weight"], rows("weight", [0, 1, 2, 3]))

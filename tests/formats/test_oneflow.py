@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec as P
 from recorded import DATA, decoded, recorded, require_same
 
 import jaxckpt
-from jaxckpt import DataError, JaxckptError, NotACheckpointError, SpecError
+from jaxckpt import JaxckptError
+from jaxckpt.errors import DataError, NotACheckpointError, SpecError
 
 # Files that OneFlow wrote ----------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ def test_optimizer_states_have_numbers_and_names_as_keys() -> None:
 def test_ranks_of_a_oneflow_job_are_combined() -> None:
     files = {rank: REAL / f"rank{rank}" for rank in range(4)}
     split = {"rows": P(("a", "b")), "columns": P(None, ("a", "b")), "both": P("a", "b"), "whole": P(), "count": P()}
-    found = jaxckpt.oneflow_ranks(files, mesh_shape={"a": 2, "b": 2}, specs={"state": split})
+    found = jaxckpt.formats.oneflow_ranks(files, mesh_shape={"a": 2, "b": 2}, specs={"state": split})
     wanted = decoded(EXPECTED["global"])
     del wanted["state"]["sum"]  # its parts must be summed, which a reader does not do
     require_same(jaxckpt.load_numpy(found), wanted)
@@ -65,7 +66,9 @@ def test_a_oneflow_graph_in_stages_is_combined() -> None:
             return P(None, "rank")
         return P() if path.endswith(("m_stage3.linear.bias", "TrainStep")) else P("rank")
 
-    found = jaxckpt.load_numpy(jaxckpt.oneflow_ranks({0: REAL / "graph/rank0", 1: REAL / "graph/rank1"}, specs=split))
+    found = jaxckpt.load_numpy(
+        jaxckpt.formats.oneflow_ranks({0: REAL / "graph/rank0", 1: REAL / "graph/rank1"}, specs=split)
+    )
     with np.load(REAL / "graph" / "loaded.npz") as loaded:
         wanted = {name: loaded[name] for name in loaded.files}
     step = wanted.pop("System-Train-TrainStep")
@@ -90,7 +93,7 @@ def test_each_lost_file_of_oneflow_is_reported(tmp_path: Path) -> None:
             jaxckpt.load_numpy(copy)
         if file.name == "pickled_data":
             with pytest.raises(DataError, match="pickled_data is missing"):
-                jaxckpt.oneflow_ranks({0: copy})
+                jaxckpt.formats.oneflow_ranks({0: copy})
 
 
 @pytest.mark.slow
@@ -240,7 +243,7 @@ def test_folders_of_variables_come_back(tmp_path: Path) -> None:
     require_equal(jaxckpt.load_numpy(path), dict(STATE["model"]))
     (path / "half").rename(tmp_path / "half")
     (path / "half").symlink_to("half")  # a link to itself: listing it fails, even for root
-    with pytest.raises(jaxckpt.StorageError, match=r"cannot list .*half"):
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot list .*half"):
         jaxckpt.load_numpy(path)
 
 
@@ -276,7 +279,7 @@ MESH = {"data": 2, "model": 2}
 
 
 def test_ranks_are_combined(ranks: dict[int, Path]) -> None:
-    found = jaxckpt.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
+    found = jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
     require_equal(jaxckpt.load_numpy(found), STATE)
     jax.config.update("jax_enable_x64", True)
     try:
@@ -291,19 +294,19 @@ def test_ranks_are_combined(ranks: dict[int, Path]) -> None:
 
 
 def test_ranks_are_converted_to_one_checkpoint(ranks: dict[int, Path], tmp_path: Path) -> None:
-    found = jaxckpt.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
+    found = jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
     jaxckpt.convert(found, tmp_path / "ours")
     require_equal(jaxckpt.load_numpy(tmp_path / "ours"), STATE)
 
 
 def test_ranks_that_do_not_fit_are_reported(ranks: dict[int, Path], save: Save, tmp_path: Path) -> None:
-    together = functools.partial(jaxckpt.oneflow_ranks, mesh_shape=MESH, specs=specs)
+    together = functools.partial(jaxckpt.formats.oneflow_ranks, mesh_shape=MESH, specs=specs)
     with pytest.raises(DataError, match=r"'model/brain'.*\n.*\[4:8, 3:6\] is not in any shard"):
         together({rank: ranks[rank] for rank in (0, 1, 2)})
     with pytest.raises(SpecError, match="'rows'"):
-        jaxckpt.oneflow_ranks(ranks, mesh_shape=MESH, specs=P("rows"))
+        jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=P("rows"))
     with pytest.raises(DataError, match=r"'model/linear.weight'.*not the same in rank 0 and rank 1"):
-        jaxckpt.load_numpy(jaxckpt.oneflow_ranks(ranks, mesh_shape=MESH, specs=lambda path, leaf: P()))
+        jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=lambda path, leaf: P()))
     other = {**STATE, "optimizer": {**STATE["optimizer"], "param_groups": [{"lr": 0.2, "betas": (0.9, 0.99)}]}}
     save(jax.tree.map(lambda leaf: leaf, with_tensors(other)), tmp_path / "other")
     with pytest.raises(DataError, match=r"'optimizer/param_groups/0/lr' differs between ranks"):
@@ -315,7 +318,7 @@ def test_ranks_that_do_not_fit_are_reported(ranks: dict[int, Path], save: Save, 
 def test_stages_of_a_pipeline_are_combined(save: Save, tmp_path: Path) -> None:
     save({"a": {"w": Tensor(WEIGHT)}, "step": 1}, tmp_path / "0")
     save({"b": {"w": Tensor(WEIGHT)}, "step": 1}, tmp_path / "1")
-    found = jaxckpt.load_numpy(jaxckpt.oneflow_ranks({0: tmp_path / "0", 1: tmp_path / "1"}))
+    found = jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks({0: tmp_path / "0", 1: tmp_path / "1"}))
     require_equal(found, {"a": {"w": WEIGHT}, "b": {"w": WEIGHT}, "step": 1})
 
 

@@ -620,7 +620,7 @@ def test_an_inaccessible_file_does_not_count_as_missing(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "lstat", broken)
-        with pytest.raises(jaxckpt.StorageError, match=f"2/config/metadata: {os.strerror(errno.EIO)}"):
+        with pytest.raises(jaxckpt.errors.StorageError, match=f"2/config/metadata: {os.strerror(errno.EIO)}"):
             jaxckpt.load_numpy(run)
     assert jaxckpt.load_numpy(run)["config"] == {"a": 2}
 
@@ -639,7 +639,7 @@ def test_an_inaccessible_file_does_not_count_as_missing(tmp_path: Path, monkeypa
             patch.setattr(os, "stat", functools.partial(broken_once, nth=nth))
             try:
                 assert jaxckpt.load_numpy(run)["config"] == {"a": 2}
-            except jaxckpt.StorageError:
+            except jaxckpt.errors.StorageError:
                 continue
         if calls < nth:
             break
@@ -647,7 +647,7 @@ def test_an_inaccessible_file_does_not_count_as_missing(tmp_path: Path, monkeypa
     (run / "2").rename(tmp_path / "2")
     (run / "2").symlink_to("2")  # a link to itself: listing it fails, even for root
     for read in (jaxckpt.load_numpy, jaxckpt.verify):
-        with pytest.raises(jaxckpt.StorageError, match=f"cannot list {run}/2: {os.strerror(errno.ELOOP)}"):
+        with pytest.raises(jaxckpt.errors.StorageError, match=f"cannot list {run}/2: {os.strerror(errno.ELOOP)}"):
             read(run)
     assert jaxckpt.load_numpy(run / "1")["config"] == {"a": 1}
 

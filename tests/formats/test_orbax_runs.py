@@ -45,10 +45,10 @@ def all_files(path: str) -> list[Path]:
 def test_a_checkpointer_names_the_steps_that_it_would_overlook(theirs: str) -> None:
     before = all_files(theirs)
     expected = r"theirs has 3 steps of Orbax, and the newest are 5, 25, 30\..*docs/coming-from-orbax\.md"
-    with pytest.raises(jaxckpt.InputError, match=expected):
+    with pytest.raises(jaxckpt.errors.InputError, match=expected):
         jaxckpt.Checkpointer(theirs)
-    with pytest.raises(jaxckpt.InputError, match=expected):
-        jaxckpt.Publisher(theirs)
+    with pytest.raises(jaxckpt.errors.InputError, match=expected):
+        jaxckpt.weights.Publisher(theirs)
     assert all_files(theirs) == before
 
 
@@ -58,23 +58,23 @@ def test_a_checkpointer_continues_a_newer_run_of_its_own_in_that_directory(their
         assert checkpoints.steps() == [30]
         assert checkpoints.restore()["w"][0] == 30
     os.rename(f"{theirs}/00000030", f"{theirs}/00000029")
-    with pytest.raises(jaxckpt.InputError, match="3 steps of Orbax"):
+    with pytest.raises(jaxckpt.errors.InputError, match="3 steps of Orbax"):
         jaxckpt.Checkpointer(theirs)
 
 
 def test_steps_and_latest_step(theirs: str, tmp_path: Path) -> None:
-    assert jaxckpt.steps(theirs) == [5, 25, 30]
-    assert jaxckpt.latest_step(theirs) == 30
+    assert jaxckpt.Run(theirs).steps() == [5, 25, 30]
+    assert jaxckpt.Run(theirs).latest_step() == 30
     (tmp_path / "theirs" / "30").rename(tmp_path / "theirs" / "30.orbax-checkpoint-tmp-1")
-    assert jaxckpt.steps(theirs) == [5, 25]
-    assert jaxckpt.latest_step(tmp_path / "missing") is None
+    assert jaxckpt.Run(theirs).steps() == [5, 25]
+    assert jaxckpt.Run(tmp_path / "missing").latest_step() is None
 
 
 def test_followers_do_not_wait_for_a_run_of_orbax(theirs: str) -> None:
-    with pytest.raises(jaxckpt.InputError, match="theirs is a run of Orbax"):
-        next(jaxckpt.follow(theirs))
-    with pytest.raises(jaxckpt.InputError, match=r"is not a step in a run's directory|is a run of Orbax"):
-        jaxckpt.pin(f"{theirs}@25", "paper")
+    with pytest.raises(jaxckpt.errors.InputError, match="theirs is a run of Orbax"):
+        next(jaxckpt.Run(theirs).follow())
+    with pytest.raises(jaxckpt.errors.InputError, match=r"is not a step in a run's directory|is a run of Orbax"):
+        jaxckpt.Run(theirs).pin(25, "paper")
 
 
 def test_every_function_that_reads_accepts_the_number_of_a_step(theirs: str, tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_every_command_that_reads_accepts_the_number_of_a_step(theirs: str, tmp_
 @pytest.mark.parametrize(
     ("name", "kind", "expected"),
     [
-        ("26", jaxckpt.NotACheckpointError, r"theirs has no step 26; the newest steps are 5, 25, 30"),
-        ("best", jaxckpt.InputError, "does not record which step is the best"),
-        ("lates", jaxckpt.InputError, "no step named 'lates'.*latest"),
+        ("26", jaxckpt.errors.NotACheckpointError, r"theirs has no step 26; the newest steps are 5, 25, 30"),
+        ("best", jaxckpt.errors.InputError, "does not record which step is the best"),
+        ("lates", jaxckpt.errors.InputError, "no step named 'lates'.*latest"),
     ],
 )
 def test_a_name_that_no_step_has(theirs: str, name: str, kind: Any, expected: str) -> None:
@@ -142,7 +142,7 @@ def test_ls_lists_the_runs_and_checkpoints_of_a_folder(tmp_path: Path) -> None:
         with jaxckpt.Checkpointer(folder / name) as checkpoints:
             for step in steps:
                 checkpoints.save(step, {"w": np.ones(step)}, metrics={"loss": step})
-    jaxckpt.pin(folder / "a@1", "paper")
+    jaxckpt.Run(folder / "a").pin(1, "paper")
 
     def listed() -> list[Any]:
         found = run_json("ls", str(folder))["checkpoints"]
@@ -183,7 +183,7 @@ def test_ls_of_a_pinned_step_shows_its_names(tmp_path: Path, path: str) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
         for step in (30, 40):
             checkpoints.save(step, {"w": step})
-    jaxckpt.pin(tmp_path / "run@30", "paper")
+    jaxckpt.Run(tmp_path / "run").pin(30, "paper")
     (entry,) = run_json("ls", f"{tmp_path}/{path}")["checkpoints"]
     assert (entry["step"], entry["pinned"]) == (30, ["paper"])
 
@@ -201,7 +201,7 @@ def test_a_save_that_was_killed_while_it_published_is_no_step_of_orbax(tmp_path:
 def test_a_checkpointer_refuses_the_name_of_a_step(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(10, {"w": 10})
-    with pytest.raises(jaxckpt.InputError, match="names a step of the run"):
+    with pytest.raises(jaxckpt.errors.InputError, match="names a step of the run"):
         jaxckpt.Checkpointer(tmp_path / "run@10")
     assert not (tmp_path / "run@10").exists()
     jaxckpt.Checkpointer(tmp_path / "a@b").close()

@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 from strategies import damaged
 
 import jaxckpt
-from jaxckpt import DataError, InputError, JaxckptError, SpecError
+from jaxckpt import JaxckptError
 from jaxckpt._formats import npz
 from jaxckpt._formats.npz import read_npz
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._sources.foreign import ForeignArray
+from jaxckpt.errors import DataError, InputError, SpecError
 
 W = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
 WRITERS: dict[str, Callable[..., None]] = {
@@ -60,7 +61,7 @@ def test_ranks_are_combined_by_specs(tmp_path: Path, writer: str) -> None:
     files = write(tmp_path, writer, [held | {"step": np.int64(7)} for held in tiles])
     by_name = {"w": P("data", "model"), "b": P("model")}
     for specs in (by_name, lambda path, leaf: by_name.get(path, P())):
-        found = jaxckpt.rank_files(files, mesh_shape={"data": 2, "model": 2}, specs=specs)
+        found = jaxckpt.formats.rank_files(files, mesh_shape={"data": 2, "model": 2}, specs=specs)
         np.testing.assert_array_equal(jaxckpt.load_numpy(found)["w"], W, strict=True)
         np.testing.assert_array_equal(jaxckpt.load_numpy(found)["b"], W[0], strict=True)
         assert jaxckpt.load_numpy(found)["step"] == 7
@@ -77,34 +78,34 @@ def test_ranks_are_combined_by_offsets(tmp_path: Path, writer: str) -> None:
     shards = [W[:1, :4], W[:3, 4:], W[3:, 4:], W[1:, :4]]
     files = write(tmp_path, writer, [{"w": shard, "lr": np.float32(0.1)} for shard in shards])
     offsets = {rank: {"w": start} for rank, start in enumerate(starts)}
-    found = jaxckpt.load_numpy(jaxckpt.rank_files(files, offsets=offsets, shapes={"w": (8, 6)}))
+    found = jaxckpt.load_numpy(jaxckpt.formats.rank_files(files, offsets=offsets, shapes={"w": (8, 6)}))
     np.testing.assert_array_equal(found["w"], W, strict=True)
     np.testing.assert_array_equal(found["lr"], np.float32(0.1))
 
 
 def test_one_axis_of_ranks_is_the_default(tmp_path: Path) -> None:
     files = write(tmp_path, "savez", [{"w": W[:4]}, {"w": W[4:]}])
-    np.testing.assert_array_equal(jaxckpt.load_numpy(jaxckpt.rank_files(files, specs=P("rank")))["w"], W)
+    np.testing.assert_array_equal(jaxckpt.load_numpy(jaxckpt.formats.rank_files(files, specs=P("rank")))["w"], W)
 
 
 def test_names_are_paths_and_strings_come_back(tmp_path: Path) -> None:
     held = {"params/a/w": W, "params/b": W[0], "name": np.array("adam"), "raw": np.array(b"\1\2")}
     files = write(tmp_path, "savez_compressed", [held, held])
-    found = jaxckpt.load_numpy(jaxckpt.rank_files(files, specs={"params": {"a": P()}, "params/b": P()}))
+    found = jaxckpt.load_numpy(jaxckpt.formats.rank_files(files, specs={"params": {"a": P()}, "params/b": P()}))
     np.testing.assert_array_equal(found["params"]["a"]["w"], W)
     np.testing.assert_array_equal(found["params"]["b"], W[0])
     assert (found["name"], found["raw"]) == ("adam", b"\1\2")
     files = write(tmp_path, "savez", [held, held | {"name": np.array("sgd")}])
     with pytest.raises(DataError, match="'name' differs between ranks"):
-        jaxckpt.rank_files(files)
+        jaxckpt.formats.rank_files(files)
     files = write(tmp_path, "savez", [held, held | {"name": W}])
     with pytest.raises(DataError, match="'name' is an array in some ranks but not in others"):
-        jaxckpt.rank_files(files)
+        jaxckpt.formats.rank_files(files)
 
 
 def test_converted_checkpoints_are_the_same(tmp_path: Path) -> None:
     files = write(tmp_path, "savez_compressed", [{"w": W[:4]}, {"w": W[4:]}])
-    found = jaxckpt.rank_files(files, specs=P("rank"))
+    found = jaxckpt.formats.rank_files(files, specs=P("rank"))
     jaxckpt.convert(found, tmp_path / "ours")
     assert jaxckpt.diff(found, tmp_path / "ours").identical
     jaxckpt.convert(found, tmp_path / "one.npz")
@@ -123,65 +124,69 @@ def test_shards_that_are_missing_short_or_overlap_are_named(tmp_path: Path, writ
     with pytest.raises(
         DataError, match=r"'w' do not exactly cover its shape \[8, 6\]:\n.*\[4:6, 0:6\] is not in any shard"
     ):
-        jaxckpt.rank_files(without, specs=P("rank"))
+        jaxckpt.formats.rank_files(without, specs=P("rank"))
     with pytest.raises(
         DataError, match=r"'w' do not exactly cover its shape \[8, 6\]:\n.*\[4:6, 0:6\] is not in any shard"
     ):
-        jaxckpt.rank_files(without, offsets=offsets, shapes={"w": (8, 6)})
+        jaxckpt.formats.rank_files(without, offsets=offsets, shapes={"w": (8, 6)})
     with pytest.raises(DataError, match=r"'w'.*\n.*\[1:2, 0:6\] is in 2 shards\n.*\[3:4, 0:6\] is not in any shard"):
-        jaxckpt.rank_files(files, offsets=offsets | {1: {"w": (1, 0)}}, shapes={"w": (8, 6)})
+        jaxckpt.formats.rank_files(files, offsets=offsets | {1: {"w": (1, 0)}}, shapes={"w": (8, 6)})
     with pytest.raises(DataError, match=r"'w'.*\n.*\[6:8, 0:6\] is outside its shape \[7, 6\]"):
-        jaxckpt.rank_files(files, offsets=offsets, shapes={"w": (7, 6)})
+        jaxckpt.formats.rank_files(files, offsets=offsets, shapes={"w": (7, 6)})
     write(tmp_path, writer, [{"w": W[:2]}, {"w": W[2:3]}])
     with pytest.raises(DataError, match=r"'w' is float32\[1, 6\] in rank 1, float32\[2, 6\] in rank 0"):
-        jaxckpt.rank_files(files, specs=P("rank"))
+        jaxckpt.formats.rank_files(files, specs=P("rank"))
     with pytest.raises(DataError, match=r"'w'.*\n.*\[3:4, 0:6\] is not in any shard"):
-        jaxckpt.rank_files(files, offsets=offsets, shapes={"w": (8, 6)})
+        jaxckpt.formats.rank_files(files, offsets=offsets, shapes={"w": (8, 6)})
     write(tmp_path, writer, [{"w": W[:2]}, {"w": W[2:4].astype(np.float64)}])
     with pytest.raises(DataError, match=r"'w' is float64\[2, 6\] in rank 1, float32\[2, 6\] in rank 0"):
-        jaxckpt.rank_files(files, offsets=offsets, shapes={"w": (8, 6)})
+        jaxckpt.formats.rank_files(files, offsets=offsets, shapes={"w": (8, 6)})
     with pytest.raises(DataError, match=r"'w'.*not the same in rank 0 and rank 2"):
-        jaxckpt.load_numpy(jaxckpt.rank_files({0: files[0], 2: files[2]}))
+        jaxckpt.load_numpy(jaxckpt.formats.rank_files({0: files[0], 2: files[2]}))
 
 
 def test_arguments_that_do_not_fit_are_reported(tmp_path: Path) -> None:
     files = write(tmp_path, "savez", [{"weight": W}, {"weight": W}])
     with pytest.raises(InputError, match=r"'wieght'; did you mean 'weight'\?: no rank has it"):
-        jaxckpt.rank_files(files, offsets={0: {"wieght": (0, 0)}}, shapes={"wieght": (8, 6)})
+        jaxckpt.formats.rank_files(files, offsets={0: {"wieght": (0, 0)}}, shapes={"wieght": (8, 6)})
     with pytest.raises(InputError, match="'weight' has offsets and no shape"):
-        jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}})
+        jaxckpt.formats.rank_files(files, offsets={0: {"weight": (0, 0)}})
     with pytest.raises(InputError, match="'weight' has a shape and no offsets"):
-        jaxckpt.rank_files(files, shapes={"weight": (8, 6)})
+        jaxckpt.formats.rank_files(files, shapes={"weight": (8, 6)})
     with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 1, with no offset"):
-        jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
+        jaxckpt.formats.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
     with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 0, with offset \(0,\)"):
-        jaxckpt.rank_files(files, offsets={0: {"weight": (0,)}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
+        jaxckpt.formats.rank_files(
+            files, offsets={0: {"weight": (0,)}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)}
+        )
     with pytest.raises(InputError, match=r"'weight' is \[8, 6\] in rank 0, with offset 'ab'"):
-        jaxckpt.rank_files(files, offsets={0: {"weight": "ab"}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)})
+        jaxckpt.formats.rank_files(
+            files, offsets={0: {"weight": "ab"}, 1: {"weight": (0, 0)}}, shapes={"weight": (8, 6)}
+        )
     with pytest.raises(InputError, match=r"with offset \(0, 0\) in the shape 8"):
-        jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes={"weight": 8})  # pyright: ignore[reportArgumentType]
+        jaxckpt.formats.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes={"weight": 8})  # pyright: ignore[reportArgumentType]
     for wrong in ([1], {0: (0, 0)}):
         with pytest.raises(InputError, match=r"offsets(\[0\])? is of type (list|tuple); expected a mapping"):
-            jaxckpt.rank_files(files, offsets=wrong, shapes={"weight": (8, 6)})  # pyright: ignore[reportArgumentType]
+            jaxckpt.formats.rank_files(files, offsets=wrong, shapes={"weight": (8, 6)})  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"shapes is of type tuple; expected a mapping"):
-        jaxckpt.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes=(8, 6))  # pyright: ignore[reportArgumentType]
+        jaxckpt.formats.rank_files(files, offsets={0: {"weight": (0, 0)}}, shapes=(8, 6))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"files is of type list; expected {rank: path}"):
-        jaxckpt.rank_files(list(files.values()))
+        jaxckpt.formats.rank_files(list(files.values()))
     with pytest.raises(SpecError, match="names mesh axis 'model'; the mesh has"):
-        jaxckpt.rank_files(files, mesh_shape={"data": 2}, specs=P("model"))
+        jaxckpt.formats.rank_files(files, mesh_shape={"data": 2}, specs=P("model"))
     with pytest.raises(SpecError, match="'wieght'"):
-        jaxckpt.rank_files(files, specs={"wieght": P()})
+        jaxckpt.formats.rank_files(files, specs={"wieght": P()})
     with pytest.raises(DataError, match="rank 1 is beyond the mesh"):
-        jaxckpt.rank_files(files, mesh_shape={"data": 1}, specs=P("data"))
+        jaxckpt.formats.rank_files(files, mesh_shape={"data": 1}, specs=P("data"))
     with pytest.raises(InputError, match="more than 131072 devices"):
-        jaxckpt.rank_files(files, mesh_shape={"data": 1 << 40}, specs=P("data"))
+        jaxckpt.formats.rank_files(files, mesh_shape={"data": 1 << 40}, specs=P("data"))
     with pytest.raises(InputError, match="no files are given"):
-        jaxckpt.rank_files({})
+        jaxckpt.formats.rank_files({})
     for rank in ("0", -1, True, 1 << 40):
         with pytest.raises(InputError, match="has the rank"):
-            jaxckpt.rank_files({rank: files[0]})  # pyright: ignore[reportArgumentType]
+            jaxckpt.formats.rank_files({rank: files[0]})  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError, match=r"nowhere\.npz is missing"):
-        jaxckpt.rank_files({0: tmp_path / "nowhere.npz"})
+        jaxckpt.formats.rank_files({0: tmp_path / "nowhere.npz"})
 
 
 # .npz -----------------------------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ def test_arrays_that_are_not_numeric_are_reported(tmp_path: Path, save: Any) -> 
     ):
         save(path, allow_pickle=True, w=value)
         with pytest.raises(DataError, match=message):
-            jaxckpt.rank_files({0: path})
+            jaxckpt.formats.rank_files({0: path})
 
 
 def test_members_of_other_programs_are_reported(tmp_path: Path) -> None:
@@ -317,7 +322,7 @@ def test_a_damaged_file_gives_an_error_or_the_undamaged_part(
     path = write(folder, writer, [held])[0]
     path.write_bytes(data.draw(damaged(path.read_bytes())))
     try:
-        found = jaxckpt.load_numpy(jaxckpt.rank_files({0: path}))
+        found = jaxckpt.load_numpy(jaxckpt.formats.rank_files({0: path}))
     except JaxckptError:
         return
     for name in found.keys() & held.keys():
@@ -331,7 +336,7 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes, as_
     path = tmp_path_factory.getbasetemp() / "any-bytes"
     path.write_bytes(b"PK\3\4" * as_zip + content)
     with pytest.raises(JaxckptError):
-        jaxckpt.rank_files({0: path})
+        jaxckpt.formats.rank_files({0: path})
 
 
 def test_a_member_with_two_names_is_damage(tmp_path: Path) -> None:
@@ -365,7 +370,7 @@ def test_verify_compares_the_checksums_of_plain_members(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_that_is_not_a_local_path_is_an_input_error(path: Any, reason: str) -> None:
-    with pytest.raises(jaxckpt.InputError, match=reason):
-        jaxckpt.rank_files({0: path}, specs=P("rank"))
-    with pytest.raises(jaxckpt.InputError, match=reason):
-        jaxckpt.oneflow_ranks({0: path})
+    with pytest.raises(jaxckpt.errors.InputError, match=reason):
+        jaxckpt.formats.rank_files({0: path}, specs=P("rank"))
+    with pytest.raises(jaxckpt.errors.InputError, match=reason):
+        jaxckpt.formats.oneflow_ranks({0: path})

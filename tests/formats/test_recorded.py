@@ -13,7 +13,8 @@ import pytest
 from recorded import DATA, decoded, recorded, require_same
 
 import jaxckpt
-from jaxckpt import DataError, JaxckptError, NotACheckpointError
+from jaxckpt import JaxckptError
+from jaxckpt.errors import DataError, NotACheckpointError
 
 REAL = {
     f"{library}/{name}": value

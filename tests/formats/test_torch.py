@@ -14,8 +14,8 @@ import processes
 import pytest
 
 import jaxckpt
-from jaxckpt import DataError, NotACheckpointError
 from jaxckpt._formats.torch import read_saved, recognizes
+from jaxckpt.errors import DataError, NotACheckpointError
 
 pytestmark = [
     pytest.mark.child,

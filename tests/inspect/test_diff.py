@@ -123,12 +123,12 @@ def test_a_selection_may_match_in_only_one_checkpoint(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", {"x": np.ones(3), "y": 1}), saved(tmp_path / "b", {"x": np.zeros(3)})
     assert [str(leaf) for leaf in jaxckpt.diff(a, b, select="y").leaves] == ["'y': only in a (int)"]
     assert [str(leaf) for leaf in jaxckpt.diff(b, a, select="y").leaves] == ["'y': only in b (int)"]
-    with pytest.raises(jaxckpt.TreeError, match="either"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="either"):
         jaxckpt.diff(a, b, select="z")
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
-    seen: list[jaxckpt.Progress] = []
+    seen: list[jaxckpt.types.Progress] = []
     a, b = (saved(tmp_path / name, {"x": np.ones(99), "n": 1, "s": "text", "e": np.empty((0, 2))}) for name in "ab")
     assert jaxckpt.diff(a, b, options=jaxckpt.Options(progress=seen.append)).identical
     assert seen[-1].done_bytes == seen[-1].total_bytes == 2 * 99 * 8
@@ -138,7 +138,7 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     a, b = (saved(tmp_path / name, {"x": np.arange(1000.0)}) for name in "ab")
     (file,) = b.glob("data-*/*/c/0/0")
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    with pytest.raises(jaxckpt.DataError, match="'x'"):
+    with pytest.raises(jaxckpt.errors.DataError, match="'x'"):
         jaxckpt.diff(a, b)
 
 

@@ -450,20 +450,22 @@ def test_a_plan_for_512_devices_needs_no_devices(tmp_path: Path) -> None:
 
 def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[str, Any]]) -> None:
     checkpoint = jaxckpt.open(weights[0])
-    with pytest.raises(jaxckpt.SpecError, match=r"(?s)'v'.*is not divisible by 5"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"(?s)'v'.*is not divisible by 5"):
         checkpoint.plan(mesh={"data": 5})
-    with pytest.raises(jaxckpt.SpecError, match="none of the axes"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="none of the axes"):
         checkpoint.plan(mesh={"x": 4})
     for wrong in (0, "8", 1.5, True, 10**30):
-        with pytest.raises(jaxckpt.InputError, match="devices_per_process must be a whole number above zero"):
+        with pytest.raises(jaxckpt.errors.InputError, match="devices_per_process must be a whole number above zero"):
             checkpoint.plan(mesh={"data": 2}, devices_per_process=wrong)  # pyright: ignore[reportArgumentType]
     for wrong in ({"data": 0}, {"data": True}, {1: 8}):
-        with pytest.raises(jaxckpt.InputError, match="axis names with sizes"):
+        with pytest.raises(jaxckpt.errors.InputError, match="axis names with sizes"):
             checkpoint.plan(mesh=wrong)  # pyright: ignore[reportArgumentType]
     for wrong in (5, "x=2", ("x", 2), jax.devices()):
-        with pytest.raises(jaxckpt.InputError, match=r"a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis"):
+        with pytest.raises(
+            jaxckpt.errors.InputError, match=r"a mesh must be a jax.sharding.Mesh, an AbstractMesh, or axis"
+        ):
             checkpoint.plan(mesh=wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(jaxckpt.InputError, match="target is a mesh: pass it as mesh="):
+    with pytest.raises(jaxckpt.errors.InputError, match="target is a mesh: pass it as mesh="):
         checkpoint.plan(Mesh(np.array(jax.devices()), ("data",)))
     plan = checkpoint.plan(mesh={"data": 5}, options=jaxckpt.Options(indivisible="replicate"))
     assert {leaf.path: leaf.wanted.spec for leaf in plan.leaves}["w"] == "P(None, None)"
@@ -511,7 +513,7 @@ def test_a_lazy_leaf_of_a_replaced_checkpoint_is_an_error(tmp_path: Path) -> Non
         jaxckpt.save(path, {"a": np.zeros(9)})
         leaf = jaxckpt.open(path)["a"]
         jaxckpt.save(path, {"a": np.ones(9)}, overwrite=True)
-        with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another while it was being read"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced by another while it was being read"):
             leaf[:]
 
 
@@ -528,5 +530,5 @@ def test_compressed_data_may_be_replaced_while_it_is_checked(tmp_path: Path, mon
             yield found
 
     monkeypatch.setattr(Folder, "_open_file", replace_once_open)
-    with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another while it was being read"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced by another while it was being read"):
         jaxckpt.load_numpy(path)

@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_reported_with_its_leaf_and_box(tmp_path: Path, compres
     assert "crc32c" in problem.reason
     # The damaged box cannot be read; the rest of the leaf can.
     leaf = jaxckpt.open(tmp_path / "c")["w"]
-    with pytest.raises(jaxckpt.DataError):
+    with pytest.raises(jaxckpt.errors.DataError):
         leaf[top:bottom, left:right]
     assert top > 0
     np.testing.assert_array_equal(leaf[:top], w[:top])
@@ -138,20 +138,20 @@ def test_a_damaged_manifest_is_a_problem(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     report = jaxckpt.verify(path)
     assert [problem.object for problem in report.problems] == ["manifest.json"]
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.verify(path / "nothing")
 
 
 def test_a_checkpoint_that_is_deleted_during_verify_is_not_damaged(path: Path, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "copy")
 
-    def delete(_: jaxckpt.Progress) -> None:
+    def delete(_: jaxckpt.types.Progress) -> None:
         (tmp_path / "copy" / "manifest.json").unlink(missing_ok=True)
         for folder in (tmp_path / "copy").glob("data-*"):
             shutil.rmtree(folder)
 
     one(tmp_path / "copy", "*float32-64/c/0/0").unlink()
-    with pytest.raises(jaxckpt.NotACheckpointError, match="deleted while it was being verified"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="deleted while it was being verified"):
         jaxckpt.verify(tmp_path / "copy", options=jaxckpt.Options(progress=delete))
 
 
@@ -209,7 +209,7 @@ def test_only_bytes_that_were_read_count_as_checked(path: Path) -> None:
     whole = jaxckpt.verify(path).checked_bytes
     size = file.stat().st_size
     file.unlink()
-    seen: list[jaxckpt.Progress] = []
+    seen: list[jaxckpt.types.Progress] = []
     report = jaxckpt.verify(path, options=jaxckpt.Options(progress=seen.append))
     assert report.checked_bytes == seen[-1].done_bytes == seen[-1].total_bytes == whole - size
 
@@ -233,7 +233,7 @@ def test_progress_moves_while_objects_are_read(tmp_path: Path, monkeypatch: pyte
     tree = {f"w{n}": np.full(2 << 20, n, np.float32) for n in range(8)}
     jaxckpt.save(tmp_path / "run/00000001", tree, options=jaxckpt.Options(sync=False))
     jaxckpt.save(tmp_path / "run/00000002", {"w": np.zeros(9)})
-    seen: list[jaxckpt.Progress] = []
+    seen: list[jaxckpt.types.Progress] = []
     options = jaxckpt.Options(progress=seen.append, max_bytes_per_second=250e6)
     assert jaxckpt.verify(tmp_path / "run", options=options).ok
     first = [one for one in seen if one.step == "00000001"]
@@ -260,7 +260,7 @@ def test_progress_moves_within_an_object(tmp_path: Path, monkeypatch: pytest.Mon
 
     seen: list[int] = []
 
-    def allow(progress: jaxckpt.Progress) -> None:
+    def allow(progress: jaxckpt.types.Progress) -> None:
         seen.append(progress.done_bytes)
         steps.release()  # the next read waits for the report of the last one
 
@@ -277,7 +277,7 @@ def test_it_stops_quickly_when_interrupted(tmp_path: Path, monkeypatch: pytest.M
     original = Folder.range_reader
     monkeypatch.setattr(Folder, "range_reader", lambda self, key: read.append(key) or original(self, key))
 
-    def interrupt(_: jaxckpt.Progress) -> None:
+    def interrupt(_: jaxckpt.types.Progress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -300,7 +300,7 @@ def test_a_folder_without_read_permission(run_python: RunPython) -> None:
             for read in (jaxckpt.verify, jaxckpt.load_numpy):
                 try:
                     read({folder!r} + "/c")
-                except jaxckpt.StorageError as error:
+                except jaxckpt.errors.StorageError as error:
                     assert isinstance(error, OSError) and error.errno == 13, error
                 else:
                     raise AssertionError("no error")
@@ -344,7 +344,7 @@ def test_on_a_pipe_it_does_not_hang(path: Path) -> None:
     subprocess.run(["mkfifo", file], check=True)
     (first, *_) = jaxckpt.verify(path).problems
     assert "a pipe, a socket or a device" in first.reason
-    with pytest.raises(jaxckpt.DataError, match="a pipe"):
+    with pytest.raises(jaxckpt.errors.DataError, match="a pipe"):
         jaxckpt.load_numpy(path)
 
 

@@ -42,7 +42,9 @@ def test_a_job_whose_processes_are_not_connected(tmp_path: Path, monkeypatch: py
         lambda: jaxckpt.restore(tmp_path / "c"),
         lambda: jaxckpt.Checkpointer(tmp_path / "run"),
     ):
-        with pytest.raises(jaxckpt.InputError, match=r"4 processes, but .* not connected: call jax\.distributed\.init"):
+        with pytest.raises(
+            jaxckpt.errors.InputError, match=r"4 processes, but .* not connected: call jax\.distributed\.init"
+        ):
             call()
     assert jaxckpt.load_numpy(tmp_path / "c")["w"].tolist() == [0, 1, 2]
 
@@ -69,7 +71,7 @@ def test_processes_that_share_no_devices(run_processes: RunProcesses, tmp_path: 
         jax.process_count = lambda: 1  # each process has a separate backend
         try:
             jaxckpt.save(args, {"w": numpy.arange(3)})
-        except jaxckpt.InputError as error:
+        except jaxckpt.errors.InputError as error:
             print(error)
         """,
         processes=2,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxckpt import SpecError
 from jaxckpt._devices.shardings import placement
 from jaxckpt._model import grid as _grid
 from jaxckpt._model.grid import Box, Layout
+from jaxckpt.errors import SpecError
 
 axis_sizes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), max_size=3)
 

@@ -93,7 +93,7 @@ def test_orbaxs_extra_level_is_matched_with_a_target(tmp_path: Path, module: Net
 
 def test_a_variable_of_two_modules_is_saved_through_its_state(tmp_path: Path, module: Network) -> None:
     module.layers[1].kernel = module.layers[0].kernel
-    with pytest.raises(jaxckpt.TreeError, match="'layers/0/kernel' and 'layers/1/kernel' are the same Variable"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="'layers/0/kernel' and 'layers/1/kernel' are the same Variable"):
         jaxckpt.save(tmp_path / "a", module)
     jaxckpt.save(tmp_path / "a", nnx.state(module))
     assert "layers/1/kernel" not in jaxckpt.open(tmp_path / "a")

@@ -347,13 +347,13 @@ def test_a_newer_version_is_reported_even_without_a_seal(tmp_path: Path) -> None
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), version=2)
     manifest = tmp_path / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"nan"', b'"new"'))
-    with pytest.raises(jaxckpt.ManifestError, match="version 2"):
+    with pytest.raises(jaxckpt.errors.ManifestError, match="version 2"):
         jaxckpt.open(tmp_path)
 
 
 def test_an_unknown_member_is_refused(tmp_path: Path) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), extension={})
-    with pytest.raises(jaxckpt.ManifestError, match="extension"):
+    with pytest.raises(jaxckpt.errors.ManifestError, match="extension"):
         jaxckpt.open(tmp_path)
 
 
@@ -391,5 +391,5 @@ def test_phases_are_optional_and_defined_by_the_writer(tmp_path: Path, changes: 
 )
 def test_invalid_phases_are_refused(tmp_path: Path, phases: Any, message: str) -> None:
     write_by_hand(tmp_path, "uint16", np.zeros((1, 2), "<u2"), phase_seconds=phases)
-    with pytest.raises(jaxckpt.ManifestError, match=message):
+    with pytest.raises(jaxckpt.errors.ManifestError, match=message):
         jaxckpt.open(tmp_path)

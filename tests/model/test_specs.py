@@ -40,12 +40,12 @@ def test_a_problem_that_no_option_solves_has_no_remedy(given: tuple[tuple[str, .
 
 def test_a_mesh_without_any_of_the_axes_is_an_error_that_names_the_leaves() -> None:
     groups = [LeafGroup(["a", "b"], (8,), own=(("old",),)), LeafGroup(["c"], (8,))]
-    with pytest.raises(jaxckpt.SpecError, match="none of the axes") as caught:
+    with pytest.raises(jaxckpt.errors.SpecError, match="none of the axes") as caught:
         assign_specs(AXES, groups, OPTIONS)
     assert caught.value.paths == ("a", "b")
     assign_specs({"data": 1}, groups, OPTIONS)  # a single device holds everything in any case
 
 
 def test_a_mesh_in_place_of_specs_is_an_error() -> None:
-    with pytest.raises(jaxckpt.SpecError, match="specs is a mesh: pass it as mesh="):
+    with pytest.raises(jaxckpt.errors.SpecError, match="specs is a mesh: pass it as mesh="):
         resolve_specs(Mesh(np.empty((), object), ()), [])

@@ -27,13 +27,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import TreeError
 from jaxckpt._arguments import pytree as _pytree
 from jaxckpt._model import dtypes as _dtypes
 from jaxckpt._model import paths as _paths
 from jaxckpt._model import select as _select
 from jaxckpt._model import tree as _tree
 from jaxckpt._model import values as _values
+from jaxckpt.errors import TreeError
 
 to_json = msgspec.json.encode
 
@@ -392,7 +392,7 @@ def test_a_manifest_that_no_reader_accepts_is_not_published(tmp_path: Path, monk
         return leaves, msgspec.structs.replace(structure, keys=("x",) * len(leaves))
 
     monkeypatch.setattr("jaxckpt._save.describe.flatten", broken)
-    with pytest.raises(jaxckpt.InputError, match=r"(?s)no reader would accept.*is not a record of a container"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"(?s)no reader would accept.*is not a record of a container"):
         jaxckpt.save(tmp_path / "c", {"a": 1, "b": np.ones(3)}, overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "c") == {"old": 1}
     assert len(list(tmp_path.glob("c/*"))) == 2

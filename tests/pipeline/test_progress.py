@@ -22,7 +22,7 @@ PROGRAM = PROGRAMS / "save_with_progress.py"
 
 
 def test_a_callback_is_called_until_all_bytes_have_moved(tmp_path: Path) -> None:
-    seen: list[jaxckpt.Progress] = []
+    seen: list[jaxckpt.types.Progress] = []
     options = jaxckpt.Options(progress=seen.append)
     jaxckpt.save(tmp_path / "c", TREE, options=options)
     jaxckpt.restore(tmp_path / "c", options=options)
@@ -35,11 +35,11 @@ def test_a_callback_is_called_until_all_bytes_have_moved(tmp_path: Path) -> None
 
 
 def test_rates_and_remaining_time() -> None:
-    half = jaxckpt.Progress("save", 3 << 30, 4 << 30, 6.0)
+    half = jaxckpt.types.Progress("save", 3 << 30, 4 << 30, 6.0)
     assert half.bytes_per_second == 2**29
     assert half.remaining_seconds == 2.0
     assert str(half) == "save: 3.0 GiB of 4.0 GiB, 512.0 MiB/s, 2 s left"
-    begun = jaxckpt.Progress("restore", 0, 4096, 0.0)
+    begun = jaxckpt.types.Progress("restore", 0, 4096, 0.0)
     assert (begun.bytes_per_second, begun.remaining_seconds) == (0.0, None)
     assert str(begun) == "restore: 0 B of 4.0 KiB, 0 B/s"
 
@@ -58,7 +58,7 @@ def test_lines_go_to_the_log_if_it_has_a_handler(
 def test_lines_are_logged_periodically(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _progress._LineLogger()
     for second in range(31):
-        lines(jaxckpt.Progress("save", second, 30, float(second)))
+        lines(jaxckpt.types.Progress("save", second, 30, float(second)))
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["10", "20", "30"]
 
 
@@ -110,7 +110,7 @@ def test_silent_by_default(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".zarr", ""])
 def test_a_conversion_reports_progress_to_the_end(tmp_path: Path, suffix: str) -> None:
     jaxckpt.save(tmp_path / "c", TREE, options=jaxckpt.Options(chunk_bytes=64 << 10))
-    seen: list[jaxckpt.Progress] = []
+    seen: list[jaxckpt.types.Progress] = []
     options = jaxckpt.Options(progress=seen.append, object_bytes=1 << 18, chunk_bytes=64 << 10, host_bytes=1 << 18)
     jaxckpt.convert(tmp_path / "c", tmp_path / f"to{suffix}", format=None if suffix else "orbax", options=options)
     done = [one.done_bytes for one in seen]
@@ -122,7 +122,7 @@ def test_a_conversion_reports_progress_to_the_end(tmp_path: Path, suffix: str) -
 
 def test_histograms_report_progress(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {**TREE, "not counted": np.arange(3)})
-    seen: list[jaxckpt.Progress] = []
+    seen: list[jaxckpt.types.Progress] = []
     jaxckpt.report(tmp_path / "c", histograms=True, options=jaxckpt.Options(progress=seen.append))
     assert seen[-1].done_bytes == seen[-1].total_bytes == N_BYTES
     assert {one.verb for one in seen} == {"report"}

@@ -38,7 +38,7 @@ def writing(seconds: float | None) -> Iterator[None]:
 
     def late(*arguments: Any) -> Any:
         if seconds is None:
-            raise jaxckpt.StorageError(28, "no space")
+            raise jaxckpt.errors.StorageError(28, "no space")
         time.sleep(seconds)
         return write(*arguments)
 
@@ -117,7 +117,7 @@ def process_0_fails_while_others_write(folder: str) -> None:
                     jaxckpt.save(path, tree, mesh=mesh, specs=spec, options=options)
                 else:
                     jaxckpt.save_async(path, tree, mesh=mesh, specs=spec, options=options).wait()
-            except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+            except (jaxckpt.errors.StorageError, jaxckpt.errors.PeerFailedError) as error:
                 lines.append(type(error).__name__)
 
 

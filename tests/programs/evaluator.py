@@ -17,7 +17,7 @@ import jaxckpt
 
 def main(run: str, after: str, term_seconds: str, longest: str) -> None:
     idle_since = time.time()
-    for step in jaxckpt.follow(run, after=int(after), term_seconds=float(term_seconds), poll_seconds=0.02):
+    for step in jaxckpt.Run(run).follow(after=int(after), term_seconds=float(term_seconds), poll_seconds=0.02):
         now, published = time.time(), os.stat(f"{step.path}/manifest.json").st_mtime
         delay = f"{1000 * (now - published):.1f}" if published > idle_since else "-"
         assert step.held

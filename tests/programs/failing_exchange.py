@@ -18,7 +18,7 @@ from jaxckpt._store.files import FileWriter
 
 
 def refuse(*_: Any) -> None:
-    raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
+    raise jaxckpt.errors.StorageError(errno.ENOSPC, "no space left on device")
 
 
 tree, first = make(mesh_of(2, 2)), mesh_of(1, 2, devices=jax.devices()[:2])

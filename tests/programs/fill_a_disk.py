@@ -38,7 +38,7 @@ for kind, more, how in cases:
     try:
         save(path, victims.version(2), overwrite=True, options=victims.OPTIONS)
         refused = None
-    except jaxckpt.StorageError as error:
+    except jaxckpt.errors.StorageError as error:
         refused = error.errno
     if refused is None:
         assert victims.version_at(path) == 2

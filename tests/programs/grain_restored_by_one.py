@@ -21,7 +21,7 @@ def resplit(states: Any, count: int) -> Any:
 
 rows = dataset(0, 1)
 with jaxckpt.Checkpointer(sys.argv[1]) as steps:
-    with pytest.raises(jaxckpt.InputError, match="resplit"):
+    with pytest.raises(jaxckpt.errors.InputError, match="resplit"):
         steps.process_state("dataset")
     rows.set_state(steps.process_state("dataset", resplit=resplit))
     assert asked == [([{"next_index": 4}] * 2, 1)], asked

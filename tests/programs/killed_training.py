@@ -62,7 +62,7 @@ def check_steps(tidy):
         return int(there[-1]) if there else -1
     with checkpointer() as checkpoints:  # as at the next start
         checkpoints.restore_or_init(lambda: state(0))
-    found = jaxckpt.steps(folder)
+    found = jaxckpt.Run(folder).steps()
     saved = range(0, found[-1] + 1, 2) if found else range(0)
     best = max(saved, key=lambda step: (-losses[step], step), default=None)
     assert set(found) == {*saved[-3:], *(step for step in saved if step % 100 == 0), best} - {None}, found

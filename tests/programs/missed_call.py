@@ -25,7 +25,7 @@ def save(step: int) -> None:
     options = jaxckpt.Options(timeout_seconds=2)
     try:
         jaxckpt.save(f"{args}/c", tree, metadata={"step": step}, overwrite=True, options=options)
-    except jaxckpt.PeerError as error:
+    except jaxckpt.errors.PeerError as error:
         print(step, type(error).__name__, flush=True)
 
 

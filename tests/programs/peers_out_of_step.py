@@ -30,7 +30,7 @@ for number, (what, victim) in enumerate(args["rounds"], 1):
             try:
                 jaxckpt.save(path, broken, overwrite=True)
                 said = ""
-            except jaxckpt.TreeError as error:
+            except jaxckpt.errors.TreeError as error:
                 said = f"{type(error).__name__}: {error}"
     if said is None:
         said, _ = attempt(kind, number, args["timeout"])

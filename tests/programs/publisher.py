@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jaxckpt
 
-with jaxckpt.Publisher(sys.argv[1], anchor_every=5, options=jaxckpt.Options(sync=False)) as publisher:
+with jaxckpt.weights.Publisher(sys.argv[1], anchor_every=5, options=jaxckpt.Options(sync=False)) as publisher:
     for step in itertools.count():
         value = jnp.float32(step % 256)
         publisher.publish(step, {"w": jnp.full((300, 70), value), "step": value})

@@ -30,7 +30,7 @@ columns = jax.device_put(tree["rows"], NamedSharding(mesh, P("data")))
 jaxckpt.save_async(f"{args}/columns", {"rows": columns}, mesh=mesh, specs=P(None, ("data", "model"))).wait()
 check({**tree, **jaxckpt.restore(f"{args}/columns")})
 
-with pytest.raises(jaxckpt.PeersDisagreeError, match="process 2 and process 0 differ"):
+with pytest.raises(jaxckpt.errors.PeersDisagreeError, match="process 2 and process 0 differ"):
     jaxckpt.save(f"{args}/c", tree | {"step": int(index == 2)}, overwrite=True)
 
 

@@ -70,12 +70,14 @@ np.testing.assert_array_equal(
 # A leaf on devices of one process cannot be stored on a mesh of both.
 one = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
 alone = jax.make_array_from_callback((4,), one, lambda index: np.arange(4.0)[index], dtype=np.float64)
-with pytest.raises(jaxckpt.LayoutError, match=r"'a' is only on devices of processes \[0\], but with mesh=, processes"):
+with pytest.raises(
+    jaxckpt.errors.LayoutError, match=r"'a' is only on devices of processes \[0\], but with mesh=, processes"
+):
     jaxckpt.save(run_path.with_name("alone"), {"a": alone}, mesh=mesh)
 
 # The two leaves share one array in process 1, but not in process 0.
 pair = {"a": base["rows"], "b": base["rows"] if process_id else copies["rows"]}
-with pytest.raises(jaxckpt.PeersDisagreeError, match="differs from process 0 in which leaves share one array"):
+with pytest.raises(jaxckpt.errors.PeersDisagreeError, match="differs from process 0 in which leaves share one array"):
     jaxckpt.save(run_path.with_name("tied"), pair)
 jaxckpt.save(run_path.with_name("tied"), {"a": base["rows"], "b": base["rows"]})
 found = jaxckpt.restore(run_path.with_name("tied"), tied=True)

@@ -10,5 +10,5 @@ import jaxckpt
 
 try:
     victims.save_where_refused(print, sys.argv[1] + "/ckpt", sys.argv[2], None)
-except jaxckpt.StorageError as error:
+except jaxckpt.errors.StorageError as error:
     print(error.errno)

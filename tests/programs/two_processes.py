@@ -118,7 +118,7 @@ def one_cannot_save(folder: str) -> None:
     attempt_save(other)
 
     def refuse(*_: Any) -> None:
-        raise jaxckpt.StorageError(errno.ENOSPC, "no space left on device")
+        raise jaxckpt.errors.StorageError(errno.ENOSPC, "no space left on device")
 
     write = FileWriter.write
     if process_id == 1:
@@ -135,7 +135,7 @@ def one_cannot_restore(folder: str) -> None:
     jaxckpt.save(path, make(mesh))
 
     def fail(*_: Any) -> None:
-        raise jaxckpt.DataError("this disk is bad")
+        raise jaxckpt.errors.DataError("this disk is bad")
 
     read = FileReader.read
     if process_id == 1:
@@ -186,7 +186,7 @@ def ctrl_c_while_the_other_is_missing(folder: str) -> None:
     except KeyboardInterrupt:
         raised.touch()
         lines.append("interrupted")
-    except jaxckpt.PeerFailedError as error:
+    except jaxckpt.errors.PeerFailedError as error:
         lines.append(str(error))
     attempt(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=OPTIONS))
 

@@ -240,10 +240,10 @@ def test_an_error_of_an_object_names_the_leaf(path: Path) -> None:
 def test_a_state_that_cannot_be_stored_is_an_error_that_names_the_leaf(tmp_path: Path) -> None:
     loader = Loader()
     loader.note = {"when": datetime.date(2026, 1, 1)}
-    with pytest.raises(jaxckpt.TreeError, match=r"'data/note/when' is of type datetime.date.*register_leaf"):
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"'data/note/when' is of type datetime.date.*register_leaf"):
         jaxckpt.save(tmp_path / "ckpt", {"data": loader})
     loader.note = {"self": loader}
-    with pytest.raises(jaxckpt.TreeError, match="nested deeper than 200"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="nested deeper than 200"):
         jaxckpt.save(tmp_path / "ckpt", {"data": loader})
 
 
@@ -324,7 +324,7 @@ def test_a_state_is_never_cast(tmp_path: Path) -> None:
         restored = jaxckpt.restore(tmp_path / "ckpt", target, dtype=jnp.bfloat16)
         state = restored["average"] if target is None else restored["average"].state
         assert (restored["w"].dtype, state["mean"].dtype) == (jnp.bfloat16, np.float64)
-    with pytest.raises(jaxckpt.TreeError, match="belongs to the state of an object"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="belongs to the state of an object"):
         jaxckpt.save(tmp_path / "ckpt", tree, dtype={"average": {"mean": jnp.float16}}, overwrite=True)
 
 
@@ -410,7 +410,7 @@ def test_an_invalid_registration_is_refused(tmp_path: Path) -> None:
         jaxckpt.register_leaf(cls, **{"to_state": vars, "from_state": Money, **arguments})
 
     for cls in (int, np.ndarray, np.float32, dict, jax.Array, jax.ShapeDtypeStruct):
-        with pytest.raises(jaxckpt.InputError, match="needs no register_leaf"):
+        with pytest.raises(jaxckpt.errors.InputError, match="needs no register_leaf"):
             register(cls)
     for arguments, match in [
         ({"cls": "Money"}, "takes a class"),
@@ -419,13 +419,13 @@ def test_an_invalid_registration_is_refused(tmp_path: Path) -> None:
         ({"from_state": None}, "needs from_state=, set_state= or both"),
         ({"name": ""}, "name must be a non-empty str"),
     ]:
-        with pytest.raises(jaxckpt.InputError, match=match):
+        with pytest.raises(jaxckpt.errors.InputError, match=match):
             register(**arguments)
     register(name="money")
-    with pytest.raises(jaxckpt.InputError, match=r"Money has the name 'money'"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"Money has the name 'money'"):
         register(decimal.Decimal, name="money")
     register(collections.OrderedDict)
-    with pytest.raises(jaxckpt.TreeError, match="JAX treats it as a container"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="JAX treats it as a container"):
         jaxckpt.save(tmp_path / "ckpt", {"a": collections.OrderedDict(b=1)})
 
 

@@ -182,7 +182,7 @@ def test_lossy_casts_may_be_allowed_by_leaf(cast: Any, tmp_path: Path) -> None:
 )
 def test_a_policy_that_does_not_exist_is_an_error(cast: Any, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"opt": jnp.ones(3)})
-    with pytest.raises(jaxckpt.InputError, match=r"Options\.cast gives .* for 'opt'; expected one of"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"Options\.cast gives .* for 'opt'; expected one of"):
         jaxckpt.restore(tmp_path / "c", options=jaxckpt.Options(cast=cast))
 
 
@@ -304,7 +304,7 @@ def test_keys_of_an_implementation_without_a_name_are_refused(tmp_path: Path) ->
     base = jax.extend.random.threefry_prng_impl
     functions = {"seed": base.seed, "split": base.split, "random_bits": base.random_bits, "fold_in": base.fold_in}
     mine = jax.extend.random.define_prng_impl(key_shape=(2,), name="mine", tag="mn", **functions)
-    with pytest.raises(jaxckpt.TreeError, match=r"'k' has PRNG keys of implementation 'mn', which .*key_data"):
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"'k' has PRNG keys of implementation 'mn', which .*key_data"):
         jaxckpt.save(tmp_path / "c", {"k": jax.random.key(0, impl=mine), "w": 1})
     assert not (tmp_path / "c").exists()
     # An implementation that was registered in another process.
@@ -468,7 +468,7 @@ def test_an_empty_key_at_the_root_survives_a_rename(tmp_path: Path) -> None:
 def test_an_indivisible_dimension_is_reported_with_leaf_and_remedy(path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
     with pytest.raises(
-        jaxckpt.SpecError, match=r"'params/w' cannot .*: dimension 0 of \(8, 8\) is not divisible by 3"
+        jaxckpt.errors.SpecError, match=r"'params/w' cannot .*: dimension 0 of \(8, 8\) is not divisible by 3"
     ) as caught:
         jaxckpt.restore(path, mesh=mesh)
     assert "params/w" in caught.value.paths
@@ -476,7 +476,7 @@ def test_an_indivisible_dimension_is_reported_with_leaf_and_remedy(path: Path) -
     assert str(caught.value).count("indivisible") == 1, "one remedy for all leaves"
     restored = jaxckpt.restore(path, mesh=mesh, options=jaxckpt.Options(indivisible="replicate"))
     assert restored["params"]["w"].sharding.is_fully_replicated
-    with pytest.raises(jaxckpt.SpecError, match="'params/w'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="'params/w'"):
         jaxckpt.save(path.with_name("d"), {"params": restored["params"]}, mesh=mesh, specs=P("data"))
 
 
@@ -487,14 +487,14 @@ def test_axes_that_the_mesh_lacks_become_replicated(path: Path) -> None:
 
 def test_a_mesh_without_any_saved_axis_is_an_error(path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    with pytest.raises(jaxckpt.SpecError, match=r"(?s)none of the axes.*data, model.*'params/w'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"(?s)none of the axes.*data, model.*'params/w'"):
         jaxckpt.restore(path, mesh=mesh)
     assert jaxckpt.restore(path, mesh=mesh, specs=P())["params"]["w"].sharding == NamedSharding(mesh, P())
 
 
 def test_a_mesh_to_save_for_without_any_axis_of_the_leaves_is_an_error(tmp_path: Path, tree: Any) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dta", "modle"))
-    with pytest.raises(jaxckpt.SpecError, match=r"(?s)none of the axes.*data, model.*'params/w'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"(?s)none of the axes.*data, model.*'params/w'"):
         jaxckpt.save(tmp_path / "c", tree, mesh=mesh)
     assert not (tmp_path / "c").exists()
     jaxckpt.save(tmp_path / "c", tree, mesh=mesh, specs=P())
@@ -504,38 +504,38 @@ def test_a_mesh_to_save_for_without_any_axis_of_the_leaves_is_an_error(tmp_path:
 def test_a_mesh_must_have_devices(path: Path, mesh: Mesh) -> None:
     for wrong in ({"data": 2, "model": 4}, (2, 4), mesh.abstract_mesh, NamedSharding(mesh, P())):
         with pytest.raises(
-            jaxckpt.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
+            jaxckpt.errors.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
         ):
             jaxckpt.restore(path, mesh=wrong)  # pyright: ignore[reportArgumentType]
         with pytest.raises(
-            jaxckpt.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
+            jaxckpt.errors.InputError, match=r"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes, found"
         ):
             jaxckpt.save(path.parent / "other", {"x": jnp.ones(3)}, mesh=wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(jaxckpt.InputError, match="target is a mesh: pass it as mesh="):
+    with pytest.raises(jaxckpt.errors.InputError, match="target is a mesh: pass it as mesh="):
         jaxckpt.restore(path, mesh)
 
 
 def test_arguments_in_the_wrong_order_are_reported_briefly(tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.InputError, match="path, the first argument, must be a non-empty str") as caught:
+    with pytest.raises(jaxckpt.errors.InputError, match="path, the first argument, must be a non-empty str") as caught:
         jaxckpt.save({"w": np.arange(10_000)}, tmp_path)  # pyright: ignore[reportArgumentType]
     assert len(str(caught.value)) < 300
 
 
 def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
-    with pytest.raises(jaxckpt.SpecError, match=r"'params/w'.*names mesh axis 'nope'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"'params/w'.*names mesh axis 'nope'"):
         jaxckpt.restore(path, mesh=mesh, specs=P("nope"))
-    with pytest.raises(jaxckpt.SpecError, match=r"'params/b'.*2 entries for the 1 dimensions"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"'params/b'.*2 entries for the 1 dimensions"):
         jaxckpt.restore(path, mesh=mesh, specs=lambda path, leaf: P("data", "model") if "params" in path else P())
-    with pytest.raises(jaxckpt.SpecError, match="'param', but no array leaf is at"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="'param', but no array leaf is at"):
         jaxckpt.restore(path, mesh=mesh, specs={"param": P()})
-    with pytest.raises(jaxckpt.SpecError, match="expected a jax"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="expected a jax"):
         jaxckpt.save(path.with_name("d"), tree, mesh=mesh, specs={"params": "data"})
-    with pytest.raises(jaxckpt.SpecError, match="expected a jax") as caught:
+    with pytest.raises(jaxckpt.errors.SpecError, match="expected a jax") as caught:
         jaxckpt.restore(path, mesh=mesh, specs=np.arange(900))
     assert len(str(caught.value)) < 200
-    with pytest.raises(jaxckpt.InputError, match="needs mesh="):
+    with pytest.raises(jaxckpt.errors.InputError, match="needs mesh="):
         jaxckpt.restore(path, specs=P())
-    with pytest.raises(jaxckpt.InputError, match="needs mesh="):
+    with pytest.raises(jaxckpt.errors.InputError, match="needs mesh="):
         jaxckpt.save(path.with_name("d"), tree, specs=P())
 
 
@@ -545,7 +545,7 @@ def test_a_layout_whose_devices_do_not_exist_names_three_remedies(path: Path, ru
         import jaxckpt
         try:
             jaxckpt.restore({str(path)!r})
-        except jaxckpt.LayoutError as error:
+        except jaxckpt.errors.LayoutError as error:
             print(error)
         """,
         devices=2,
@@ -558,7 +558,7 @@ def test_a_layout_whose_devices_do_not_exist_names_three_remedies(path: Path, ru
 
 
 def test_existing_paths_are_not_overwritten(path: Path, tree: Any, tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="overwrite=True"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="overwrite=True"):
         jaxckpt.save(path, {"other": 1})
     assert jaxckpt.restore(path)["step"] == 7
     jaxckpt.save(path, {"other": 1}, overwrite=True)
@@ -567,9 +567,9 @@ def test_existing_paths_are_not_overwritten(path: Path, tree: Any, tmp_path: Pat
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("x")
     for overwrite in (False, True):
-        with pytest.raises(jaxckpt.CheckpointExistsError, match=r"thesis\.tex"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match=r"thesis\.tex"):
             jaxckpt.save(tmp_path / "home", tree, overwrite=overwrite)
-        with pytest.raises(jaxckpt.CheckpointExistsError, match="is a file"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is a file"):
             jaxckpt.save(tmp_path / "file", tree, overwrite=overwrite)
 
 
@@ -584,7 +584,7 @@ def test_empty_subfolders_are_not_other_files(overwrite: bool, tree: Any, tmp_pa
         inner = tmp_path / f"{number}" / "a" / "b"
         inner.mkdir(parents=True)
         (inner / other).write_text("x") if other == "file" else (inner / other).symlink_to(tmp_path / "c")
-        with pytest.raises(jaxckpt.CheckpointExistsError, match=r"holds other files \(a\)"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match=r"holds other files \(a\)"):
             jaxckpt.save(tmp_path / f"{number}", tree, overwrite=overwrite)
 
 
@@ -593,13 +593,13 @@ def test_the_reason_why_a_path_is_not_a_checkpoint_is_reported(path: Path, tmp_p
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / f"data-{0:032x}").mkdir()
     for read in (jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open):
-        with pytest.raises(jaxckpt.NotACheckpointError, match="the path does not exist, or the folder is empty"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="the path does not exist, or the folder is empty"):
             read(tmp_path / "none")
-        with pytest.raises(jaxckpt.NotACheckpointError, match="folder of checkpoints; open one of them: ckpt"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="folder of checkpoints; open one of them: ckpt"):
             read(tmp_path)
-        with pytest.raises(jaxckpt.NotACheckpointError, match="it is a file"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="it is a file"):
             read(tmp_path / "file")
-        with pytest.raises(jaxckpt.NotACheckpointError, match="never finished"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="never finished"):
             read(tmp_path / "torn")
 
 
@@ -610,17 +610,17 @@ def test_leaves_that_cannot_be_stored_are_listed(tmp_path: Path) -> None:
     gone = jnp.ones(3)
     gone.delete()
     tree = {"ok": 1, "set": {1}, "object": np.array([object()]), "text": np.array("x"), "gone": gone, "f": open}
-    with pytest.raises(jaxckpt.TreeError) as caught:
+    with pytest.raises(jaxckpt.errors.TreeError) as caught:
         jaxckpt.save(tmp_path / "c", tree)
     text = str(caught.value)
     assert text.startswith("5 of 6 leaves")
     assert all(f"'{name}'" in text for name in tree if name != "ok")
-    with pytest.raises(jaxckpt.TreeError, match="tracer"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="tracer"):
         jax.jit(lambda x: jaxckpt.save(tmp_path / "c", {"x": x}))(1.0)
     deep: Any = 1
     for _ in range(300):
         deep = [deep]
-    with pytest.raises(jaxckpt.TreeError, match="nested deeper"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="nested deeper"):
         jaxckpt.save(tmp_path / "c", deep)
     assert not (tmp_path / "c").exists()
 
@@ -633,14 +633,14 @@ def test_an_array_of_many_dimensions_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(31), 32, 40])
 def test_an_array_of_too_many_dimensions_is_refused_by_path(rank: int, tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.TreeError, match=f"'x' has {rank} dimensions"):
+    with pytest.raises(jaxckpt.errors.TreeError, match=f"'x' has {rank} dimensions"):
         jaxckpt.save(tmp_path / "c", {"x": np.zeros((1,) * rank)})
     assert not (tmp_path / "c").exists()
 
 
 def test_keys_of_too_many_dimensions_are_refused_by_path(tmp_path: Path) -> None:
     keys = jax.random.split(jax.random.key(0), (1,) * 30)
-    with pytest.raises(jaxckpt.TreeError, match="'k' has PRNG keys of 30 dimensions; at most 29"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="'k' has PRNG keys of 30 dimensions; at most 29"):
         jaxckpt.save(tmp_path / "c", {"k": keys})
     assert not (tmp_path / "c").exists()
     jaxckpt.save(tmp_path / "c", {"k": keys[0]})
@@ -658,7 +658,7 @@ def test_metadata_may_nest_as_deep_as_the_manifest_allows(tmp_path: Path) -> Non
 def test_metadata_comes_back_or_is_refused(path: Path, tmp_path: Path) -> None:
     assert jaxckpt.open(path).metadata == {"run": [1, None, "x"]}
     for bad in ({1: 2}, (1, 2), float("nan"), {"x": jnp.ones(())}):
-        with pytest.raises(jaxckpt.InputError, match="plain JSON"):
+        with pytest.raises(jaxckpt.errors.InputError, match="plain JSON"):
             jaxckpt.save(tmp_path / "c", {"a": 1}, metadata=bad)
 
 
@@ -677,7 +677,7 @@ def test_flags_are_bools(path: Path, tree: Any, tmp_path: Path, wrong: Any) -> N
         "overwrite  ": lambda: jaxckpt.Checkpointer(tmp_path / "steps").save(1, tree, overwrite=wrong),
     }
     for name, call in calls.items():
-        with pytest.raises(jaxckpt.InputError, match=f"^{name.strip()} must be True or False, found {wrong!r}"):
+        with pytest.raises(jaxckpt.errors.InputError, match=f"^{name.strip()} must be True or False, found {wrong!r}"):
             call()
     assert not (tmp_path / "new").exists()
     assert jaxckpt.Checkpointer(tmp_path / "steps").steps() == []
@@ -686,13 +686,13 @@ def test_flags_are_bools(path: Path, tree: Any, tmp_path: Path, wrong: Any) -> N
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(jaxckpt.InputError, match="chunk_bytes"):
+    with pytest.raises(jaxckpt.errors.InputError, match="chunk_bytes"):
         jaxckpt.Options(chunk_bytes=0)
-    with pytest.raises(jaxckpt.InputError, match="compression"):
+    with pytest.raises(jaxckpt.errors.InputError, match="compression"):
         jaxckpt.Options(compression="lzma")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(jaxckpt.InputError, match=r"chunk_bytes .*blosc"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"chunk_bytes .*blosc"):
         jaxckpt.Options(compression="blosc", chunk_bytes=2 << 30, object_bytes=4 << 30)
-    with pytest.raises(jaxckpt.InputError, match="non-empty"):
+    with pytest.raises(jaxckpt.errors.InputError, match="non-empty"):
         jaxckpt.open("")
 
 
@@ -702,7 +702,7 @@ def test_options_are_checked() -> None:
 @pytest.mark.parametrize("size", [0, -1, 1e6, float("inf"), "1", True, np.True_, np.float64(5), [5]])
 @pytest.mark.parametrize("name", ["object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"])
 def test_sizes_in_bytes_are_whole_numbers(name: str, size: Any) -> None:
-    with pytest.raises(jaxckpt.InputError, match=f"Options.{name} must be a whole number above zero, found "):
+    with pytest.raises(jaxckpt.errors.InputError, match=f"Options.{name} must be a whole number above zero, found "):
         jaxckpt.Options(**{name: size})
 
 
@@ -718,7 +718,7 @@ def test_sizes_in_bytes_are_whole_numbers(name: str, size: Any) -> None:
     ids=str,
 )  # fmt: skip
 def test_options_of_the_wrong_type(wrong: dict[str, Any]) -> None:
-    with pytest.raises(jaxckpt.InputError, match=f"Options.{next(iter(wrong))} must be"):
+    with pytest.raises(jaxckpt.errors.InputError, match=f"Options.{next(iter(wrong))} must be"):
         jaxckpt.Options(**wrong)
 
 
@@ -756,7 +756,7 @@ def test_invalid_options(tmp_path: Path, options: Any) -> None:
         lambda: jaxckpt.Checkpointer(tmp_path / "d", options=options),
         lambda: jaxckpt.orbax.Handler(options),
     ):
-        with pytest.raises(jaxckpt.InputError, match=r"options must be a jaxckpt\.Options"):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"options must be a jaxckpt\.Options"):
             call()
     assert os.listdir(tmp_path) == ["c"]
 
@@ -799,12 +799,12 @@ def test_subclasses_of_json_types_come_back_as_json_types(tmp_path: Path, value:
     ids=ascii,
 )
 def test_metadata_that_is_not_json_is_refused_before_data_is_written(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(jaxckpt.InputError, match="metadata must be plain JSON"):
+    with pytest.raises(jaxckpt.errors.InputError, match="metadata must be plain JSON"):
         jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, metadata=[value])
-    with pytest.raises(jaxckpt.InputError, match=r"process_state\['s'\] must be plain JSON"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"process_state\['s'\] must be plain JSON"):
         jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, process_state={"s": [value]})
     for name in ("\ud800", 5, None):
-        with pytest.raises(jaxckpt.InputError, match="process_state"):
+        with pytest.raises(jaxckpt.errors.InputError, match="process_state"):
             jaxckpt.save(tmp_path / "c", {"x": np.ones(3)}, process_state={name: 1})  # pyright: ignore
     assert not (tmp_path / "c").exists()
 
@@ -813,23 +813,27 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
     devices = np.array(jax.devices()).reshape(2, 4)
     for axes in [(0, 1), (("a", "b"), "c")]:
         tree = {"a": {"w": jax.device_put(jnp.ones(8), NamedSharding(Mesh(devices, axes), P()))}}
-        with pytest.raises(jaxckpt.SpecError, match=r"'a/w' cannot .*: its mesh has axes .*: only names that are str"):
+        with pytest.raises(
+            jaxckpt.errors.SpecError, match=r"'a/w' cannot .*: its mesh has axes .*: only names that are str"
+        ):
             jaxckpt.save(tmp_path / "c", tree)
     mesh = Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         unsummed = jax.reshard(jnp.arange(8.0), P("y", unreduced={"x"}))
         whole = jax.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
-    with pytest.raises(jaxckpt.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced mesh axes \['x'\]"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced mesh axes \['x'\]"):
         jaxckpt.save(tmp_path / "c", {"w": unsummed})
     jaxckpt.save(tmp_path / "c", {"w": whole})
     assert jaxckpt.restore(tmp_path / "c")["w"].sharding.spec == P("y")
-    with pytest.raises(jaxckpt.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced"):
         jaxckpt.restore(tmp_path / "c", {"w": unsummed.sharding})
 
 
 def test_functions_in_a_target_are_kept_and_functions_are_not_saved(tmp_path: Path) -> None:
     module = {"weight": jnp.ones(3), "activation": jax.nn.gelu}
-    with pytest.raises(jaxckpt.TreeError, match=r"'activation' is of type .*; leave functions out, as eqx\.filter"):
+    with pytest.raises(
+        jaxckpt.errors.TreeError, match=r"'activation' is of type .*; leave functions out, as eqx\.filter"
+    ):
         jaxckpt.save(tmp_path / "ckpt", module)
     jaxckpt.save(tmp_path / "ckpt", {**module, "activation": None})
     restored = jaxckpt.restore(tmp_path / "ckpt", {**module, "weight": jax.ShapeDtypeStruct((3,), "float32")})
@@ -849,12 +853,12 @@ def test_select_by_glob_expression_and_function(path: Path) -> None:
     assert jaxckpt.load_numpy(path, select="params/**/w")["params"].keys() == {"w"}
     assert jaxckpt.load_numpy(path, select="**/step") == {"step": 7}
     assert jaxckpt.load_numpy(path, select="**/params/**/b")["params"].keys() == {"b"}
-    with pytest.raises(jaxckpt.TreeError, match="matches none"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="matches none"):
         jaxckpt.load_numpy(path, select="par**/ams")
     part = jaxckpt.load_numpy(path, select="layers/1")["layers"]
     assert part[0] is None
     np.testing.assert_array_equal(part[1], np.ones(3))
-    with pytest.raises(jaxckpt.TreeError, match="matches none of the 5 leaves"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="matches none of the 5 leaves"):
         jaxckpt.load_numpy(path, select="nothing/**")
 
 
@@ -871,7 +875,7 @@ def test_rename_by_mapping_and_function(path: Path, tree: Any) -> None:
     np.testing.assert_array_equal(restored["model"]["w"], tree["params"]["w"])
     flat = jaxckpt.restore(path, rename=lambda path: path.replace("params/", ""))
     assert flat.keys() == {"w", "b", "layers", "step"}
-    with pytest.raises(jaxckpt.TreeError, match="the same path"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="the same path"):
         jaxckpt.restore(path, rename={"params/w": "params/b"})
 
 
@@ -918,7 +922,7 @@ def test_a_select_that_matches_nothing_or_is_none_is_an_error(
         lambda: jaxckpt.diff(path, path, select=select),
         lambda: jaxckpt.convert(path, tmp_path / "other", select=select),
     ):
-        with pytest.raises(jaxckpt.InputError, match=problem):
+        with pytest.raises(jaxckpt.errors.InputError, match=problem):
             call()
 
 
@@ -932,7 +936,7 @@ def test_a_rename_that_matches_nothing_or_is_none_is_an_error(
         lambda: jaxckpt.open(path).plan(rename=rename),
         lambda: jaxckpt.convert(path, tmp_path / "other", rename=rename),
     ):
-        with pytest.raises(jaxckpt.InputError, match=problem):
+        with pytest.raises(jaxckpt.errors.InputError, match=problem):
             call()
 
 
@@ -1067,7 +1071,7 @@ def test_restore_while_jax_traces_is_an_error(path: Path) -> None:
         lambda: jax.lax.scan(lambda carry, x: (carry, jaxckpt.restore(path)), 0, length=2),
         lambda: jax.eval_shape(lambda: jaxckpt.restore(path)),
     ):
-        with pytest.raises(jaxckpt.InputError, match="restore was called while JAX traces a function"):
+        with pytest.raises(jaxckpt.errors.InputError, match="restore was called while JAX traces a function"):
             call()
     # These trace only what depends on their arguments.
     assert jax.grad(lambda x: jaxckpt.restore(path)["layers"][1].sum() * x)(1.0) == 3
@@ -1129,11 +1133,13 @@ def test_devices_and_partition_specs_in_a_target_work_as_in_device_put(path: Pat
         assert [leaf.devices() for leaf in restored["layers"]] == [{device}] * 2
     plan = jaxckpt.open(path).plan(target, mesh={"data": 2, "model": 4})
     assert [leaf.path for leaf in plan.leaves] == ["layers/0", "layers/1", "params/b", "params/w"]
-    with pytest.raises(jaxckpt.InputError, match=r"'params/w', and there is no mesh: pass mesh=, or set one with jax"):
+    with pytest.raises(
+        jaxckpt.errors.InputError, match=r"'params/w', and there is no mesh: pass mesh=, or set one with jax"
+    ):
         jaxckpt.restore(path, {"params": {"w": P("data")}}, strict=False)
-    with pytest.raises(jaxckpt.InputError, match=r"'params/w': .*nowhere"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"'params/w': .*nowhere"):
         jaxckpt.restore(path, {"params": {"w": P("nowhere")}}, mesh=mesh, strict=False)
-    with pytest.raises(jaxckpt.SpecError, match="'params/b'"):
+    with pytest.raises(jaxckpt.errors.SpecError, match="'params/b'"):
         jaxckpt.restore(path, {"params": P("data", "model")}, mesh=mesh, strict=False)
 
 
@@ -1144,7 +1150,7 @@ def _with_mesh(mesh: Mesh, work: Any) -> Any:
 
 
 def test_a_value_that_is_not_a_target_is_reported(path: Path) -> None:
-    with pytest.raises(jaxckpt.InputError, match="target is an Options: pass it as options="):
+    with pytest.raises(jaxckpt.errors.InputError, match="target is an Options: pass it as options="):
         jaxckpt.restore(path, jaxckpt.Options())
     with pytest.raises(jaxckpt.MismatchError, match=r"'step' is a .*; give a jax.ShapeDtypeStruct\(shape, dtype\)"):
         jaxckpt.restore(path, {"step": jnp.bfloat16}, strict=False)
@@ -1299,7 +1305,7 @@ def test_an_uncommitted_target_leaves_the_layout_to_the_mesh(path: Path, mesh: M
 
 def test_a_damaged_checkpoint_can_be_replaced(path: Path) -> None:
     (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-9])
-    with pytest.raises(jaxckpt.ManifestError):
+    with pytest.raises(jaxckpt.errors.ManifestError):
         jaxckpt.open(path)
     jaxckpt.save(path, {"x": 1}, overwrite=True)
     assert jaxckpt.restore(path) == {"x": 1}
@@ -1314,19 +1320,21 @@ def test_an_expected_manifest_is_required(tmp_path: Path) -> None:
     assert jaxckpt.verify(path, options=expected).ok
     jaxckpt.save(path, {"w": np.arange(8), "lr": 0.2}, overwrite=True)
     for read in (jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open):
-        with pytest.raises(jaxckpt.ManifestError, match=f"expected {info.manifest_sha256} by Options.manifest_sha256"):
+        with pytest.raises(
+            jaxckpt.errors.ManifestError, match=f"expected {info.manifest_sha256} by Options.manifest_sha256"
+        ):
             read(path, options=expected)
     assert [problem.object for problem in jaxckpt.verify(path, options=expected).problems] == ["manifest.json"]
-    with pytest.raises(jaxckpt.InputError, match="manifest_sha256"):
+    with pytest.raises(jaxckpt.errors.InputError, match="manifest_sha256"):
         jaxckpt.Options(manifest_sha256="abc")
 
 
 def test_a_tree_that_contains_itself_or_mixes_keys_is_reported(tmp_path: Path) -> None:
     loop: list[Any] = [jnp.ones(3)]
     loop.append(loop)
-    with pytest.raises(jaxckpt.TreeError, match="nested deeper than"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="nested deeper than"):
         jaxckpt.save(tmp_path / "loop", loop)
-    with pytest.raises(jaxckpt.TreeError, match="keys are of one type"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="keys are of one type"):
         jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
 
 
@@ -1335,9 +1343,11 @@ def test_reduced_axes_are_refused_in_specs_and_kept_in_a_target(path: Path, tmp_
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     reduced = P("data", reduced={"model"})
     for given in (reduced, {"params": {"w": reduced}, "layers": P()}, lambda path, leaf: reduced):
-        with pytest.raises(jaxckpt.SpecError, match=r"reduced mesh axes \(model\).*a jax.sharding.NamedSharding in"):
+        with pytest.raises(
+            jaxckpt.errors.SpecError, match=r"reduced mesh axes \(model\).*a jax.sharding.NamedSharding in"
+        ):
             jaxckpt.restore(path, mesh=mesh, specs=given)
-        with pytest.raises(jaxckpt.SpecError, match=r"reduced mesh axes \(model\)"):
+        with pytest.raises(jaxckpt.errors.SpecError, match=r"reduced mesh axes \(model\)"):
             jaxckpt.save(
                 tmp_path / "new", {"params": {"w": jnp.ones((8, 8))}, "layers": jnp.ones(3)}, mesh=mesh, specs=given
             )
@@ -1374,11 +1384,11 @@ def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
         assert params["b"].sharding == NamedSharding(other, P(None))
         np.testing.assert_array_equal(params["w"], np.arange(64.0).reshape(8, 8))
     with pytest.raises(
-        jaxckpt.SpecError, match=r"'params/w' cannot .*: its sharding is on the AbstractMesh .* \(found none\)"
+        jaxckpt.errors.SpecError, match=r"'params/w' cannot .*: its sharding is on the AbstractMesh .* \(found none\)"
     ):
         jaxckpt.restore(path, target, select="params")
     two = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
-    with pytest.raises(jaxckpt.SpecError, match=r"found \{'data': 2, 'model': 1\}"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"found \{'data': 2, 'model': 1\}"):
         jaxckpt.restore(path, target, select="params", mesh=two)
 
 

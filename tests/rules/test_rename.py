@@ -21,12 +21,12 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("read", [jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.open])
 def test_a_leaf_is_not_the_root_of_a_tree_with_others(read: Any, saved: Path) -> None:
-    with pytest.raises(jaxckpt.TreeError, match="leaf 'w' the whole tree, but 3 leaves are selected"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="leaf 'w' the whole tree, but 3 leaves are selected"):
         read(saved, rename={"w": ""})
 
 
 def test_a_conversion_with_a_leaf_as_the_root_of_others_is_refused(saved: Path) -> None:
-    with pytest.raises(jaxckpt.TreeError, match="the whole tree"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="the whole tree"):
         jaxckpt.convert(saved, saved.parent / "d", rename={"w": ""})
     assert not (saved.parent / "d").exists()
 
@@ -43,5 +43,5 @@ def test_unselected_leaves_do_not_conflict_with_new_names(saved: Path) -> None:
     tree = jaxckpt.restore(saved, select="w", rename={"w": "a/b/c"})
     assert list(tree) == ["a"]
     assert np.array_equal(tree["a"]["b"]["c"], W)
-    with pytest.raises(jaxckpt.TreeError, match="'a/b/c' is below another leaf"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="'a/b/c' is below another leaf"):
         jaxckpt.restore(saved, rename={"w": "a/b/c"})

@@ -23,11 +23,11 @@ from processes import RunPython
 from strategies import boxes
 
 import jaxckpt
-from jaxckpt import Rule, Rules
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray
+from jaxckpt.rules import Rule, Rules
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -275,7 +275,9 @@ def test_copies_are_compared_when_they_are_read(tmp_path: Path) -> None:
     assert [*jaxckpt.load_numpy(tmp_path / "b", rename=equal.inverse())] == ["embed"]
     leaf = jaxckpt.open(tmp_path / "a", rename=rules(("head", "other"), "short"))["e"]
     assert same(leaf[:, :2], embed.T[:, :2]), "only the values that are read are compared"
-    with pytest.raises(jaxckpt.DataError, match="'other' differs from 'embed', and the rules take it for a copy"):
+    with pytest.raises(
+        jaxckpt.errors.DataError, match="'other' differs from 'embed', and the rules take it for a copy"
+    ):
         leaf[:, 1:]
     for copies, expected in (("hed", "'hed' is missing"), ("short", r"'short' is float32\[2, 2\], and 'embed' is")):
         dropped = {"head", "other", "short"} - {copies}
@@ -378,18 +380,18 @@ def test_one_error_lists_all_mismatches(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_rule_is_an_error(arguments: dict[str, Any], expected: str) -> None:
-    with pytest.raises(jaxckpt.InputError, match=expected):
+    with pytest.raises(jaxckpt.errors.InputError, match=expected):
         Rule(**arguments)
 
 
 def test_invalid_rules_are_an_error(tmp_path: Path) -> None:
     rule = Rule(source="q", target="w")
-    with pytest.raises(jaxckpt.InputError, match="takes a list of Rule"):
+    with pytest.raises(jaxckpt.errors.InputError, match="takes a list of Rule"):
         Rules(rule)  # pyright: ignore
     for drop in ("norm", 3, ["a", None]):
-        with pytest.raises(jaxckpt.InputError, match="must be a list of paths, found "):
+        with pytest.raises(jaxckpt.errors.InputError, match="must be a list of paths, found "):
             Rules([rule], drop=drop)  # pyright: ignore
-    with pytest.raises(jaxckpt.InputError, match=r"inverse\(dtype=\) 'float23' is not the name of a dtype"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"inverse\(dtype=\) 'float23' is not the name of a dtype"):
         Rules([rule]).inverse("float23")
     jaxckpt.save(tmp_path / "a", {"q": np.arange(-3, 4, dtype="int8")})
     with pytest.raises(jaxckpt.MismatchError, match="'q' is claimed by rule q → w and dropped"):
@@ -480,7 +482,7 @@ def test_a_checkpoint_deleted_during_a_read_through_rules_is_reported(tmp_path: 
     jaxckpt.save(tmp_path / "a", {"w": np.arange(6.0)})
     view = jaxckpt.open(tmp_path / "a", rename=Rules([Rule(source="w", target="v")]))
     jaxckpt.save(tmp_path / "a", {"w": np.arange(7.0)}, overwrite=True)
-    with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced by another"):
         view["v"][:]
 
 
@@ -489,7 +491,7 @@ def test_rules_work_during_interpreter_shutdown(tmp_path: Path, run_python: RunP
     jaxckpt.save(tmp_path / "a", {"w": np.arange(6.0)})
     code = f"""
     import atexit, jaxckpt
-    rules = jaxckpt.Rules([jaxckpt.Rule(source="w", target="v", layout="a -> a")])
+    rules = jaxckpt.rules.Rules([jaxckpt.rules.Rule(source="w", target="v", layout="a -> a")])
     atexit.register(lambda: print(jaxckpt.load_numpy({str(tmp_path / "a")!r}, rename=rules)["v"].sum(), flush=True))
     """
     assert run_python(code, devices=1).strip() == "15.0"
@@ -525,7 +527,7 @@ def test_a_resized_axis_is_padded_with_zeros_or_truncated(rows: int, tmp_path: P
     ],
 )
 def test_a_size_that_cannot_be_changed_is_an_error(arguments: dict[str, Any]) -> None:
-    with pytest.raises(jaxckpt.InputError, match="resized= needs"):
+    with pytest.raises(jaxckpt.errors.InputError, match="resized= needs"):
         Rule(source="a", target="b", **arguments)
 
 
@@ -608,7 +610,7 @@ def test_scales_that_do_not_fit_are_an_error(scales: Any, block: Any, expected: 
     [{"block": (2, 2)}, {"scales": "s", "block": (0, 2)}, {"scales": ("s", "t")}, {"scales": "s.{i}"}],
 )
 def test_invalid_scales_are_an_error(arguments: dict[str, Any]) -> None:
-    with pytest.raises(jaxckpt.InputError, match=r"block=|scales="):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"block=|scales="):
         Rule(source="w", target="w", **arguments)
 
 

@@ -93,8 +93,8 @@ def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
 def test_a_failed_save_deletes_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(2), keep_last=1)
     with monkeypatch.context() as patched:
-        patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(5, "no")))
-        with pytest.raises(jaxckpt.StorageError):
+        patched.setattr(Folder, "publish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.errors.StorageError(5, "no")))
+        with pytest.raises(jaxckpt.errors.StorageError):
             checkpoints.save(2, state(2))
     assert checkpoints.steps() == [1]
     assert checkpoints.restore()["step"] == 1
@@ -113,7 +113,7 @@ def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     assert checkpoints.restore(2)["step"] == 2
     checkpoints.wait()
     assert checkpoints.steps() == [2, 3]
-    with pytest.raises(jaxckpt.InputError, match="the only one"):
+    with pytest.raises(jaxckpt.errors.InputError, match="the only one"):
         checkpoints.delete(2)
 
 
@@ -128,7 +128,7 @@ def test_rules_apply_only_after_the_first_save_or_restore(tmp_path: Path, rules:
     assert checkpoints.metrics(3)
     checkpoints.wait()
     checkpoints.close()
-    assert jaxckpt.steps(tmp_path) == [*range(5)]
+    assert jaxckpt.Run(tmp_path).steps() == [*range(5)]
     assert all("opt_state" in jaxckpt.load_numpy(tmp_path / f"{step:08d}") for step in range(5))
     with jaxckpt.Checkpointer(tmp_path, options=FAST, **rules) as checkpoints:
         assert checkpoints.restore(1)["step"] == 1
@@ -156,7 +156,9 @@ def test_a_deletion_that_fails_after_a_restore_is_logged(
     """An evaluation may have no permission to delete."""
     filled(tmp_path, range(3)).close()
     with monkeypatch.context() as patched:
-        patched.setattr(Folder, "unpublish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.StorageError(13, "no")))
+        patched.setattr(
+            Folder, "unpublish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.errors.StorageError(13, "no"))
+        )
         with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpoints:
             assert checkpoints.restore()["step"] == 2
     assert "old steps in" in caplog.text
@@ -274,7 +276,7 @@ def test_deleting_unpublishes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(Crash):
             apply_rules(tmp_path, keep_last=1)
     assert list(tmp_path.glob("00000000/data-*/*/c"))  # its data exists
-    with pytest.raises(jaxckpt.NotACheckpointError):  # but it is not a checkpoint
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):  # but it is not a checkpoint
         jaxckpt.load_numpy(tmp_path / "00000000")
     checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
     assert checkpoints.steps() == [1, 2]
@@ -487,7 +489,7 @@ def test_a_new_optimizer_continues_an_old_run(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(jaxckpt.MismatchError, match="none of the target's"):
             checkpoints.restore_or_init(lambda: {"model": init()["params"]}, strict=False)
-        with pytest.raises(jaxckpt.TreeError, match="'param' matches none"):
+        with pytest.raises(jaxckpt.errors.TreeError, match="'param' matches none"):
             checkpoints.restore_or_init(init, strict=False, rename={"param": "params"})
 
 
@@ -517,7 +519,7 @@ def test_results_of_init_are_released_before_the_restore(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("step", ["best", 1.5, -1, True, {"w": 1}])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     checkpoints = filled(tmp_path, range(2), keep_best=("loss", "min"))
-    with pytest.raises(jaxckpt.InputError, match=r"step must be a whole number .*found .*best_step\(\)"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"step must be a whole number .*found .*best_step\(\)"):
         checkpoints.restore(step)
     assert checkpoints.restore(np.int64(checkpoints.best_step() or 0))["step"] == 1
 
@@ -587,7 +589,7 @@ def test_an_equinox_module_is_restored_completely(tmp_path: Path) -> None:
 
 def test_saving_an_older_step_is_logged_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = filled(tmp_path, range(5))
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="step 3"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="step 3"):
         checkpoints.save(3, state(3))
     assert checkpoints.save(3, state(33), overwrite=True)
     assert checkpoints.restore(3)["step"] == 33
@@ -597,17 +599,17 @@ def test_saving_an_older_step_is_logged_or_refused(tmp_path: Path, caplog: pytes
         strict.save(step, state(step))
     assert strict.steps() == [0, 3, 4, 5, 6]
     with pytest.raises(
-        jaxckpt.InputError, match=r"step 2 is older than step 6.* immediately: not kept by keep_last=4, keep"
+        jaxckpt.errors.InputError, match=r"step 2 is older than step 6.* immediately: not kept by keep_last=4, keep"
     ):
         strict.save(2, state(2))
     assert "older than" not in caplog.text
     with jaxckpt.Checkpointer(tmp_path / "best", keep_best=("loss", "min"), background=False, options=FAST) as best:
         for step, loss in ((1, 0.1), (2, 0.2)):
             best.save(step, state(step), metrics={"loss": loss})
-        with pytest.raises(jaxckpt.InputError, match=r"step 1 is older than step 2.* immediately: not kept by"):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"step 1 is older than step 2.* immediately: not kept by"):
             best.save(1, state(11), metrics={"loss": 0.3}, overwrite=True)
         assert best.restore(1)["step"] == 1
-        jaxckpt.pin(best.path(1), "first")
+        best.pin(1, "first")
         assert best.save(1, state(11), metrics={"loss": 0.3}, overwrite=True)
         assert best.restore(1)["step"] == 11
     strict.delete(5)
@@ -627,7 +629,9 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_fast: bool
 ) -> None:
     with monkeypatch.context() as patched, jaxckpt.Checkpointer(tmp_path, every=3, fail_fast=fail_fast) as checkpoints:
-        patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+        patched.setattr(
+            FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "no space"))
+        )
         assert checkpoints.save(0, state(0))
         assert checkpoints.pending is not None
         assert checkpoints.pending._ended.wait(60)
@@ -635,7 +639,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
         for step in (1, 2, 3):
             try:
                 checkpoints.save(step, state(step))
-            except jaxckpt.StorageError:
+            except jaxckpt.errors.StorageError:
                 stopped = step
                 break
         assert stopped == (1 if fail_fast else 3)
@@ -648,12 +652,12 @@ def failing_at(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def written(writer: FileWriter, *arguments: Any) -> Any:
         if part in writer.folder:
-            raise jaxckpt.StorageError(28, f"no space at {part}")
+            raise jaxckpt.errors.StorageError(28, f"no space at {part}")
         return write(writer, *arguments)
 
     def stored(folder: Folder, *arguments: Any, **named: Any) -> Any:
         if part in folder.url:
-            raise jaxckpt.StorageError(28, f"no space at {part}")
+            raise jaxckpt.errors.StorageError(28, f"no space at {part}")
         return put(folder, *arguments, **named)
 
     monkeypatch.setattr(FileWriter, "write", written)
@@ -672,7 +676,7 @@ def test_fail_fast_raises_the_error_of_a_flush(tmp_path: Path, monkeypatch: pyte
         checkpoints.save(10, state(10))
         assert checkpoints.pending is not None
         assert checkpoints.pending._ended.wait(60)
-        with pytest.raises(jaxckpt.StorageError, match="no space at run/00000010"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="no space at run/00000010"):
             checkpoints.save(11, state(11))
         assert not checkpoints.save(12, state(12)), "it is raised once"
 
@@ -685,7 +689,7 @@ def test_a_failed_save_does_not_skip_the_rest_of_close(
     failing_at("local/process-0/00000015", monkeypatch)
     checkpoints.save(10, state(10))
     checkpoints.save(15, state(15))
-    with pytest.raises(jaxckpt.StorageError, match="no space at local"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="no space at local"):
         getattr(checkpoints, end)()
     assert checkpoints.pending is None, "the flush of step 10 has been waited for"
     assert checkpoints.steps() == [10]
@@ -702,7 +706,7 @@ def test_a_callback_that_waits_for_its_own_save_is_an_error(tmp_path: Path) -> N
         assert pending is not None
         returned.set()
         assert pending._ended.wait(60)
-        with pytest.raises(jaxckpt.InputError, match="was called from its own callback"):
+        with pytest.raises(jaxckpt.errors.InputError, match="was called from its own callback"):
             checkpoints.wait()
         assert checkpoints.pending is None
 
@@ -719,14 +723,14 @@ from jaxckpt._store.files import FileWriter
 def attempt(call):
     try:
         call()
-    except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+    except (jaxckpt.errors.StorageError, jaxckpt.errors.PeerFailedError) as error:
         print(type(error).__name__)
 
 def fail_once(then):
     write = FileWriter.write
     def refuse(*_):
         FileWriter.write = write
-        raise jaxckpt.StorageError(28, "no space")
+        raise jaxckpt.errors.StorageError(28, "no space")
     if process_id == 0:
         FileWriter.write = refuse
     attempt(then)
@@ -760,7 +764,9 @@ with jaxckpt.Checkpointer(args, fail_fast=True, options=options) as checkpoints:
 
 
 def test_the_body_s_own_error_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+    monkeypatch.setattr(
+        FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "no space"))
+    )
 
     def body() -> None:
         with jaxckpt.Checkpointer(tmp_path) as checkpoints:
@@ -795,11 +801,11 @@ def test_metrics(tmp_path: Path) -> None:
         checkpoints.wait()
         assert checkpoints.steps() == [4, 6]
         assert (checkpoints.best_step(), checkpoints.metrics(6)) == (4, {})
-        with pytest.raises(jaxckpt.InputError, match="metric 'loss' must be a number"):
+        with pytest.raises(jaxckpt.errors.InputError, match="metric 'loss' must be a number"):
             checkpoints.save(7, {"x": 7}, metrics={"loss": "low"})
-        with pytest.raises(jaxckpt.NotACheckpointError, match="no step 5"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step 5"):
             checkpoints.metrics(5)
-    with pytest.raises(jaxckpt.InputError, match="keep_best"):
+    with pytest.raises(jaxckpt.errors.InputError, match="keep_best"):
         jaxckpt.Checkpointer(tmp_path).best_step()
 
 
@@ -847,7 +853,7 @@ def test_metrics(tmp_path: Path) -> None:
     ids=str,
 )
 def test_invalid_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(jaxckpt.InputError):
+    with pytest.raises(jaxckpt.errors.InputError):
         jaxckpt.Checkpointer(tmp_path, **wrong)
 
 
@@ -863,10 +869,10 @@ def test_steps_are_whole_numbers(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         for wrong in (-1, 1.5, 2.0, np.float32(2), "3", None, True, np.True_, [1], (1 << 62) + 1):
             for call in (lambda step: checkpoints.save(step, {"x": 1}), checkpoints.path, checkpoints.metrics):
-                with pytest.raises(jaxckpt.InputError, match="step must be a whole number"):
+                with pytest.raises(jaxckpt.errors.InputError, match="step must be a whole number"):
                     call(wrong)  # pyright: ignore
         for wrong in ("best", True, 1 << 63):
-            with pytest.raises(jaxckpt.InputError, match="step must be a whole number"):
+            with pytest.raises(jaxckpt.errors.InputError, match="step must be a whole number"):
                 checkpoints.restore(wrong)  # pyright: ignore
         assert checkpoints.steps() == []
         assert checkpoints.save(np.int64(3), {"x": 1})  # pyright: ignore
@@ -883,7 +889,7 @@ def test_a_step_given_as_an_array_is_deleted(tmp_path: Path, local: bool) -> Non
         checkpoints.delete(np.array(20))  # pyright: ignore
         assert checkpoints.steps() == [10]
         assert not list(tmp_path.glob("local/*/00000020"))
-        with pytest.raises(jaxckpt.InputError, match="step must be a whole number"):
+        with pytest.raises(jaxckpt.errors.InputError, match="step must be a whole number"):
             checkpoints.delete("10")  # pyright: ignore
 
 
@@ -894,10 +900,10 @@ def test_a_state_or_a_manifest_that_could_not_be_read_back_is_not_saved(
     with jaxckpt.Checkpointer(tmp_path, options=FAST, background=False) as checkpoints:
         checkpoints.save(1, {"x": 1}, process_state={"at": "a" * 2000})
         with pytest.raises(
-            jaxckpt.InputError, match=r"process_state would be a file of 50\d\d bytes, but at most 4096"
+            jaxckpt.errors.InputError, match=r"process_state would be a file of 50\d\d bytes, but at most 4096"
         ):
             checkpoints.save(2, {"x": 1}, process_state={"at": "a" * 5000})
-        with pytest.raises(jaxckpt.InputError, match="the manifest would be a file of"):
+        with pytest.raises(jaxckpt.errors.InputError, match="the manifest would be a file of"):
             checkpoints.save(2, {str(number): number for number in range(100)})
         assert checkpoints.steps() == [1]
         assert checkpoints.process_state("at") == "a" * 2000
@@ -923,7 +929,7 @@ def test_the_largest_steps_and_folders_with_larger_numbers(tmp_path: Path) -> No
 @pytest.mark.parametrize("init", [{"w": 1}, None, np.zeros(2)], ids=["dict", "None", "array"])
 def test_init_must_be_a_function(tmp_path: Path, init: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match=r"init must be a function .* found an object of type "):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"init must be a function .* found an object of type "):
             checkpoints.restore_or_init(init)
         assert checkpoints.restore_or_init(lambda: {"w": 1}) == (None, {"w": 1})
 
@@ -931,14 +937,16 @@ def test_init_must_be_a_function(tmp_path: Path, init: Any) -> None:
 def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
     filled(tmp_path, range(4)).close()
     with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match=r"'val_loss', but metrics has 'valloss'; did you mean 'valloss'"):
+        with pytest.raises(
+            jaxckpt.errors.InputError, match=r"'val_loss', but metrics has 'valloss'; did you mean 'valloss'"
+        ):
             checkpoints.save(4, state(4), metrics={"valloss": 1.0})
-        with pytest.raises(jaxckpt.InputError, match=r"no step in .* has it: pass save\(…, metrics="):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"no step in .* has it: pass save\(…, metrics="):
             checkpoints.save(4, state(4))
         assert list(map(int, names_in(tmp_path))) == [0, 1, 2, 3], "nothing is left of it either"
         assert checkpoints.save(4, state(4), metrics={"val_loss": float("nan"), "other": 1})
         assert checkpoints.save(5, state(5)), "it is not measured at each step"
-        with pytest.raises(jaxckpt.InputError, match="metrics has 'loss'"):
+        with pytest.raises(jaxckpt.errors.InputError, match="metrics has 'loss'"):
             checkpoints.save(6, state(6), metrics={"loss": 1.0})
         checkpoints.save(6, state(6), metrics={"val_loss": 1.0})
         checkpoints.save(7, state(7))
@@ -951,7 +959,7 @@ def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path)
 def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_stat": 1}, options=FAST)
     with pytest.raises(
-        jaxckpt.TreeError, match=r"'opt_stat', but the tree has nothing at that path; did you mean 'opt_state"
+        jaxckpt.errors.TreeError, match=r"'opt_stat', but the tree has nothing at that path; did you mean 'opt_state"
     ):
         checkpoints.save(0, state(0))
     assert list(tmp_path.iterdir()) == []
@@ -988,7 +996,7 @@ def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Pat
 )
 def test_metrics_that_are_not_numbers(tmp_path: Path, metrics: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match="metric"):
+        with pytest.raises(jaxckpt.errors.InputError, match="metric"):
             checkpoints.save(1, {"x": 1}, metrics=metrics)
         assert checkpoints.save(1, {"x": 1}, metrics={np.str_("loss"): np.float64(1), "on": True, "n": 1 << 70})
         checkpoints.wait()
@@ -1028,17 +1036,17 @@ with jaxckpt.Checkpointer(args) as checkpoints:
     assert states == [{"at": at, "raw": raw} for at, raw in zip(*found, strict=True)]
     (victim,) = (tmp_path / "s").glob("*/data-*/process-1.json")
     victim.write_bytes(victim.read_bytes().replace(b"null", b"1234"))
-    with pytest.raises(jaxckpt.DataError, match=r"process-1\.json, differs from what was saved"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"process-1\.json, differs from what was saved"):
         jaxckpt.open(tmp_path / "s" / "00000001").process_states  # noqa: B018
 
 
 def test_missing_process_states(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(jaxckpt.NotACheckpointError, match="no step"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step"):
             checkpoints.process_state("at")
         checkpoints.save(1, {"x": 1}, process_state={"at": 1})
         checkpoints.wait()
-        with pytest.raises(jaxckpt.InputError, match=r"no process_state 'on'; it has \['at'\]"):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"no process_state 'on'; it has \['at'\]"):
             checkpoints.process_state("on")
 
 
@@ -1059,7 +1067,7 @@ def test_a_checkpoint_is_not_the_directory_of_a_run(tmp_path: Path) -> None:
     """A restore of its path would return the checkpoint and not the newest step."""
     jaxckpt.save(tmp_path / "run", {"w": 1})
     before = sorted(os.listdir(tmp_path / "run"))
-    with pytest.raises(jaxckpt.InputError, match="run is a checkpoint; give the directory of a Checkpointer"):
+    with pytest.raises(jaxckpt.errors.InputError, match="run is a checkpoint; give the directory of a Checkpointer"):
         jaxckpt.Checkpointer(tmp_path / "run")
     assert sorted(os.listdir(tmp_path / "run")) == before
 
@@ -1071,7 +1079,7 @@ def test_notes_on_an_error_cost_nothing_if_none_applies(tmp_path: Path, monkeypa
     checkpoints = filled(tmp_path, range(3))
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "folders", lambda *_: pytest.fail("it lists the steps"))
-        with pytest.raises(jaxckpt.TreeError, match="nowhere"):
+        with pytest.raises(jaxckpt.errors.TreeError, match="nowhere"):
             checkpoints.restore(1, select="nowhere")
     checkpoints.close()
 
@@ -1081,10 +1089,10 @@ def test_notes_on_an_error_do_not_replace_it(tmp_path: Path, monkeypatch: pytest
     (Path(checkpoints.path(1)) / "manifest.json").write_text("{")
 
     def refuse(*_: object) -> None:
-        raise jaxckpt.StorageError(5, "the disk is broken")
+        raise jaxckpt.errors.StorageError(5, "the disk is broken")
 
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "folders", refuse)
-        with pytest.raises(jaxckpt.ManifestError):
+        with pytest.raises(jaxckpt.errors.ManifestError):
             checkpoints.restore(1)
     checkpoints.close()

@@ -40,18 +40,18 @@ def fill(run: str, *numbers: int, **arguments: Any) -> None:
 
 def test_steps_are_listed_without_touching_anything(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    assert jaxckpt.steps(run) == []
-    assert jaxckpt.latest_step(run) is None
+    assert jaxckpt.Run(run).steps() == []
+    assert jaxckpt.Run(run).latest_step() is None
     assert not os.path.exists(run)
     fill(run, 10, 20, 30)
     (tmp_path / "run" / "00000040" / "data-x").mkdir(parents=True)  # the remains of a killed run
     (tmp_path / "run" / "_run" / "ended.json").unlink()
     before = sorted(tmp_path.rglob("*"))
-    assert jaxckpt.steps(run) == [10, 20, 30]
-    assert jaxckpt.latest_step(run) == 30
+    assert jaxckpt.Run(run).steps() == [10, 20, 30]
+    assert jaxckpt.Run(run).latest_step() == 30
     assert sorted(tmp_path.rglob("*")) == before
-    with pytest.raises(jaxckpt.InputError, match="is a checkpoint; give the directory"):
-        jaxckpt.steps(f"{run}/00000010")
+    with pytest.raises(jaxckpt.errors.InputError, match="is a checkpoint; give the directory"):
+        jaxckpt.Run(f"{run}/00000010").steps()
 
 
 def test_an_error_of_the_storage_does_not_hide_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +69,14 @@ def test_an_error_of_the_storage_does_not_hide_a_step(tmp_path: Path, monkeypatc
     for name in ("stat", "lstat"):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
     for act in (
-        lambda: jaxckpt.steps(run),
-        lambda: jaxckpt.latest_step(run),
+        lambda: jaxckpt.Run(run).steps(),
+        lambda: jaxckpt.Run(run).latest_step(),
         lambda: jaxckpt.restore(run),
         lambda: jaxckpt.open(f"{run}@latest"),
         lambda: jaxckpt.verify(run),
-        lambda: next(jaxckpt.follow(run, after=10)),
+        lambda: next(jaxckpt.Run(run).follow(after=10)),
     ):
-        with pytest.raises(jaxckpt.StorageError, match=r"00000020/manifest\.json: Input/output error"):
+        with pytest.raises(jaxckpt.errors.StorageError, match=r"00000020/manifest\.json: Input/output error"):
             act()
     with jaxckpt.open(f"{run}@10").hold() as checkpoint:  # needs nothing of step 20
         assert checkpoint.step == 10
@@ -88,24 +88,24 @@ def test_a_folder_that_is_not_a_step_may_be_unreadable(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "manifest.json").symlink_to("manifest.json")  # ELOOP
     fill(str(tmp_path), 20)
-    assert jaxckpt.steps(tmp_path) == [10, 20]
+    assert jaxckpt.Run(tmp_path).steps() == [10, 20]
     assert jaxckpt.open(tmp_path).step == 20
 
 
 def test_a_runs_directory_means_its_newest_step(run: str) -> None:
     fill(run, 10, 20, 30, keep_best=("loss", "min"), keep_last=3)
-    assert jaxckpt.steps(run) == [10, 20, 30]
+    assert jaxckpt.Run(run).steps() == [10, 20, 30]
     for path, step in ((run, 30), (f"{run}@latest", 30), (f"{run}@best", 20), (f"{run}@10", 10), (f"{run}@0010", 10)):
         assert jaxckpt.restore(path)["step"] == step
         assert jaxckpt.load_numpy(path)["step"] == step
         assert jaxckpt.open(path).step == step
         assert jaxckpt.open(path).path == f"{run}/{step:08d}"
     assert not jaxckpt.diff(f"{run}@10", f"{run}@20").identical
-    with pytest.raises(jaxckpt.NotACheckpointError, match=r"has no step 40; the newest steps are 10, 20, 30"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=r"has no step 40; the newest steps are 10, 20, 30"):
         jaxckpt.restore(f"{run}@40")
-    with pytest.raises(jaxckpt.InputError, match=r"no step named 'lates'.*did you mean 'latest'"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"no step named 'lates'.*did you mean 'latest'"):
         jaxckpt.restore(f"{run}@lates")
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.restore(f"{run}-that-does-not-exist@40")
 
 
@@ -127,14 +127,14 @@ print(jaxckpt.restore(args)["step"])
 
 def test_best_needs_a_rule(tmp_path: Path) -> None:
     fill(str(tmp_path), 10)
-    with pytest.raises(jaxckpt.InputError, match="does not record which step is the best"):
+    with pytest.raises(jaxckpt.errors.InputError, match="does not record which step is the best"):
         jaxckpt.open(f"{tmp_path}@best")
     jaxckpt.Checkpointer(tmp_path, keep_best=("accuracy", "max"))
-    with pytest.raises(jaxckpt.NotACheckpointError, match=r"no step in .* has a value of the metric 'accuracy'"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=r"no step in .* has a value of the metric 'accuracy'"):
         jaxckpt.open(f"{tmp_path}@best")
     for content in ('["accuracy"]', '["accuracy", "most"]', "{"):
         (tmp_path / "_run/best.json").write_text(content)
-        with pytest.raises(jaxckpt.DataError, match=r"best\.json is damaged"):
+        with pytest.raises(jaxckpt.errors.DataError, match=r"best\.json is damaged"):
             jaxckpt.open(f"{tmp_path}@best")
 
 
@@ -150,9 +150,11 @@ def test_a_folder_with_an_at_sign_is_a_folder(tmp_path: Path) -> None:
 def test_a_run_is_not_overwritten(run: str) -> None:
     fill(run, 10)
     for overwrite in (False, True):
-        with pytest.raises(jaxckpt.CheckpointExistsError, match=r"is the directory of a run, with 1 step, .*00000010"):
+        with pytest.raises(
+            jaxckpt.errors.CheckpointExistsError, match=r"is the directory of a run, with 1 step, .*00000010"
+        ):
             jaxckpt.save(run, {"x": 1}, overwrite=overwrite)
-        with pytest.raises(jaxckpt.CheckpointExistsError, match="names a step of a run"):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="names a step of a run"):
             jaxckpt.save(f"{run}@10", {"x": 1}, overwrite=overwrite)
     assert jaxckpt.restore(run)["step"] == 10
 
@@ -184,7 +186,7 @@ def test_each_step_is_yielded_as_it_is_published_until_the_run_ends(run: str) ->
                 time.sleep(0.3)
 
     training = threading.Thread(target=train)
-    followed = jaxckpt.follow(run, timeout=60, poll_seconds=0.05, options=FAST)
+    followed = jaxckpt.Run(run, options=FAST).follow(timeout_seconds=60, poll_seconds=0.05)
     training.start()
     seen: list[int] = []
     for step in followed:
@@ -195,8 +197,8 @@ def test_each_step_is_yielded_as_it_is_published_until_the_run_ends(run: str) ->
         seen.append(step.number)
     training.join()
     assert seen == [1, 2, 3, 4, 5]
-    assert [step.number for step in jaxckpt.follow(run, after=3)] == [4, 5]
-    assert list(jaxckpt.follow(run, after=5)) == []
+    assert [step.number for step in jaxckpt.Run(run).follow(after=3)] == [4, 5]
+    assert list(jaxckpt.Run(run).follow(after=5)) == []
 
 
 def test_the_next_checkpointer_that_trains_reopens_the_run(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_the_next_checkpointer_that_trains_reopens_the_run(tmp_path: Path) -> No
 
 def test_a_step_can_be_sent_to_another_process(run: str) -> None:
     fill(run, 10)
-    (step,) = jaxckpt.follow(run)
+    (step,) = jaxckpt.Run(run).follow()
     for copied in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
         assert copied == step
         assert copied.restore()["step"] == 10
@@ -250,19 +252,19 @@ def test_a_step_can_be_sent_to_another_process(run: str) -> None:
 
 def test_a_file_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for use in (jaxckpt.steps, jaxckpt.latest_step, jaxckpt.follow, jaxckpt.subscribe, jaxckpt.Checkpointer):
-        with pytest.raises(jaxckpt.InputError, match=r"file is a file; give the directory of a Checkpointer"):
-            list(use(tmp_path / "file", timeout=0.01) if use is jaxckpt.subscribe else use(tmp_path / "file"))
+    for use in (jaxckpt.Run, jaxckpt.weights.subscribe, jaxckpt.Checkpointer):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"file is a file; give the directory of a Checkpointer"):
+            use(tmp_path / "file")
 
 
 def test_following_ends_at_the_timeout(run: str) -> None:
     begun = time.monotonic()
-    assert list(jaxckpt.follow(run, timeout=0.3, poll_seconds=10)) == []
+    assert list(jaxckpt.Run(run).follow(timeout_seconds=0.3, poll_seconds=10)) == []
     assert 0.3 <= time.monotonic() - begun < 9
     checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False)  # never closed, as after a kill
     checkpoints.save(1, state(1))
     seen: list[int] = []
-    for step in jaxckpt.follow(run, timeout=0.5, poll_seconds=0.05):
+    for step in jaxckpt.Run(run).follow(timeout_seconds=0.5, poll_seconds=0.05):
         time.sleep(0.6)  # the loop's body does not count toward the timeout
         seen.append(step.number)
     assert seen == [1]
@@ -270,11 +272,18 @@ def test_following_ends_at_the_timeout(run: str) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"after": -1}, {"after": "1"}, {"timeout": 0}, {"timeout": "1"}, {"poll_seconds": 0}, {"poll_seconds": None}],
+    [
+        {"after": -1},
+        {"after": "1"},
+        {"timeout_seconds": 0},
+        {"timeout_seconds": "1"},
+        {"poll_seconds": 0},
+        {"poll_seconds": None},
+    ],
 )
 def test_invalid_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(jaxckpt.InputError):
-        jaxckpt.follow(tmp_path, **wrong)
+    with pytest.raises(jaxckpt.errors.InputError):
+        jaxckpt.Run(tmp_path).follow(**wrong)
 
 
 def test_a_reader_without_write_permission_follows_without_leases(
@@ -283,11 +292,11 @@ def test_a_reader_without_write_permission_follows_without_leases(
     fill(str(tmp_path), 1, 2)
 
     def refused(store: Folder, name: str) -> Folder:
-        raise jaxckpt.StorageError(13, f"cannot create {store.url}/{name}: Permission denied")
+        raise jaxckpt.errors.StorageError(13, f"cannot create {store.url}/{name}: Permission denied")
 
     monkeypatch.setattr(Folder, "create_child", refused)  # root may write anywhere, so simulate this
     with caplog.at_level(logging.WARNING, "jaxckpt"):
-        assert [(step.number, step.held) for step in jaxckpt.follow(tmp_path)] == [(1, False), (2, False)]
+        assert [(step.number, step.held) for step in jaxckpt.Run(tmp_path).follow()] == [(1, False), (2, False)]
     assert caplog.text.count("read without leases") == 1
-    with pytest.raises(jaxckpt.StorageError, match=r"cannot hold step 2 of .*Get permission to write there"):
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot hold step 2 of .*Get permission to write there"):
         jaxckpt.open(tmp_path).hold().__enter__()

@@ -36,8 +36,8 @@ def files(path: Path) -> dict[str, os.stat_result]:
     ("named", "step", "expected"), [("", None, 3), ("", 1, 1), ("@best", None, 2), ("/00000001", None, 1)]
 )
 def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, named: str, step: int | None, expected: int) -> None:
-    assert jaxckpt.fork(f"{run}{named}", tmp_path / "new", step=step) == expected
-    assert jaxckpt.steps(tmp_path / "new") == [expected]
+    assert jaxckpt.Run(f"{run}{named}").fork(tmp_path / "new", step=step) == expected
+    assert jaxckpt.Run(tmp_path / "new").steps() == [expected]
     assert jaxckpt.verify(tmp_path / "new").ok
     before, after = (files(path / f"{expected:08d}") for path in (run, tmp_path / "new"))
     assert before.keys() == after.keys()
@@ -48,12 +48,12 @@ def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, named: str, step: 
         assert checkpoints.metrics(expected) == {"loss": abs(expected - 2)}
         assert checkpoints.process_state("data") == expected
         checkpoints.save(expected + 1, {"w": jnp.zeros(3)})
-    assert jaxckpt.steps(run) == [1, 2, 3]
+    assert jaxckpt.Run(run).steps() == [1, 2, 3]
 
 
 def test_either_run_may_be_deleted(run: Path, tmp_path: Path) -> None:
-    jaxckpt.fork(run, tmp_path / "a")
-    jaxckpt.fork(tmp_path / "a", tmp_path / "b")
+    jaxckpt.Run(run).fork(tmp_path / "a")
+    jaxckpt.Run(tmp_path / "a").fork(tmp_path / "b")
     shutil.rmtree(run)
     with jaxckpt.Checkpointer(tmp_path / "a", keep_last=1) as checkpoints:
         checkpoints.save(4, {"w": jnp.zeros(3)})
@@ -64,23 +64,23 @@ def test_either_run_may_be_deleted(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_impossible_fork_is_an_error(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="has 3 steps"):
-        jaxckpt.fork(run, run)
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="has 3 steps"):
+        jaxckpt.Run(run).fork(run)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="is a file"):
-        jaxckpt.fork(run, tmp_path / "file")
-    with pytest.raises(jaxckpt.NotACheckpointError, match="no step 7"):
-        jaxckpt.fork(run, tmp_path / "new", step=7)
-    with pytest.raises(jaxckpt.NotACheckpointError):
-        jaxckpt.fork(tmp_path / "none", tmp_path / "new")
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is a file"):
+        jaxckpt.Run(run).fork(tmp_path / "file")
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step 7"):
+        jaxckpt.Run(run).fork(tmp_path / "new", step=7)
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
+        jaxckpt.Run(tmp_path / "none").fork(tmp_path / "new")
     jaxckpt.save(tmp_path / "alone", {"w": jnp.zeros(3)})
-    with pytest.raises(jaxckpt.InputError, match="not a step in a run's directory"):
-        jaxckpt.fork(tmp_path / "alone", tmp_path / "new")
-    with pytest.raises(jaxckpt.InputError, match=r"cannot be linked.*convert\("):
-        jaxckpt.fork(run, "memory://fork/new")
+    with pytest.raises(jaxckpt.errors.InputError, match="not a step in a run's directory"):
+        jaxckpt.Run(tmp_path / "alone").fork(tmp_path / "new")
+    with pytest.raises(jaxckpt.errors.InputError, match=r"cannot be linked.*convert\("):
+        jaxckpt.Run(run).fork("memory://fork/new")
     for path in (b"run", 5, None):
-        with pytest.raises(jaxckpt.InputError, match="must be a non-empty str or PathLike"):
-            jaxckpt.fork(path, tmp_path / "new", step=1)  # type: ignore[arg-type]
+        with pytest.raises(jaxckpt.errors.InputError, match="must be a non-empty str or PathLike"):
+            jaxckpt.Run(path).fork(tmp_path / "new", step=1)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
 
 
@@ -95,24 +95,24 @@ def test_a_fork_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
         link(*paths, **how)
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(jaxckpt.InputError, match="hard links"):
-        jaxckpt.fork(run, tmp_path / "new")
+    with pytest.raises(jaxckpt.errors.InputError, match="hard links"):
+        jaxckpt.Run(run).fork(tmp_path / "new")
     assert not files(tmp_path / "new")
     monkeypatch.undo()
-    assert jaxckpt.fork(run, tmp_path / "new") == 3
+    assert jaxckpt.Run(run).fork(tmp_path / "new") == 3
 
 
 def test_a_damaged_step_is_not_forked(run: Path, tmp_path: Path) -> None:
     victim = next((run / "00000003").glob("data-*/*/c/0/*"))
     victim.write_bytes(b"cut")
-    with pytest.raises(jaxckpt.DataError, match="is 3 bytes long"):
-        jaxckpt.fork(run, tmp_path / "new")
+    with pytest.raises(jaxckpt.errors.DataError, match="is 3 bytes long"):
+        jaxckpt.Run(run).fork(tmp_path / "new")
     victim.unlink()
-    with pytest.raises(jaxckpt.DataError, match="is missing"):
-        jaxckpt.fork(run, tmp_path / "new")
+    with pytest.raises(jaxckpt.errors.DataError, match="is missing"):
+        jaxckpt.Run(run).fork(tmp_path / "new")
     next((run / "00000002").glob("data-*/process-0.json")).unlink()
-    with pytest.raises(jaxckpt.DataError, match=r"process-0\.json is missing"):
-        jaxckpt.fork(run, tmp_path / "new", step=2)
+    with pytest.raises(jaxckpt.errors.DataError, match=r"process-0\.json is missing"):
+        jaxckpt.Run(run).fork(tmp_path / "new", step=2)
     assert not files(tmp_path / "new")
 
 
@@ -127,6 +127,6 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_does_not_become_a_run(run: Path, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "alone", {"w": jnp.zeros(3)})
     before = files(tmp_path / "alone").keys()
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="alone is a checkpoint"):
-        jaxckpt.fork(run, tmp_path / "alone")
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="alone is a checkpoint"):
+        jaxckpt.Run(run).fork(tmp_path / "alone")
     assert files(tmp_path / "alone").keys() == before

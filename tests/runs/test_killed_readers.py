@@ -114,7 +114,7 @@ def test_no_step_is_deleted_during_a_read_and_no_lease_outlives_its_term(
     lines = evaluator.said()[:-1]
     assert all(len(line) == 2 for line in lines), lines  # only steps: no errors, no warnings
     delays = sorted(float(delay) for _, delay in lines if delay != "-")
-    newest = jaxckpt.latest_step(run)
+    newest = jaxckpt.Run(run).latest_step()
     assert int(lines[-1][0]) == newest == int(trainer.said()[-1][0])
     if not delays:  # on a busy machine, a few rounds may end before the evaluator sees a step being published
         assert rounds == 3

@@ -71,7 +71,7 @@ def test_a_held_step_is_kept_and_deleted_after_its_release(run: str, clock: Cloc
             assert checkpoints.steps() == [1, 4]
             assert checkpoint["params/w"][0, 0] == 1
         until(lambda: checkpoints.steps() == [4])  # no further save is needed
-    assert jaxckpt.steps(run) == [4]
+    assert jaxckpt.Run(run).steps() == [4]
 
 
 def test_a_held_step_loses_no_subtree(tmp_path: Path, clock: Clock) -> None:
@@ -113,8 +113,8 @@ def test_a_reader_and_a_deletion_that_start_together_detect_each_other(
                 with hold(store, 1):
                     held.set()
                     time.sleep(0.02)
-                    gone.append(jaxckpt.steps(store.url) != [1, 2])
-            except jaxckpt.NotACheckpointError:
+                    gone.append(jaxckpt.Run(store.url).steps() != [1, 2])
+            except jaxckpt.errors.NotACheckpointError:
                 pass
 
         reader = threading.Thread(target=read)
@@ -138,10 +138,10 @@ def test_a_step_that_is_being_deleted_cannot_be_held(tmp_path: Path, monkeypatch
     store = Folder(str(tmp_path), str(tmp_path))
     with Leases(store).mark_for_deletion([1]) as spared:
         assert not spared
-        with pytest.raises(jaxckpt.NotACheckpointError, match="is being deleted"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="is being deleted"):
             checkpoint.hold().__enter__()
         store.child("00000001").unpublish(sync=False)
-        with pytest.raises(jaxckpt.NotACheckpointError, match="it was deleted"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="it was deleted"):
             checkpoint.hold().__enter__()
     assert list((tmp_path / "_run").iterdir()) == []
 
@@ -166,7 +166,7 @@ def test_a_mark_that_cannot_be_removed_is_an_error_and_the_others_are_removed(
     with monkeypatch.context() as patched:
         refuse_to_delete(patched, "deleting-00000002")
         with (
-            pytest.raises(jaxckpt.StorageError, match=r"cannot delete .*/deleting-00000002: Permission denied"),
+            pytest.raises(jaxckpt.errors.StorageError, match=r"cannot delete .*/deleting-00000002: Permission denied"),
             Leases(Folder(str(tmp_path), str(tmp_path))).mark_for_deletion([1, 2, 3]),
         ):
             pass
@@ -178,10 +178,10 @@ def test_a_mark_that_cannot_be_removed_is_an_error_and_the_others_are_removed(
 
 def test_a_pin_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "00000001", {"x": 1}, options=FAST)
-    jaxckpt.pin(tmp_path, "paper", options=FAST)
+    jaxckpt.Run(tmp_path, options=FAST).pin("latest", "paper")
     refuse_to_delete(monkeypatch, "pin-00000001-paper")
-    with pytest.raises(jaxckpt.StorageError, match=r"cannot delete .*/pin-00000001-paper: Permission denied"):
-        jaxckpt.unpin(f"{tmp_path}@paper")
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot delete .*/pin-00000001-paper: Permission denied"):
+        jaxckpt.Run(tmp_path).unpin("paper")
     assert jaxckpt.open(f"{tmp_path}@paper").step is None
 
 
@@ -196,15 +196,15 @@ def test_marks_of_a_killed_process_are_removed_by_the_next_checkpointer(tmp_path
 
 def test_only_steps_can_be_held(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
-    with pytest.raises(jaxckpt.InputError, match="is not a step in a run's directory"):
+    with pytest.raises(jaxckpt.errors.InputError, match="is not a step in a run's directory"):
         jaxckpt.open(tmp_path / "ckpt").hold().__enter__()
     jaxckpt.save(tmp_path / "00000001", {"x": 1})
     checkpoint = jaxckpt.open(tmp_path / "00000001")
     for wrong in (0, "60", True):
-        with pytest.raises(jaxckpt.InputError, match="term_seconds"):
+        with pytest.raises(jaxckpt.errors.InputError, match="term_seconds"):
             checkpoint.hold(term_seconds=wrong).__enter__()  # pyright: ignore
     jaxckpt.save(tmp_path / "00000001", {"x": 2}, overwrite=True)
-    with pytest.raises(jaxckpt.NotACheckpointError, match="replaced by another since it was opened"):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced by another since it was opened"):
         checkpoint.hold().__enter__()
 
 

@@ -82,7 +82,7 @@ def test_a_failed_save_is_reported_once_and_the_next_one_succeeds(tmp_path: Path
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
             checkpoints.save(10, state(10))
-            with pytest.raises(jaxckpt.StorageError, match="File too large"):
+            with pytest.raises(jaxckpt.errors.StorageError, match="File too large"):
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -101,7 +101,7 @@ def test_on_done_is_checked_immediately_and_its_errors_are_reported(tmp_path: Pa
         raise RuntimeError("mine")
 
     with opened(tmp_path) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match="on_done must be a function"):
+        with pytest.raises(jaxckpt.errors.InputError, match="on_done must be a function"):
             checkpoints.save(10, state(10), on_done=3)  # pyright: ignore[reportArgumentType]
         checkpoints.save(10, state(10), on_done=failing)
         with pytest.raises(RuntimeError, match="mine") as found:
@@ -132,7 +132,7 @@ def test_the_storage_replaces_damaged_data_also_through_rules(tmp_path: Path) ->
     own = saved(tmp_path, 10, 15)
     (file,) = own.glob("00000015/data-*/*40x50/c/0/0/0")
     file.write_bytes(file.read_bytes()[:-50] + bytes(50))
-    rules = jaxckpt.Rules([jaxckpt.Rule(source="w", target="v", layout="a b -> b a")], drop=["step"])
+    rules = jaxckpt.rules.Rules([jaxckpt.rules.Rule(source="w", target="v", layout="a b -> b a")], drop=["step"])
     with opened(tmp_path) as checkpoints:
         tree = checkpoints.restore(rename=rules)
     np.testing.assert_array_equal(tree["v"], state(10)["w"].T)
@@ -191,7 +191,7 @@ def test_the_folder_of_another_run_is_refused_with_a_remedy(tmp_path: Path) -> N
     note = json.loads((own / "run.json").read_text())
 
     def error() -> str:
-        with pytest.raises(jaxckpt.InputError) as found:
+        with pytest.raises(jaxckpt.errors.InputError) as found:
             resumed(tmp_path)
         return str(found.value)
 
@@ -230,6 +230,6 @@ def test_a_skipped_local_save_is_still_owed(tmp_path: Path, monkeypatch: pytest.
             patched.setattr(local, "is_blocked_by_flush", lambda *_: True)
             assert not checkpoints.save(3, state(3))
         assert checkpoints.save(4, state(4))
-        with pytest.raises(jaxckpt.TreeError):
+        with pytest.raises(jaxckpt.errors.TreeError):
             checkpoints.save(5, {"w": object()})
         assert not checkpoints.save(6, state(6))

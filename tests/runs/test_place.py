@@ -81,11 +81,11 @@ def test_nothing_is_saved_listed_or_deleted_in_another_place(
         "close": checkpoints.close,
     }
     for name, call in calls.items():
-        with pytest.raises(jaxckpt.StorageError, match="is no longer the place of this run") as message:
+        with pytest.raises(jaxckpt.errors.StorageError, match="is no longer the place of this run") as message:
             call()
         assert "create a new Checkpointer" in str(message.value), name
     assert not files_in(tmp_path / "here")
-    assert jaxckpt.steps(tmp_path / "elsewhere" / inside) == [2, 3]
+    assert jaxckpt.Run(tmp_path / "elsewhere" / inside).steps() == [2, 3]
 
 
 @pytest.mark.child
@@ -93,9 +93,9 @@ def test_the_folder_above_counts_while_the_run_has_no_folder(tmp_path: Path, cha
     checkpoints = jaxckpt.Checkpointer(tmp_path / "here" / "new" / "run", options=FAST)
     assert checkpoints.steps() == []
     change()
-    with pytest.raises(jaxckpt.StorageError, match="is no longer the place of this run"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="is no longer the place of this run"):
         checkpoints.save(1, {"w": 1})
-    with pytest.raises(jaxckpt.StorageError, match="is no longer the place of this run"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="is no longer the place of this run"):
         checkpoints.close()
     assert not files_in(tmp_path / "here")
 
@@ -119,9 +119,9 @@ def test_a_running_save_is_not_published_in_another_place(
     assert begun.wait(60)
     change()
     changed.set()
-    with pytest.raises(jaxckpt.StorageError, match=r"moved or unmounted|No such file"):
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"moved or unmounted|No such file"):
         checkpoints.wait()
-    with pytest.raises(jaxckpt.StorageError, match="is no longer the place of this run"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="is no longer the place of this run"):
         checkpoints.close()
     assert not files_in(tmp_path / "here")
 
@@ -147,7 +147,7 @@ with jaxckpt.Checkpointer(args, options=jaxckpt.Options(timeout_seconds=30)) as 
     ):
         try:
             print(call())
-        except (jaxckpt.StorageError, jaxckpt.PeerFailedError) as error:
+        except (jaxckpt.errors.StorageError, jaxckpt.errors.PeerFailedError) as error:
             print("is no longer the place of this run" in str(error), end=" ")
     multihost_utils.sync_global_devices("called")
     if process_id == 0:
@@ -157,7 +157,7 @@ with jaxckpt.Checkpointer(args, options=jaxckpt.Options(timeout_seconds=30)) as 
 """
     done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "run"), timeout=90)
     assert [one.stdout for one in done] == ["True True True True True True\n"] * 2
-    assert jaxckpt.steps(tmp_path / "run") == [1, 2]
+    assert jaxckpt.Run(tmp_path / "run").steps() == [1, 2]
 
 
 def test_it_continues_once_the_folder_is_back(tmp_path: Path) -> None:
@@ -166,15 +166,15 @@ def test_it_continues_once_the_folder_is_back(tmp_path: Path) -> None:
         checkpoints.save(1, {"w": 1})
         checkpoints.wait()
         os.rename(run, moved)
-        with pytest.raises(jaxckpt.StorageError, match="run has disappeared"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="run has disappeared"):
             checkpoints.save(2, {"w": 2})
         run.mkdir()
-        with pytest.raises(jaxckpt.StorageError, match="run has become another folder"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="run has become another folder"):
             checkpoints.save(2, {"w": 2})
         run.rmdir()
         os.rename(moved, run)
         assert checkpoints.save(2, {"w": 2})
-    assert jaxckpt.steps(run) == [1, 2]
+    assert jaxckpt.Run(run).steps() == [1, 2]
 
 
 def test_a_rule_deletes_no_step_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +193,9 @@ def test_a_rule_deletes_no_step_of_another_run(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(type(checkpoints._deletion), "_run_pass", after_the_change)
     checkpoints.save(3, {"w": 3})
-    with pytest.raises(jaxckpt.StorageError, match="is no longer the place of this run"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="is no longer the place of this run"):
         checkpoints.wait()
-    assert jaxckpt.steps(tmp_path / "theirs") == [1, 2]
+    assert jaxckpt.Run(tmp_path / "theirs").steps() == [1, 2]
 
 
 @pytest.mark.child

@@ -58,7 +58,7 @@ def test_a_handler_that_has_replaced_that_of_jax_does_not_prevent_the_last_step(
         check=False,
     )
     assert [one.returncode for one in done] == [143, status], "\n".join(map(str, done))
-    last = jaxckpt.latest_step(tmp_path / "s")
+    last = jaxckpt.Run(tmp_path / "s").latest_step()
     assert {one.stdout for one in done} == {f"last {last}\n"}
     expected = "own handler of SIGTERM has raised, SystemExit(1), after step" if handler == "exits" else "notified"
     assert expected in done[1].stderr
@@ -202,8 +202,10 @@ def test_a_step_whose_save_failed_is_not_reported_as_saved(
     with jaxckpt.Checkpointer(tmp_path, background=background) as checkpoints:
         checkpoints.save(1, {"x": 1})
         with monkeypatch.context() as patched:
-            patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
-            with pytest.raises(jaxckpt.StorageError):  # noqa: PT012
+            patched.setattr(
+                FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "no space"))
+            )
+            with pytest.raises(jaxckpt.errors.StorageError):  # noqa: PT012
                 checkpoints.save(2, {"x": np.arange(2)})
                 checkpoints.wait()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -240,7 +242,9 @@ def test_the_last_step_is_saved_although_another_save_has_failed(
         checkpoints.save(1, {"x": 1})
         checkpoints.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.StorageError(28, "no space")))
+            patched.setattr(
+                FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "no space"))
+            )
             other = jaxckpt.save_async(tmp_path / "other", {"x": np.arange(2)})
             assert other._ended.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -346,7 +350,7 @@ def test_a_signal_before_close_limits_the_wait_for_deletions(tmp_path: Path, mon
         assert time.monotonic() - begun < 30
     finally:
         released.set()
-    assert jaxckpt.latest_step(tmp_path) == 2
+    assert jaxckpt.Run(tmp_path).latest_step() == 2
 
 
 @pytest.mark.parametrize("last", [1, 2])

@@ -277,20 +277,20 @@ class Run(RuleBasedStateMachine):
             assert self.save(step, metrics, force=True)
             self.count_as_saved(step, metrics)
         else:
-            with pytest.raises(jaxckpt.InputError, match="deleted immediately: not kept by"):
+            with pytest.raises(jaxckpt.errors.InputError, match="deleted immediately: not kept by"):
                 self.save(step, metrics, force=True)
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data(), metrics=st.fixed_dictionaries({"loss": VALUES, "accuracy": VALUES}))
     def save_one_again(self, data: Any, metrics: Metrics) -> None:
         step = data.draw(st.sampled_from(sorted(self.steps)))
-        with pytest.raises(jaxckpt.CheckpointExistsError):
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError):
             self.save(step, metrics, force=True)
         if step in self.pinned.values() or step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
             assert self.save(step, metrics, force=True, overwrite=True)
             self.count_as_saved(step, metrics)
         else:
-            with pytest.raises(jaxckpt.InputError, match="deleted immediately: not kept by"):
+            with pytest.raises(jaxckpt.errors.InputError, match="deleted immediately: not kept by"):
                 self.save(step, metrics, force=True, overwrite=True)
 
     @precondition(lambda self: self.steps)
@@ -298,7 +298,7 @@ class Run(RuleBasedStateMachine):
     def delete(self, data: Any) -> None:
         step = data.draw(st.sampled_from(sorted(self.steps)))
         if len(self.steps) == 1:
-            with pytest.raises(jaxckpt.InputError, match="the only one"):
+            with pytest.raises(jaxckpt.errors.InputError, match="the only one"):
                 self.checkpoints.delete(step)
             return
         self.checkpoints.delete(step)
@@ -309,7 +309,7 @@ class Run(RuleBasedStateMachine):
         self.settle()
 
     def unpinned(self, name: str) -> bool:
-        jaxckpt.unpin(f"{self.url}@{name}")
+        jaxckpt.Run(self.url).unpin(name)
         return False
 
     @rule(crash=st.booleans())
@@ -319,7 +319,7 @@ class Run(RuleBasedStateMachine):
             self.crash()
         else:
             self.checkpoints.close()
-        published = jaxckpt.steps(self.url)
+        published = jaxckpt.Run(self.url).steps()
         self.checkpoints = self.opened()
         assert self.checkpoints.steps() == published
         if published:
@@ -379,7 +379,9 @@ class Run(RuleBasedStateMachine):
     def follow(self) -> None:
         last = -1 if self.followed is None else self.followed
         if self.follower is None:
-            self.follower = jaxckpt.follow(self.url, timeout=1e-3, poll_seconds=1e-3, term_seconds=3600, options=FAST)
+            self.follower = jaxckpt.Run(self.url, options=FAST).follow(
+                timeout_seconds=1e-3, poll_seconds=1e-3, term_seconds=3600
+            )
         following = next((step for step in sorted(self.steps) if step > last), None)
         step = next(self.follower, None)
         assert (None if step is None else step.number) == following
@@ -395,10 +397,10 @@ class Run(RuleBasedStateMachine):
     def pin(self, data: Any, name: str) -> None:
         step = data.draw(st.sampled_from(sorted(self.steps)))
         if self.pinned.get(name, step) != step:
-            with pytest.raises(jaxckpt.InputError, match=f"'{name}' is the name of step {self.pinned[name]}"):
-                jaxckpt.pin(f"{self.url}@{step}", name)
-            jaxckpt.unpin(f"{self.url}@{name}")
-        assert jaxckpt.pin(f"{self.url}@{step}", name) == step
+            with pytest.raises(jaxckpt.errors.InputError, match=f"'{name}' is the name of step {self.pinned[name]}"):
+                jaxckpt.Run(self.url).pin(step, name)
+            jaxckpt.Run(self.url).unpin(name)
+        assert jaxckpt.Run(self.url).pin(step, name) == step
         self.pinned[name] = step
         self.settle()
 
@@ -406,7 +408,7 @@ class Run(RuleBasedStateMachine):
     def the_steps_are_those_of_the_model(self) -> None:
         if not hasattr(self, "steps"):
             return
-        assert jaxckpt.steps(self.url) == sorted(self.steps)
+        assert jaxckpt.Run(self.url).steps() == sorted(self.steps)
         for step, known in self.steps.items():
             assert ("opt" in jaxckpt.open(f"{self.url}@{step}")) == known.whole
         for name, step in self.pinned.items():
@@ -428,7 +430,7 @@ class Run(RuleBasedStateMachine):
         self.checkpoints.close()
         if not self.url.startswith("memory:") and self.steps:
             left = {*os.listdir(self.url)} - {"_run", "_trash"}
-            assert left == {f"{step:08d}" for step in jaxckpt.steps(self.url)}, "nothing else is left"
+            assert left == {f"{step:08d}" for step in jaxckpt.Run(self.url).steps()}, "nothing else is left"
         shutil.rmtree(self.folder)
 
 
@@ -441,7 +443,7 @@ def test_a_step_whose_save_is_refused_is_deleted_when_its_reader_has_ended(tmp_p
         checkpoints.save(1, {"w": 1})
         with jaxckpt.open(f"{tmp_path}@1").hold():
             checkpoints.save(2, {"w": 2})
-            with pytest.raises(jaxckpt.InputError, match="deleted immediately"):
+            with pytest.raises(jaxckpt.errors.InputError, match="deleted immediately"):
                 checkpoints.save(1, {"w": 3}, overwrite=True)
             assert checkpoints.steps() == [1, 2]
     assert checkpoints.steps() == [2]
@@ -455,22 +457,24 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
         for step in range(1, 5):
             checkpoints.save(step, {"w": np.full(3, step), "opt": np.full(5, step)})
             if step == 1:
-                assert jaxckpt.pin(tmp_path, "first") == 1
+                assert jaxckpt.Run(tmp_path).pin("latest", "first") == 1
     (pin,) = (tmp_path / "_run").glob("pin-*")
     assert pin.stat().st_size == 0  # on a full disk, a pin with content could exist although `pin` raised an error
-    assert jaxckpt.steps(tmp_path) == [1, 3, 4]
+    assert jaxckpt.Run(tmp_path).steps() == [1, 3, 4]
     assert ["opt" in jaxckpt.open(f"{tmp_path}@{name}") for name in ("first", "3", "latest")] == [True, False, True]
-    with pytest.raises(jaxckpt.InputError, match=r"no step named 'frist'.*did you mean 'first'"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"no step named 'frist'.*did you mean 'first'"):
         jaxckpt.open(f"{tmp_path}@frist")
-    jaxckpt.unpin(f"{tmp_path}@first")
-    with pytest.raises(jaxckpt.NotACheckpointError, match="no step is pinned as"):
-        jaxckpt.unpin(f"{tmp_path}@first")
+    jaxckpt.Run(tmp_path).unpin("first")
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step is pinned as"):
+        jaxckpt.Run(tmp_path).unpin("first")
     with jaxckpt.Checkpointer(tmp_path, keep_last=2, background=False) as checkpoints:
         checkpoints.restore()
         assert checkpoints.steps() == [3, 4]
-        jaxckpt.pin(f"{tmp_path}@3", "third")
+        jaxckpt.Run(tmp_path).pin(3, "third")
         checkpoints.delete(3)
-    with pytest.raises(jaxckpt.NotACheckpointError, match="no step 3, which was pinned as 'third': it was deleted"):
+    with pytest.raises(
+        jaxckpt.errors.NotACheckpointError, match="no step 3, which was pinned as 'third': it was deleted"
+    ):
         jaxckpt.open(f"{tmp_path}@third")
 
 
@@ -481,7 +485,7 @@ def test_a_pin_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync:
     synced: list[str] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
-    jaxckpt.pin(tmp_path, "paper", options=jaxckpt.Options(sync=sync))
+    jaxckpt.Run(tmp_path, options=jaxckpt.Options(sync=sync)).pin("latest", "paper")
     run = str(tmp_path)
     assert synced[:3] == ([f"{run}/_run/pin-00000001-paper", f"{run}/_run", run] if sync else [])
 
@@ -489,8 +493,8 @@ def test_a_pin_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync:
 @pytest.mark.parametrize("name", ["latest", "best", "40", "", "a/b", "a@b", "-x", 3])
 def test_names_that_no_step_can_have(tmp_path: Path, name: Any) -> None:
     jaxckpt.save(tmp_path / "00000001", {"x": 1})
-    with pytest.raises(jaxckpt.InputError, match="name must consist of"):
-        jaxckpt.pin(tmp_path, name)
+    with pytest.raises(jaxckpt.errors.InputError, match="name must consist of"):
+        jaxckpt.Run(tmp_path).pin("latest", name)
 
 
 # Copies, and other writers ---------------------------------------------------------------------------------
@@ -501,7 +505,7 @@ def test_a_copy_by_hard_links_has_its_own_best_step(tmp_path: Path) -> None:
         for step, loss, accuracy in ((1, 0.1, 0.1), (2, 0.2, 0.9)):
             checkpoints.save(step, {"w": np.full(3, step)}, metrics={"loss": loss, "accuracy": accuracy}, force=True)
             checkpoints.wait()
-            jaxckpt.pin(checkpoints.path(1), "first")
+            checkpoints.pin(1, "first")
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
     with jaxckpt.Checkpointer(tmp_path / "copy", keep_best=("accuracy", "max")):
         assert jaxckpt.open(f"{tmp_path}/copy@best").step == 2

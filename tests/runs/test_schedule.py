@@ -66,7 +66,7 @@ def test_a_predicate_gets_the_recorded_metrics(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", [None, 1, "yes", np.ones(1)])
 def test_a_predicate_answers_true_or_false(tmp_path: Path, answer: Any) -> None:
     with jaxckpt.Checkpointer(tmp_path, save_if=lambda step, metrics: answer) as checkpoints:
-        with pytest.raises(jaxckpt.InputError, match="what save_if returns for step 7 must be True or False"):
+        with pytest.raises(jaxckpt.errors.InputError, match="what save_if returns for step 7 must be True or False"):
             checkpoints.save(7, {"x": 1})
         assert checkpoints.save(7, {"x": 1}, force=True)
 
@@ -133,7 +133,7 @@ import jaxckpt
 with jaxckpt.Checkpointer(args, save_if=lambda step, metrics: 1 / 0, options=jaxckpt.Options(timeout_seconds=20)) as it:
     try:
         it.save(1, {"x": 1})
-    except (ZeroDivisionError, jaxckpt.PeerFailedError) as error:
+    except (ZeroDivisionError, jaxckpt.errors.PeerFailedError) as error:
         print(type(error).__name__, "ZeroDivisionError" in repr(error))
     print(it.save(2, {"x": 1}, force=True))
 """
@@ -151,7 +151,7 @@ try:
         print(checkpoints.save(1, {"x": 1}))
     else:
         checkpoints.restore_or_init(lambda: {"x": 1})
-except jaxckpt.PeerError as error:
+except jaxckpt.errors.PeerError as error:
     print(type(error).__name__)
 """
     done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
@@ -176,7 +176,7 @@ cases = [
 for case in cases:
     try:
         jaxckpt.Checkpointer(args, **case[process_id])
-    except jaxckpt.PeersDisagreeError as error:
+    except jaxckpt.errors.PeersDisagreeError as error:
         print("process 1 created the Checkpointer with" in str(error))
 """
     done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)

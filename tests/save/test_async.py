@@ -80,7 +80,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
     """A background save that has failed; its error is not yet reported."""
-    gate.error = jaxckpt.StorageError(28, "no space")
+    gate.error = jaxckpt.errors.StorageError(28, "no space")
     gate.opened.set()
     pending = jaxckpt.save_async(path, TREE)
     assert pending._ended.wait(60)
@@ -96,7 +96,7 @@ def test_it_returns_before_data_is_written_and_reports_progress(tmp_path: Path, 
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s: save: 0 B of 7\.9 KiB"):
         pending.wait(0.01)
     for wrong in ("1", float("nan"), True):
-        with pytest.raises(jaxckpt.InputError, match="timeout must be a number of seconds or None"):
+        with pytest.raises(jaxckpt.errors.InputError, match="timeout must be a number of seconds or None"):
             pending.wait(wrong)  # pyright: ignore[reportArgumentType]
     assert "in progress" in repr(pending)
     gate.opened.set()
@@ -114,14 +114,14 @@ def test_it_returns_before_data_is_written_and_reports_progress(tmp_path: Path, 
 def test_invalid_arguments_are_reported_immediately(tmp_path: Path) -> None:
     deleted = jnp.ones(3)
     deleted.delete()
-    for tree, kind in (({"x": deleted}, jaxckpt.TreeError), ({"x": object()}, jaxckpt.TreeError)):
+    for tree, kind in (({"x": deleted}, jaxckpt.errors.TreeError), ({"x": object()}, jaxckpt.errors.TreeError)):
         with pytest.raises(kind):
             jaxckpt.save_async(tmp_path / "c", tree)
-    with pytest.raises(jaxckpt.InputError, match="metadata"):
+    with pytest.raises(jaxckpt.errors.InputError, match="metadata"):
         jaxckpt.save_async(tmp_path / "c", TREE, metadata={1: 2})
-    with pytest.raises(jaxckpt.InputError, match="process_state"):
+    with pytest.raises(jaxckpt.errors.InputError, match="process_state"):
         jaxckpt.save_async(tmp_path / "c", TREE, process_state={"x": float("nan")})
-    with pytest.raises(jaxckpt.TreeError, match="tracer"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="tracer"):
         jax.jit(lambda x: jaxckpt.save_async(tmp_path / "c", {"x": x}))(1.0)
     assert not (tmp_path / "c").exists()
 
@@ -129,7 +129,7 @@ def test_invalid_arguments_are_reported_immediately(tmp_path: Path) -> None:
 def test_a_failure_is_raised_by_wait_each_time(tmp_path: Path, gate: Gate) -> None:
     pending = failing(gate, tmp_path / "c")
     for _ in range(2):
-        with pytest.raises(jaxckpt.StorageError, match="no space"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="no space"):
             pending.wait()
     assert "failed" in repr(pending)
     jaxckpt.save(tmp_path / "c", TREE)  # the error was reported and is not raised again
@@ -139,7 +139,7 @@ def test_a_failure_is_raised_by_wait_each_time(tmp_path: Path, gate: Gate) -> No
 @pytest.mark.parametrize("save", [jaxckpt.save, jaxckpt.save_async])
 def test_a_failure_is_raised_by_the_next_save(tmp_path: Path, gate: Gate, save: Any) -> None:
     failing(gate, tmp_path / "c")
-    with pytest.raises(jaxckpt.StorageError, match="no space") as message:
+    with pytest.raises(jaxckpt.errors.StorageError, match="no space") as message:
         save(tmp_path / "d", TREE)
     assert str(tmp_path / "c") in message.value.__notes__[0]
     assert not (tmp_path / "d").exists()
@@ -160,7 +160,7 @@ def test_a_second_save_may_be_skipped(tmp_path: Path, gate: Gate) -> None:
     first = jaxckpt.save_async(tmp_path / "c", TREE, options=options)
     second = jaxckpt.save_async(tmp_path / "d", TREE, options=options)
     assert (first.skipped, second.skipped, second.done) == (False, True, True)
-    with pytest.raises(jaxckpt.InputError, match="skipped"):
+    with pytest.raises(jaxckpt.errors.InputError, match="skipped"):
         second.wait()
     gate.opened.set()
     first.wait()
@@ -171,11 +171,11 @@ def test_a_second_save_may_be_skipped(tmp_path: Path, gate: Gate) -> None:
 
 
 def test_a_save_that_fails_while_the_caller_waits_for_room(tmp_path: Path, gate: Gate) -> None:
-    gate.error = jaxckpt.StorageError(28, "no space")
+    gate.error = jaxckpt.errors.StorageError(28, "no space")
     gate.opened.set()
     options = jaxckpt.Options(staging_bytes=1 << 20)
     pending = jaxckpt.save_async(tmp_path / "c", {str(n): np.zeros(1 << 19) for n in range(4)}, options=options)
-    with pytest.raises(jaxckpt.StorageError, match="no space"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="no space"):
         pending.wait(60)
     assert list(tmp_path.glob("c/*")) == []
 
@@ -220,7 +220,7 @@ atexit.register(print, "theirs")
 @pytest.mark.child
 def test_an_unobserved_failure_is_reported_at_exit(tmp_path: Path) -> None:
     program = """
-def fail(*_): raise jaxckpt.StorageError(28, "no space")
+def fail(*_): raise jaxckpt.errors.StorageError(28, "no space")
 FileWriter.write = fail
 import sys
 jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
@@ -530,13 +530,17 @@ jaxckpt.save_async(sys.argv[1] + "before", {{"x": np.arange(3)}})
 def test_a_save_from_inside_a_save(tmp_path: Path, save: Any) -> None:
     """A progress callback that saves would wait for itself."""
 
-    def again(_: jaxckpt.Progress) -> None:
+    def again(_: jaxckpt.types.Progress) -> None:
         jaxckpt.save(tmp_path / "inner", TREE)
 
-    with pytest.raises(jaxckpt.InputError, match=r"save of '.*inner' was called from inside save.* of '.*outer'"):
+    with pytest.raises(
+        jaxckpt.errors.InputError, match=r"save of '.*inner' was called from inside save.* of '.*outer'"
+    ):
         save(tmp_path / "outer", TREE, options=jaxckpt.Options(progress=again))
     jaxckpt.save(tmp_path / "outer", TREE)
-    with pytest.raises(jaxckpt.InputError, match=r"save of '.*inner' was called from inside restore of '.*outer'"):
+    with pytest.raises(
+        jaxckpt.errors.InputError, match=r"save of '.*inner' was called from inside restore of '.*outer'"
+    ):
         jaxckpt.restore(tmp_path / "outer", options=jaxckpt.Options(progress=again))
     jaxckpt.restore(tmp_path / "outer")
     assert not (tmp_path / "inner").exists()
@@ -550,7 +554,7 @@ def test_a_signal_handler_that_saves_during_a_save(tmp_path: Path, gate: Gate) -
     previous = signal.signal(signal.SIGUSR1, handler)
     try:
         gate.signal_once_held(signal.SIGUSR1)
-        with pytest.raises(jaxckpt.InputError, match=r"inside save of .*outer.*by a signal handler"):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"inside save of .*outer.*by a signal handler"):
             jaxckpt.save(tmp_path / "outer", TREE)
         # During a background save, a handler may save: it waits for the other save.
         gate.opened.clear()
@@ -612,7 +616,7 @@ def test_a_progress_callback_that_waits_for_its_own_save(tmp_path: Path, gate: G
     options = jaxckpt.Options(progress=lambda _: made[0].wait() and None)
     made.append(jaxckpt.save_async(tmp_path / "c", TREE, options=options))
     gate.opened.set()
-    with pytest.raises(jaxckpt.InputError, match="from its own callback"):
+    with pytest.raises(jaxckpt.errors.InputError, match="from its own callback"):
         made[0].wait(60)
 
 
@@ -661,7 +665,7 @@ def test_a_save_in_its_own_thread_is_tracked_until_it_ends(tmp_path: Path) -> No
 
 def test_an_interrupt_while_waiting_loses_neither_the_save_nor_its_error(tmp_path: Path, gate: Gate) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", on_preemption="ignore") as checkpoints:
-        gate.error = jaxckpt.StorageError(28, "no space")
+        gate.error = jaxckpt.errors.StorageError(28, "no space")
         checkpoints.save(1, TREE)
         assert gate.reached.wait(60)
         main = threading.main_thread().ident
@@ -671,7 +675,7 @@ def test_an_interrupt_while_waiting_loses_neither_the_save_nor_its_error(tmp_pat
             checkpoints.wait()
         assert checkpoints.pending is not None
         gate.opened.set()
-        with pytest.raises(jaxckpt.StorageError, match="no space"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="no space"):
             checkpoints.wait()
         assert checkpoints.pending is None
 
@@ -687,7 +691,7 @@ def test_the_rate_of_a_background_save_is_limited(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, True, "fast"])
 def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
-    with pytest.raises(jaxckpt.InputError, match=r"max_bytes_per_second must be above zero or None"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"max_bytes_per_second must be above zero or None"):
         jaxckpt.Options(max_bytes_per_second=rate)
 
 
@@ -723,7 +727,7 @@ def test_an_error_of_on_done_is_raised_by_wait_and_the_checkpoint_stays(tmp_path
         pending.wait(60)
     assert "was published" in caught.value.__notes__[0]
     assert jaxckpt.verify(tmp_path / "c").ok
-    with pytest.raises(jaxckpt.InputError, match="on_done must be a function"):
+    with pytest.raises(jaxckpt.errors.InputError, match="on_done must be a function"):
         jaxckpt.save_async(tmp_path / "d", TREE, on_done=3)  # type: ignore[arg-type]
 
 
@@ -733,7 +737,7 @@ def test_on_done_does_not_wait_for_itself(tmp_path: Path) -> None:
     def again(_: jaxckpt.SaveInfo) -> None:
         jaxckpt.save(tmp_path / "inner", TREE)
 
-    with pytest.raises(jaxckpt.InputError, match="from its own callback"):
+    with pytest.raises(jaxckpt.errors.InputError, match="from its own callback"):
         jaxckpt.save_async(tmp_path / "c", TREE, on_done=again).wait(60)
     started = threading.Event()
 
@@ -743,7 +747,7 @@ def test_on_done_does_not_wait_for_itself(tmp_path: Path) -> None:
 
     made.append(jaxckpt.save_async(tmp_path / "d", TREE, on_done=wait))
     started.set()
-    with pytest.raises(jaxckpt.InputError, match="from its own callback"):
+    with pytest.raises(jaxckpt.errors.InputError, match="from its own callback"):
         made[0].wait(60)
 
 
@@ -752,9 +756,9 @@ def test_on_done_is_not_called_for_a_failed_or_a_skipped_save(tmp_path: Path, ga
     first = jaxckpt.save_async(tmp_path / "c", TREE, on_done=called.append)
     skip = jaxckpt.Options(when_busy="skip")
     assert jaxckpt.save_async(tmp_path / "d", TREE, on_done=called.append, options=skip).skipped
-    gate.error = jaxckpt.StorageError(28, "no space")
+    gate.error = jaxckpt.errors.StorageError(28, "no space")
     gate.opened.set()
-    with pytest.raises(jaxckpt.StorageError):
+    with pytest.raises(jaxckpt.errors.StorageError):
         first.wait(60)
     assert not called
 

@@ -192,7 +192,7 @@ def test_an_impossible_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str)
         lambda: jaxckpt.restore(tmp_path / "a", dtype=dtype),
         lambda: jaxckpt.restore(tmp_path / "a", tree, dtype=dtype),
     ):
-        with pytest.raises(jaxckpt.InputError) as caught:
+        with pytest.raises(jaxckpt.errors.InputError) as caught:
             act()
         assert reason in str(caught.value)
     assert not (tmp_path / "b").exists()
@@ -203,7 +203,9 @@ def test_nan_does_not_silently_become_a_number(tmp_path: Path, name: str) -> Non
     values = np.array([1.0, np.nan], np.float32)
     for tree in ({"x": values}, {"x": jnp.asarray(values)}):
         if name == "float4_e2m1fn":  # the only float dtype without NaN
-            with pytest.raises(jaxckpt.TreeError, match=r"'x' has dtype float32, .*: a lossy cast, in which NaN"):
+            with pytest.raises(
+                jaxckpt.errors.TreeError, match=r"'x' has dtype float32, .*: a lossy cast, in which NaN"
+            ):
                 jaxckpt.save(tmp_path / "a", tree, dtype=name)
         else:
             jaxckpt.save(tmp_path / "a", tree, dtype=name, overwrite=True)

@@ -16,7 +16,7 @@ from jaxckpt._store.transaction import Transaction
 
 
 def refuse(*_: object, **__: object) -> Any:
-    raise jaxckpt.StorageError(28, "no space")
+    raise jaxckpt.errors.StorageError(28, "no space")
 
 
 def run_save(path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_failed_first_save_leaves_no_folder(
         path.mkdir(mode=0o700)
     with monkeypatch.context() as patched:
         patched.setattr(place, method, refuse)
-        with pytest.raises(jaxckpt.StorageError, match="no space"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="no space"):
             save(path)
     # A Checkpointer deletes the folder of an unfinished step in any case, before it saves.
     assert path.exists() == (exists and save is not run_checkpointer)

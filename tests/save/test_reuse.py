@@ -207,7 +207,9 @@ def test_a_lost_original_of_donated_arrays_is_an_error(
 
     monkeypatch.setattr(_files, "_link", lose)
     run.save(1, tree)
-    with pytest.raises(jaxckpt.StorageError, match=r"can no longer be linked.*donated or deleted in the meantime"):
+    with pytest.raises(
+        jaxckpt.errors.StorageError, match=r"can no longer be linked.*donated or deleted in the meantime"
+    ):
         run.wait()
     assert run.steps() == [0]
 
@@ -440,5 +442,5 @@ def test_on_an_object_store_all_data_is_written() -> None:
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(jaxckpt.InputError, match=r"Options\.reuse must be one of"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"Options\.reuse must be one of"):
         jaxckpt.Options(reuse="hash")  # pyright: ignore[reportArgumentType]

@@ -93,5 +93,5 @@ def test_numpy_arrays_may_share_a_stack_with_jax_arrays(
 def test_elements_that_this_process_lacks_are_never_stored() -> None:
     held = ((((0, 4),), 0), (((6, 8),), 1))
     assert len(_staging._cuts(held, ((0, 4),))) == 1
-    with pytest.raises(jaxckpt.LayoutError, match="6 of 8 elements"):
+    with pytest.raises(jaxckpt.errors.LayoutError, match="6 of 8 elements"):
         _staging._cuts(held, ((0, 8),))

@@ -127,7 +127,7 @@ def test_the_number_of_leaves_per_row_is_limited(tmp_path: Path) -> None:
     forged = msgspec.structs.replace(
         manifest, leaves=[msgspec.structs.replace(leaf, row=max(1, leaf.row or 0)) for leaf in manifest.leaves]
     )
-    with pytest.raises(jaxckpt.InputError, match="shares its row with"):
+    with pytest.raises(jaxckpt.errors.InputError, match="shares its row with"):
         _manifest.encode(forged)
 
 

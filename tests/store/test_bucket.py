@@ -71,7 +71,7 @@ def test_clearing_deletes_the_remains_of_a_dead_writer(store: Store) -> None:
 def test_a_writer_that_was_swept_cannot_publish(store: Store) -> None:
     data, manifest = begun(store)
     store.clear()
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         store.publish(data, manifest, None, sync=True)
     assert store.names() == []
 
@@ -88,7 +88,7 @@ def test_a_swept_writer_deletes_only_its_own_manifest(bucket: Bucket) -> None:
         exchange.send(answer)
 
     bucket.proxy.on("PUT manifest.json", replaced, times=1)
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         store.publish(data, manifest, None, sync=True)
     assert np.array_equal(jaxckpt.load_numpy(bucket.url)["x"], TREE["x"])
 
@@ -102,7 +102,7 @@ def test_a_swept_writer_that_publishes_deletes_its_manifest(bucket: Bucket) -> N
         exchange.send(exchange.forward())
 
     bucket.proxy.on("PUT manifest.json", swept, times=1)
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         store.publish(data, manifest, None, sync=True)
     assert store.names() == []
 
@@ -125,7 +125,7 @@ def test_a_writer_that_is_swept_while_it_tests_conditions_gets_an_error(bucket: 
 
     bucket.proxy.on("PUT other", swept, times=1)
     bucket.proxy.on("PUT other", late, times=3)
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         begun(store)
     assert store.names() == []
 
@@ -161,7 +161,7 @@ def test_a_restore_leaves_nothing_in_memory(store: Store) -> None:
     content[0] ^= 1
     memory.write(key, bytes(content)).result()
     left = len(memory.list().result())
-    with pytest.raises(jaxckpt.DataError):
+    with pytest.raises(jaxckpt.errors.DataError):
         jaxckpt.load_numpy(store.url)
     assert len(memory.list().result()) == left
 
@@ -180,9 +180,9 @@ def test_http_is_read_only(tmp_path: Path) -> None:
         try:
             url = f"http://127.0.0.1:{server.server_port}"
             assert np.array_equal(jaxckpt.load_numpy(f"{url}/my%20run")["x"], TREE["x"])
-            with pytest.raises(jaxckpt.NotACheckpointError, match=r"has no manifest\.json"):
+            with pytest.raises(jaxckpt.errors.NotACheckpointError, match=r"has no manifest\.json"):
                 jaxckpt.load_numpy(f"{url}/other")
-            with pytest.raises(jaxckpt.StorageError, match="does not support"):
+            with pytest.raises(jaxckpt.errors.StorageError, match="does not support"):
                 jaxckpt.save(f"{url}/other", TREE)
         finally:
             server.shutdown()
@@ -195,7 +195,7 @@ def test_the_reason_of_a_failed_save_is_reported_even_if_cleanup_fails(bucket: B
         status(403, "AccessDenied")(exchange)
 
     bucket.proxy.on("PUT object", refused)
-    with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/"):
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot write .*/c/"):
         jaxckpt.save(bucket.url, TREE, options=jaxckpt.Options(retry_seconds=0.5))
 
 
@@ -223,7 +223,7 @@ def test_an_object_store_renames_and_links_nothing(store: Store) -> None:
     assert (store.read("note"), store.link_target(), store.anchor()) == (b"new", None, None)
     assert (store.can_link, store.can_rename) == (False, False)
     for call in (lambda: store.rename("note", "other"), store.remove_link):
-        with pytest.raises(jaxckpt.StorageError) as found:
+        with pytest.raises(jaxckpt.errors.StorageError) as found:
             call()
         assert found.value.errno == errno.EOPNOTSUPP
     assert store.names() == ["note"]

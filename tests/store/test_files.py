@@ -341,7 +341,7 @@ def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch
         return writev(handle, few(buffers, room))
 
     monkeypatch.setattr(os, "writev", fill)
-    with pytest.raises(jaxckpt.StorageError, match=r"cannot write .*/c/0/0: No space left") as message:
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot write .*/c/0/0: No space left") as message:
         jaxckpt.save(tmp_path / "c", {"w": np.arange(100)})
     assert message.value.errno == errno.ENOSPC
     assert not (tmp_path / "c").exists()
@@ -433,7 +433,7 @@ def refused(path: Path, options: jaxckpt.Options) -> Iterator[str]:
         lambda: jaxckpt.restore(path, options=options),
         lambda: jaxckpt.open(path, options=options)["a/w"][:],
     ):
-        with pytest.raises(jaxckpt.DataError) as raised:
+        with pytest.raises(jaxckpt.errors.DataError) as raised:
             read()
         yield str(raised.value)
     np.testing.assert_array_equal(jaxckpt.open(path, options=options)["other"][:], np.arange(3))
@@ -496,7 +496,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(
         return count
 
     monkeypatch.setattr(os, "preadv", cut_after)
-    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'a/w': .*/c/0/.* was truncated while"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"cannot read leaf 'a/w': .*/c/0/.* was truncated while"):
         jaxckpt.load_numpy(saved, select="a/w")
 
 
@@ -510,7 +510,7 @@ def test_a_boolean_is_true_or_false(options: jaxckpt.Options, tmp_path: Path) ->
     file.write_bytes(content)
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert f"{crc32c.crc32c(checksum):08x}" not in json.dumps(manifest)
-    with pytest.raises(jaxckpt.DataError, match=r"cannot read leaf 'mask': ") as raised:
+    with pytest.raises(jaxckpt.errors.DataError, match=r"cannot read leaf 'mask': ") as raised:
         jaxckpt.load_numpy(tmp_path / "c", options=options)
     assert "neither true nor false" in str(raised.value) or options.io == "tensorstore"
 
@@ -559,7 +559,7 @@ def test_a_flipped_bit_of_compressed_data_is_damage(tmp_path: Path, compression:
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
-        with pytest.raises(jaxckpt.DataError, match="cannot read leaf 'mask': "):
+        with pytest.raises(jaxckpt.errors.DataError, match="cannot read leaf 'mask': "):
             jaxckpt.load_numpy(tmp_path / "c")
 
 
@@ -574,13 +574,15 @@ def test_tensorstore_moves_all_bytes_if_requested(tmp_path: Path, monkeypatch: p
             for name, array in jaxckpt.restore(path, options=options).items():
                 np.testing.assert_array_equal(array, tree[name])
             assert jaxckpt.verify(path, options=options).ok
-    with pytest.raises(jaxckpt.InputError, match=r"Options\.io must be one of \('auto', 'tensorstore'\), found 'own'"):
+    with pytest.raises(
+        jaxckpt.errors.InputError, match=r"Options\.io must be one of \('auto', 'tensorstore'\), found 'own'"
+    ):
         jaxckpt.Options(io="own")  # type: ignore[arg-type]
 
 
 def test_a_refused_write_is_the_same_error_in_both_engines(tmp_path: Path) -> None:
     for options in IO:
-        with pytest.raises(jaxckpt.StorageError, match="cannot write") as raised:
+        with pytest.raises(jaxckpt.errors.StorageError, match="cannot write") as raised:
             _save_without_room(tmp_path / options.io, options)
         assert raised.value.errno == errno.EFBIG, options
 

@@ -77,7 +77,7 @@ def test_two_processes_save_two_restore_on_another_mesh_one_reads(
 
 def test_replacing_leaves_one_checkpoint(bucket: Bucket) -> None:
     jaxckpt.save(bucket.url, tree(1), options=QUICK)
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         jaxckpt.save(bucket.url, tree(2), options=QUICK)
     assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(1))
     jaxckpt.save(bucket.url, tree(2), overwrite=True, options=QUICK)
@@ -139,7 +139,7 @@ def test_the_remains_of_a_killed_save_are_swept(bucket: Bucket) -> None:
     bucket.proxy.clear()
     left = data_folders(bucket)
     assert len(left) == 1
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.open(bucket.url)
     # The note does not show that its writer is dead. After another manifest is published, the writer cannot publish.
     jaxckpt.save(bucket.url, tree(1), options=QUICK)
@@ -166,7 +166,7 @@ def test_of_two_savers_one_wins(bucket: Bucket, overwrite: bool) -> None:
     def save(seed: int) -> bool:
         try:
             jaxckpt.save(bucket.url, trees[seed], overwrite=overwrite, options=QUICK)
-        except jaxckpt.CheckpointExistsError:
+        except jaxckpt.errors.CheckpointExistsError:
             return False
         return True
 
@@ -222,7 +222,7 @@ def test_a_rival_that_publishes_between_two_tries_wins(bucket: Bucket) -> None:
         exchange.reset()
 
     bucket.proxy.on("PUT manifest.json", replaced, times=1)
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         jaxckpt.save(bucket.url, tree(1), options=QUICK)
     assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(2))
 
@@ -249,7 +249,7 @@ def test_a_slow_server_that_ignores_conditions_is_refused(bucket: Bucket, ignore
     if lost:
         bucket.proxy.on("(HEAD|PUT) other", late_and_lost, times=3)
     bucket.proxy.on("(HEAD|PUT) other", late)
-    with pytest.raises(jaxckpt.StorageError, match="ignores the write condition"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="ignores the write condition"):
         jaxckpt.save(bucket.url, tree(1), options=QUICK)
     assert not bucket.listed(), "nothing is left"
 
@@ -263,7 +263,9 @@ def test_a_server_whose_listings_are_stale_is_refused(bucket: Bucket, listings: 
     for save in (save_step, lambda: jaxckpt.save(f"{bucket.url}/one", tree(1), options=QUICK)):
         bucket.proxy.clear()
         listings(bucket.proxy)
-        with pytest.raises(jaxckpt.StorageError, match=r"wrote a key, but a listing right after that does not show it"):
+        with pytest.raises(
+            jaxckpt.errors.StorageError, match=r"wrote a key, but a listing right after that does not show it"
+        ):
             save()
         assert not [key for key in bucket.listed() if "data-" in key], "nothing is left"
     bucket.proxy.clear()
@@ -282,7 +284,7 @@ def time_out(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_bucket, "_ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(_bucket, "_silent_until", {})
     start = time.monotonic()
-    with pytest.raises(jaxckpt.StorageError, match=r"the server has not answered for|no bytes have moved for"):
+    with pytest.raises(jaxckpt.errors.StorageError, match=r"the server has not answered for|no bytes have moved for"):
         call()
     assert time.monotonic() - start < LIMIT_SECONDS
 
@@ -305,8 +307,8 @@ def test_every_call_to_a_silent_server_ends_in_time(s3: Bucket, monkeypatch: pyt
         lambda: jaxckpt.open(one, options=IMPATIENT),
         lambda: opened["w"][3:9],
         lambda: jaxckpt.verify(one, options=IMPATIENT),
-        lambda: jaxckpt.steps(run, options=IMPATIENT),
-        lambda: jaxckpt.latest_step(run, options=IMPATIENT),
+        lambda: jaxckpt.Run(run, options=IMPATIENT).steps(),
+        lambda: jaxckpt.Run(run, options=IMPATIENT).latest_step(),
         lambda: jaxckpt.Checkpointer(run, options=IMPATIENT),
         lambda: steps.save(3, tree(3)),
         steps.steps,
@@ -317,7 +319,7 @@ def test_every_call_to_a_silent_server_ends_in_time(s3: Bucket, monkeypatch: pyt
         time_out(call, monkeypatch)
     s3.proxy.clear()
     assert same(jaxckpt.restore(one, options=QUICK), tree(1))
-    assert jaxckpt.steps(run, options=QUICK) == [1, 2]
+    assert jaxckpt.Run(run, options=QUICK).steps() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +364,7 @@ def test_an_error_names_the_url_and_no_secret(
         monkeypatch.setenv(name, value)
     options = jaxckpt.Options(retry_seconds=0.5)
     bucket.proxy.on(".*", REFUSALS[refusal])
-    with pytest.raises(jaxckpt.StorageError) as caught:
+    with pytest.raises(jaxckpt.errors.StorageError) as caught:
         _attempt(operation, bucket.url, options)
     text = _traceback_text(caught.value)
     assert bucket.url in text
@@ -378,17 +380,18 @@ def test_a_run_without_list_permission_is_not_empty(bucket: Bucket, code: int) -
         steps.wait()
         bucket.proxy.on("(LIST|GET|HEAD).*", servers.status(code, "AccessDenied"))
         for ask in (steps.steps, steps.latest_step, lambda: steps.restore_or_init(lambda: tree(2))):
-            with pytest.raises(jaxckpt.StorageError, match=str(code)):
+            with pytest.raises(jaxckpt.errors.StorageError, match=str(code)):
                 ask()
-    for look in (jaxckpt.steps, jaxckpt.latest_step, jaxckpt.open, jaxckpt.restore):
-        with pytest.raises(jaxckpt.StorageError, match=str(code)):
-            look(bucket.url)
+    run = jaxckpt.Run(bucket.url)
+    for look in (run.steps, run.latest_step, run.open, run.restore):
+        with pytest.raises(jaxckpt.errors.StorageError, match=str(code)):
+            look()
 
 
 def test_a_refused_connection_is_reported_plainly(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "TENSORSTORE_GCS_HTTP_URL"):
         monkeypatch.setenv(name, f"http://user:hidden@127.0.0.1:{processes.free_port()}")
-    with pytest.raises(jaxckpt.StorageError) as caught:
+    with pytest.raises(jaxckpt.errors.StorageError) as caught:
         jaxckpt.save(bucket.url, tree(1), options=jaxckpt.Options(retry_seconds=0.5))
     assert bucket.url in str(caught.value)
     assert "hidden" not in _traceback_text(caught.value)
@@ -396,7 +399,7 @@ def test_a_refused_connection_is_reported_plainly(bucket: Bucket, monkeypatch: p
 
 def test_a_bucket_that_does_not_exist(bucket: Bucket) -> None:
     url = f"{bucket.url.partition('://')[0]}://no-such-bucket-{uuid.uuid4().hex[:8]}/run"
-    with pytest.raises(jaxckpt.StorageError, match=f"{url}.*(NoSuchBucket|not exist|notFound|Not Found)"):
+    with pytest.raises(jaxckpt.errors.StorageError, match=f"{url}.*(NoSuchBucket|not exist|notFound|Not Found)"):
         jaxckpt.save(url, tree(1), options=QUICK)
     with pytest.raises(jaxckpt.JaxckptError, match=url):
         jaxckpt.restore(url, options=QUICK)

@@ -48,11 +48,11 @@ def test_urls_of_tensorstore_use_the_same_protocol() -> None:
     tree = make()
     jaxckpt.save(url, tree, options=SMALL)
     jax.tree.map(np.testing.assert_array_equal, jaxckpt.restore(url), tree)
-    with pytest.raises(jaxckpt.CheckpointExistsError):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError):
         jaxckpt.save(url, tree)
     jaxckpt.save(url, {"x": 1}, overwrite=True)
     assert jaxckpt.restore(url) == {"x": 1}
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.open("memory://test_store/other")
 
 
@@ -100,7 +100,7 @@ def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> Non
     store = store_at(path, jaxckpt.Options())
     (tmp_path / "run" / "data-raw").mkdir(parents=True)
     store.put("data-raw/a.csv", b"mine")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="data-raw"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="data-raw"):
         jaxckpt.save(path, {"x": 1})
     store.remove("data-raw/a.csv")
     store.delete("data-raw")
@@ -115,7 +115,10 @@ def test_a_users_own_data_folder_is_not_swept(tmp_path: Path, place: str) -> Non
 def test_waiting_for_a_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jaxckpt.save(tmp_path / "ckpt", {"x": 1})
     monkeypatch.setattr(_folder, "_LOCK_SECONDS", 0.2)
-    with Folder("", str(tmp_path / "ckpt"))._locked(), pytest.raises(jaxckpt.StorageError, match="held the lock"):
+    with (
+        Folder("", str(tmp_path / "ckpt"))._locked(),
+        pytest.raises(jaxckpt.errors.StorageError, match="held the lock"),
+    ):
         jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
     jaxckpt.save(tmp_path / "ckpt", {"x": 2}, overwrite=True)
 
@@ -161,7 +164,7 @@ def test_of_two_first_saves_at_the_same_moment_one_fails(
         link(*args, **named)
 
     monkeypatch.setattr(os, "link", overtaken)
-    with pytest.raises(jaxckpt.CheckpointExistsError, match="another save published"):
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="another save published"):
         one.publish(data, b"ours", None, sync=False)
     assert one.read(MANIFEST) == b"theirs"
     assert not list(tmp_path.glob(f"ckpt/data-*/{MANIFEST}"))
@@ -239,5 +242,5 @@ def test_a_note_that_cannot_be_read_does_not_count_as_deleted(tmp_path: Path, mo
 
     for name in ("stat", "lstat"):
         monkeypatch.setattr(os, name, functools.partial(broken, getattr(os, name)))
-    with pytest.raises(jaxckpt.StorageError, match=os.strerror(errno.EIO)):
+    with pytest.raises(jaxckpt.errors.StorageError, match=os.strerror(errno.EIO)):
         folder.publish(data, b"ours", None, sync=False)

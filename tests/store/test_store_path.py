@@ -43,7 +43,7 @@ def test_a_file_url_means_the_same_everywhere_and_in_tensorstore(
     assert jaxckpt.diff(f"{url}/w.safetensors", folder / "again").leaves[0].differing == 0
     assert [entry.name for entry in list_checkpoints(url)] == ["again", "ckpt", "run", "w.safetensors"]
     assert "w.safetensors" in jaxckpt.report(f"{url}/w.safetensors")
-    with pytest.raises(jaxckpt.InputError, match="is not absolute"):
+    with pytest.raises(jaxckpt.errors.InputError, match="is not absolute"):
         jaxckpt.convert(folder / "ckpt", "file://tmp/x.npz")
 
 
@@ -67,7 +67,7 @@ def test_a_broken_link_is_reported(tmp_path: Path) -> None:
     for path in (link, link / "below" / "it"):
         for call in (jaxckpt.open, jaxckpt.Checkpointer, lambda path: jaxckpt.save(path, {"x": 1})):
             with pytest.raises(
-                jaxckpt.InputError, match=r"link is a symbolic link to .*unmounted, which does not exist"
+                jaxckpt.errors.InputError, match=r"link is a symbolic link to .*unmounted, which does not exist"
             ):
                 call(path)
     (tmp_path / "unmounted").mkdir()
@@ -78,7 +78,9 @@ def test_a_broken_link_is_reported(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_overwritten_through_a_link(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "best", {"x": 1})
     (tmp_path / "latest").symlink_to("best")
-    with pytest.raises(jaxckpt.CheckpointExistsError, match=r"latest is a symbolic link to .*/best, and overwriting"):
+    with pytest.raises(
+        jaxckpt.errors.CheckpointExistsError, match=r"latest is a symbolic link to .*/best, and overwriting"
+    ):
         jaxckpt.save(tmp_path / "latest", {"x": 2}, overwrite=True)
     assert jaxckpt.load_numpy(tmp_path / "best") == {"x": 1}
     (tmp_path / "above").symlink_to(".")  # links above the checkpoint are followed
@@ -122,14 +124,14 @@ def test_a_checkpoint_is_not_overwritten_through_a_link(tmp_path: Path) -> None:
 )
 def test_a_value_that_is_not_a_path_is_reported_without_secrets(path: Any, reason: str) -> None:
     for call in (jaxckpt.open, jaxckpt.verify, jaxckpt.restore, lambda path: jaxckpt.save(path, {"x": 1})):
-        with pytest.raises(jaxckpt.InputError, match=reason) as caught:
+        with pytest.raises(jaxckpt.errors.InputError, match=reason) as caught:
             call(path)
         assert "HUSH" not in str(caught.value)
 
 
 def test_a_url_into_an_archive_creates_no_folder(tmp_path: Path) -> None:
     for write in (jaxckpt.Checkpointer, lambda url: jaxckpt.save(url, {"x": 1})):
-        with pytest.raises(jaxckpt.InputError, match="unpack the archive"):
+        with pytest.raises(jaxckpt.errors.InputError, match="unpack the archive"):
             write(f"file://{tmp_path}/a.zip|zip:")
     assert os.listdir(tmp_path) == []
     jaxckpt.save(f"file://{tmp_path}/a%7Cb", {"x": 1})
@@ -144,7 +146,7 @@ def test_a_url_of_http_is_read_only() -> None:
         lambda url: jaxckpt.save(url, {"x": object()}),
         lambda url: jaxckpt.save_async(url, {"x": 1}),
     ):
-        with pytest.raises(jaxckpt.StorageError, match=rf"cannot write to {url}: .* is read-only"):
+        with pytest.raises(jaxckpt.errors.StorageError, match=rf"cannot write to {url}: .* is read-only"):
             write(url)
 
 
@@ -163,9 +165,9 @@ def test_a_local_path_need_not_be_utf_8(tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(f"{path}-x.npz")["w"].tolist() == [0, 1, 2]
     assert r"\udcff" in jaxckpt.report(path).encode().decode()
     for options in (jaxckpt.Options(compression="zstd"), jaxckpt.Options(io="tensorstore")):
-        with pytest.raises(jaxckpt.StorageError, match="which is not valid UTF-8: rename it, or save without"):
+        with pytest.raises(jaxckpt.errors.StorageError, match="which is not valid UTF-8: rename it, or save without"):
             jaxckpt.save(f"{path}-z", {"w": np.arange(3.0)}, options=options)
-    with pytest.raises(jaxckpt.StorageError, match="which is not valid UTF-8"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="which is not valid UTF-8"):
         jaxckpt.load_numpy(f"{path}-orbax")
 
 
@@ -173,16 +175,16 @@ def test_a_local_path_need_not_be_utf_8(tmp_path: Path) -> None:
     "storage", [{"endpoint": "\udcff"}, {"endpont": "x"}, {"aws_region": 5}, {"bucket": "other"}, {"path": "x"}]
 )
 def test_an_invalid_storage_option_is_an_input_error(storage: dict[str, Any]) -> None:
-    with pytest.raises(jaxckpt.InputError, match=r"Options\.storage"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"Options\.storage"):
         jaxckpt.open("s3://bucket/x", options=jaxckpt.Options(storage=storage))
 
 
 def test_storage_is_not_shown_and_retries_are_limited() -> None:
     options = jaxckpt.Options(storage={"secret": "HUSH"}, retry_seconds=float("inf"))
     assert "HUSH" not in repr(options)
-    with pytest.raises(jaxckpt.InputError):
+    with pytest.raises(jaxckpt.errors.InputError):
         jaxckpt.open("memory://x", options=options)
-    with pytest.raises(jaxckpt.NotACheckpointError):
+    with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.open("memory://nothing", options=jaxckpt.Options(retry_seconds=float("inf")))
-    with pytest.raises(jaxckpt.InputError, match="retry_seconds must be above zero, found '5'"):
+    with pytest.raises(jaxckpt.errors.InputError, match="retry_seconds must be above zero, found '5'"):
         jaxckpt.Options(retry_seconds="5")  # type: ignore[arg-type]

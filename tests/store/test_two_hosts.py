@@ -56,7 +56,7 @@ def test_of_two_first_saves_over_sftp_one_fails(hosts: tuple[Path, Path], monkey
         with folder.begin_save(save_id, None) as transaction:
             try:
                 transaction.commit(sealed(save_id), sync=False)
-            except jaxckpt.CheckpointExistsError:
+            except jaxckpt.errors.CheckpointExistsError:
                 return None
         return save_id
 
@@ -83,7 +83,7 @@ def test_a_file_system_whose_links_fail_with_an_input_error(tmp_path: Path, cach
 def test_a_file_system_that_hides_open_files_is_named(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     with mounts.rclone(tmp_path / "shared", tmp_path / "mount", "off") as mount:
-        with pytest.raises(jaxckpt.StorageError, match=r"open for writing.*--vfs-cache-mode writes"):
+        with pytest.raises(jaxckpt.errors.StorageError, match=r"open for writing.*--vfs-cache-mode writes"):
             jaxckpt.save(mount.path / "ckpt", {"w": np.zeros(10)})
         assert not list((mount.path / "ckpt").glob("data-*"))
 
@@ -120,7 +120,7 @@ def test_a_save_whose_data_was_taken_for_dead_fails(hosts: tuple[Path, Path], mo
         link(old, new, **named)
 
     monkeypatch.setattr(os, "link", overtaken)
-    with pytest.raises(jaxckpt.StorageError, match="disappeared while it was being written"):
+    with pytest.raises(jaxckpt.errors.StorageError, match="disappeared while it was being written"):
         one.publish(writer.data, sealed(mine), None, sync=True)
     assert [one.read(MANIFEST), other.read(MANIFEST)] == [None, None]
     os.close(writer.handle or 0)

@@ -30,11 +30,11 @@ assert_type(checkpoint.leaves, dict[str, jaxckpt.LazyLeaf])
 assert_type(checkpoint.plan(mesh={"data": 4}).over_read, float)
 
 assert_type(jaxckpt.verify("a").ok, bool)
-assert_type(jaxckpt.verify("a").problems, tuple[jaxckpt.Problem, ...])
+assert_type(jaxckpt.verify("a").problems, tuple[jaxckpt.errors.Problem, ...])
 assert_type(jaxckpt.diff("a", "b").identical, bool)
 assert_type(jaxckpt.report("a"), str)
 jaxckpt.convert("a", "a.safetensors", select="params", overwrite=True)
-jaxckpt.convert(jaxckpt.rank_files({0: "0.npz"}, mesh_shape={"data": 1}, specs={"w": P("data")}), "c")
+jaxckpt.convert(jaxckpt.formats.rank_files({0: "0.npz"}, mesh_shape={"data": 1}, specs={"w": P("data")}), "c")
 
 with jaxckpt.Checkpointer("run", every=10, keep_last=2) as steps:
     assert_type(steps.steps(), list[int])
@@ -44,7 +44,7 @@ with jaxckpt.Checkpointer("run", every=10, keep_last=2) as steps:
 try:
     jaxckpt.restore("a")
 except jaxckpt.MismatchError as error:
-    assert_type(error.problems, tuple[jaxckpt.Problem, ...])
+    assert_type(error.problems, tuple[jaxckpt.errors.Problem, ...])
     assert_type(error.paths, tuple[str, ...])
-except (jaxckpt.CorruptError, jaxckpt.StorageError):
+except (jaxckpt.CorruptError, jaxckpt.errors.StorageError):
     raise

@@ -36,7 +36,7 @@ from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
-from jaxckpt._sources.formats import ForeignStep
+from jaxckpt._sources.format_registry import ForeignStep
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.store_path import store_at

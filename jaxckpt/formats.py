@@ -1,0 +1,13 @@
+"""Checkpoints of other libraries that a path alone does not describe, and the interface of additional formats."""
+
+from __future__ import annotations
+
+from jaxckpt._formats.mindspore import mindspore_ranks as mindspore_ranks
+from jaxckpt._formats.oneflow import oneflow_ranks as oneflow_ranks
+from jaxckpt._formats.rank_files import rank_files as rank_files
+from jaxckpt._sources.compose import compose as compose
+from jaxckpt._sources.foreign import ArrayData as ArrayData
+from jaxckpt._sources.foreign import ForeignArray as ForeignArray
+from jaxckpt._sources.foreign import ForeignCheckpoint as ForeignCheckpoint
+from jaxckpt._sources.format_registry import ForeignStep as ForeignStep
+from jaxckpt._sources.format_registry import Format as Format

@@ -1,0 +1,115 @@
+"""Run: pins that move, names of steps, and metrics that an evaluator adds afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import errors
+
+FAST = jaxckpt.Options(sync=False)
+
+
+def save(path: Path, *numbers: int, **arguments: Any) -> None:
+    with jaxckpt.Checkpointer(path, options=FAST, background=False, **arguments) as checkpointer:
+        for number in numbers:
+            checkpointer.save(number, {"w": np.full(3, number)}, metrics={"loss": float(number)})
+
+
+def test_a_step_is_given_by_its_number_or_a_name(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, keep_last=9, keep_best=("loss", "min"))
+    run = jaxckpt.Run(tmp_path)
+    assert run.pin("best", "first") == 1
+    assert run.pins() == {"first": 1}
+    for step, number in ((2, 2), ("latest", 3), ("best", 1), ("first", 1)):
+        assert run.restore(step)["w"].tolist() == [number] * 3
+        assert run.open(step).step == number
+        assert run.path(step).endswith(f"{number:08d}")
+        assert run.metrics(step) == {"loss": number}
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        assert checkpointer.restore("first")["w"].tolist() == [1] * 3
+    with pytest.raises(errors.InputError, match=r"no step named 'frist'.*did you mean 'first'"):
+        run.restore("frist")
+    with pytest.raises(errors.NotACheckpointError, match="has no steps"):
+        jaxckpt.Run(tmp_path / "empty").pin("latest", "x")
+
+
+def test_a_pin_moves_to_a_better_step_without_losing_it(tmp_path: Path) -> None:
+    """The evaluator of the report: it moves its pin to each new best step while old steps are deleted."""
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
+        for number in range(6):
+            checkpointer.save(number, {"w": np.full(3, number)})
+            checkpointer.wait()
+            if number in (1, 4):
+                run.pin(number, "best-so-far", move=True)
+    assert run.pins() == {"best-so-far": 4}
+    assert run.steps() == [4, 5]
+    with pytest.raises(errors.InputError, match=r"is the name of step 4 .*pass move=True"):
+        run.pin(5, "best-so-far")
+
+
+def test_a_killed_move_leaves_both_steps_protected(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    run.pin(1, "paper")
+    (tmp_path / "_run" / "pin-00000002-paper").touch()  # as if it had been killed before it removed the old pin
+    assert run.pins() == {"paper": 2}
+    save(tmp_path, 4, keep_last=1)
+    assert run.steps() == [1, 2, 4]
+    run.unpin("paper")
+    assert run.pins() == {}
+
+
+def test_keep_best_and_best_respect_metrics_that_are_added_later(tmp_path: Path) -> None:
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    with jaxckpt.Checkpointer(tmp_path, keep_last=1, keep_best=("accuracy", "max"), options=FAST) as checkpointer:
+        for number, accuracy in enumerate([0.5, 0.9, 0.7, 0.8]):
+            checkpointer.save(number, {"w": np.full(3, number)}, metrics={"accuracy": float("nan")})
+            checkpointer.wait()
+            run.add_metrics(number, {"accuracy": accuracy, "note": 1})
+        checkpointer.save(4, {"w": np.full(3, 4)}, metrics={"accuracy": float("nan")})
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 4]
+        assert checkpointer.best_step() == 1
+        assert checkpointer.metrics(1) == {"accuracy": 0.9, "note": 1.0}
+    assert run.best_step() == 1
+    assert jaxckpt.open(f"{tmp_path}@best").step == 1
+    assert [step.metrics["accuracy"] for step in run.follow()] == [0.9, None]
+    assert run.best_step("note", "max") == 1
+    with pytest.raises(errors.InputError, match='needs mode="min"'):
+        run.best_step("note")
+    left = [path.name for path in (tmp_path / "_run").glob("metric-*")]
+    assert {name[:15] for name in left} == {"metric-00000001"}, "those of deleted steps are deleted"
+
+
+def test_an_added_metric_does_not_count_for_another_save_of_the_step(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, keep_last=9, keep_best=("loss", "min"))
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    run.add_metrics(2, {"loss": 0.0})
+    assert run.best_step() == 2
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        checkpointer.save(2, {"w": np.zeros(3)}, metrics={"loss": 5.0}, overwrite=True)
+    assert run.metrics(2) == {"loss": 5.0}
+    assert run.best_step() == 1
+
+
+def test_wrong_and_damaged_metrics_are_errors(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    with pytest.raises(errors.InputError, match="metric 'a' must be a number"):
+        run.add_metrics(1, {"a": "high"})
+    with pytest.raises(errors.NotACheckpointError):
+        run.add_metrics(7, {"a": 1})
+    assert not [*(tmp_path / "_run").glob("metric-*")]
+    run.add_metrics(1, {"a/b ü": 1.5})
+    (file,) = (tmp_path / "_run").glob("metric-*")
+    assert json.loads(file.read_text())["name"] == "a/b ü"
+    file.write_text("{")
+    with pytest.raises(errors.DataError, match="a metric that was added to a step, is damaged"):
+        run.metrics(1)
