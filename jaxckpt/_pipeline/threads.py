@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import gc
+import os
 import queue
 import sys
 import threading
@@ -135,6 +137,40 @@ def is_shutting_down() -> bool:
     return not threading.main_thread().is_alive()
 
 
+_gc_lock = _thread.allocate_lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child, in which no thread would release the lock."""
+    global _gc_lock
+    _gc_lock = _thread.allocate_lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _frame_of(thread: int, default: FrameType | None) -> FrameType | None:
+    """The current frame of a thread; the default if it cannot be asked for now.
+
+    Until Python 3.12, a garbage collection inside `sys._current_frames` may wait for a lock that this function holds:
+    the process then hangs (https://github.com/python/cpython/issues/106883). So no collection may run there.
+    """
+    if thread == threading.get_ident():
+        return sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    if sys.version_info >= (3, 12):
+        return sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    if not _gc_lock.acquire(blocking=False):  # another thread would turn the collector on again too early
+        return default
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        return sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    finally:
+        if was_enabled:
+            gc.enable()
+        _gc_lock.release()
+
+
 class RunningCall:
     """A running function call that other threads can check."""
 
@@ -149,7 +185,7 @@ class RunningCall:
 
     def is_running(self) -> bool:
         """Whether the call has not returned yet. A call that was interrupted may not have called `mark_ended`."""
-        frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
+        frame = _frame_of(self._thread, self._frame)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return self._frame is not None and frame is not None

@@ -201,8 +201,8 @@ class Run:
 
     # Reading ---------------------------------------------------------------------------------------------
 
-    def open(self, step: StepName = "latest", *, rename: Renaming | None = None) -> Checkpoint:
-        """Open a step to inspect it, as `jaxckpt.open` does."""
+    def open(self, step: StepName | None = None, *, rename: Renaming | None = None) -> Checkpoint:
+        """Open a step to inspect it, by default the newest, as `jaxckpt.open` does."""
         return open_checkpoint(self._path_to_read(step), rename=rename, options=self._options)
 
     def restore(
@@ -223,13 +223,13 @@ class Run:
         The other arguments and the errors are those of `jaxckpt.restore`.
         """
         request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
-        return run_restore(self._path_to_read("latest" if step is None else step), request, self._options)
+        return run_restore(self._path_to_read(step), request, self._options)
 
-    def _path_to_read(self, step: StepName) -> str:
-        """A path that also names a step of Orbax."""
-        if isinstance(step, str):
-            return self._store.url if step == "latest" else f"{self._store.url}@{step}"
-        return f"{self._store.url}@{require_step(step)}"
+    def _path_to_read(self, step: StepName | None) -> str:
+        """A path that also names a step of Orbax; by default the newest."""
+        if step is None or step == "latest":
+            return self._store.url
+        return f"{self._store.url}@{step if isinstance(step, str) else require_step(step)}"
 
     def follow(
         self,
@@ -282,7 +282,7 @@ class Run:
             term_seconds=term_seconds,
         )
 
-    def fork(self, new_directory: str | os.PathLike[str], *, step: StepName = "latest") -> int:
+    def fork(self, new_directory: str | os.PathLike[str], *, step: StepName | None = None) -> int:
         """Start a new run from a step without copying data: the files are hard-linked.
 
         Each run may delete its step at any time; the other run keeps the data. One process calls it; it takes
@@ -290,7 +290,7 @@ class Run:
 
         Args:
             new_directory: The directory of the new run, on the same file system, without any steps.
-            step: The step.
+            step: The step. None: the newest.
 
         Returns:
             The number of the step.

@@ -20,7 +20,7 @@ MOMENTS = {
     "planning": ("_save.prepare", "_cached_plan"),
     "looking at the path": ("_save.shared_path", "_previous_manifest"),
     "making its folder": ("_store.folder.Folder", "begin_save"),
-    "making arrays": ("_store.transaction.Transaction", "create_arrays"),
+    "making arrays": ("_store.transaction", "_create_arrays"),
     "writing": ("_store.files.FileWriter", "write"),
     "syncing its folders": ("_store.folder.Folder", "sync_folders"),
     "syncing": ("_store.folder.Folder", "sync_data"),

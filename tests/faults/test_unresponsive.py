@@ -76,4 +76,9 @@ def test_killed_during_every_call(tmp_path: Path) -> None:
     outcomes = json.loads(done.stdout.splitlines()[-1])
     for name, number, how, _, message in outcomes:
         assert how in ("StorageError", "done"), (name, number, how, message)
-    assert {name for name, _, how, _, _ in outcomes if how == "StorageError"} >= {"save", "restore", "verify", "fork"}
+    assert {name for name, _, how, _, _ in outcomes if how == "StorageError"} >= {
+        "save",
+        "restore",
+        "verify",
+        "Run.fork",
+    }

@@ -264,7 +264,9 @@ def public_calls() -> set[str]:
         found |= {
             name
             for name, value in vars(module).items()
-            if name[0] != "_" and inspect.isfunction(value) and not value.__module__.endswith(("compose", "typing"))
+            if name[0] != "_"
+            and inspect.isfunction(value)
+            and value.__module__.startswith((module.__name__, "jaxckpt._formats"))
         }
     for owner in (jaxckpt.Checkpoint, jaxckpt.Checkpointer, jaxckpt.Run, jaxckpt.weights.Publisher, jaxckpt.Step):
         public = [name for name, value in vars(owner).items() if name[0] != "_" and inspect.isfunction(value)]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt._model import zarr
 from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
-from jaxckpt._store.transaction import Transaction
 
 
 def refuse(*_: object, **__: object) -> Any:
@@ -35,7 +35,7 @@ def run_checkpointer(path: Path) -> None:
 @pytest.mark.parametrize("save", [run_save, run_save_async, run_checkpointer])
 @pytest.mark.parametrize(
     ("place", "method"),
-    [(FileWriter, "write"), (Folder, "publish"), (Transaction, "create_arrays"), (Folder, "_create_data_folder")],
+    [(FileWriter, "write"), (Folder, "publish"), (zarr, "metadata"), (Folder, "_create_data_folder")],
 )
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_failed_first_save_leaves_no_folder(
