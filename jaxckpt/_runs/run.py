@@ -26,7 +26,7 @@ from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.metrics import recorded_metrics
 from jaxckpt._runs.pins import pin_step, unpin_name
-from jaxckpt._sources.open_source import foreign_steps_of
+from jaxckpt._sources.open_source import foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import run_at
@@ -186,8 +186,9 @@ class Run:
             40
             >>> run.unpin("paper")
         """
-        number = self._number(step)
-        pin_step(self._store, number, name, self._options, move=require_bool(move, "move"))
+        source = source_at(self._path_to_read(step), self._options)
+        _, run, number = step_of(source, "a Checkpointer deletes only those")
+        pin_step(run, number, name, self._options, move=require_bool(move, "move"))
         return number
 
     def unpin(self, name: str) -> None:

@@ -35,7 +35,7 @@ def test_a_step_is_given_by_its_number_or_a_name(tmp_path: Path) -> None:
         assert checkpointer.restore("first")["w"].tolist() == [1] * 3
     with pytest.raises(errors.InputError, match=r"no step named 'frist'.*did you mean 'first'"):
         run.restore("frist")
-    with pytest.raises(errors.NotACheckpointError, match="has no steps"):
+    with pytest.raises(errors.NotACheckpointError, match="does not exist"):
         jaxckpt.Run(tmp_path / "empty").pin("latest", "x")
 
 
