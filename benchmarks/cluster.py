@@ -59,9 +59,9 @@ from jaxckpt._model.grid import Layout, Spec, spec_box, touched_cells
 from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
+from jaxckpt._save.compose_manifest import PublishResult, Share, compose_manifest
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.publish import PublishResult, Share, compose_manifest
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.fetching import objects_to_fetch
 

@@ -32,8 +32,15 @@ from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._save.compose_manifest import (
+    PublishResult,
+    Share,
+    build_manifest,
+    encode_manifest,
+    gather_shares,
+    stored_bytes,
+)
 from jaxckpt._save.prepare import PreparedSave, SaveRequest
-from jaxckpt._save.publish import PublishResult, Share, build_manifest, encode_manifest, gather_shares, stored_bytes
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._save.write_plan import ArrayLeaf, Object

@@ -34,9 +34,9 @@ from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
-from jaxckpt._save.publish import PublishResult
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath

@@ -16,8 +16,8 @@ from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction
 
 if TYPE_CHECKING:
+    from jaxckpt._save.compose_manifest import PublishResult, Share
     from jaxckpt._save.prepare import PreparedSave, SaveRequest
-    from jaxckpt._save.publish import PublishResult, Share
 
 
 @dataclass(frozen=True, slots=True)

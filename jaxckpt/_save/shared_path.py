@@ -18,8 +18,15 @@ from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.events import log_unlinked
 from jaxckpt._run_folder.run_paths import resolve_step
 from jaxckpt._run_folder.steps import is_link, is_step
+from jaxckpt._save.compose_manifest import (
+    PublishResult,
+    Share,
+    build_manifest,
+    encode_manifest,
+    gather_shares,
+    stored_bytes,
+)
 from jaxckpt._save.prepare import PreparedSave, SaveRequest
-from jaxckpt._save.publish import PublishResult, Share, build_manifest, encode_manifest, gather_shares, stored_bytes
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.staging import StagedObject, exchanges
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save

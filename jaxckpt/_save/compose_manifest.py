@@ -1,4 +1,4 @@
-"""Publishing: after every process has written its share, process 0 writes the manifest."""
+"""Composes the manifest of a save from what each process has written."""
 
 from __future__ import annotations
 
