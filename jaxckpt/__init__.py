@@ -95,12 +95,20 @@ _import_lock = threading.RLock()
 def _import_name(name: str) -> Any:
     """PEP 562's __getattr__."""
     if name not in _HOMES and name not in _PUBLIC_MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(_missing_name(name), name=name)
     with _import_lock:
         if name in _PUBLIC_MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
+
+
+def _missing_name(name: str) -> str:
+    if name.startswith("_"):  # Python looks for many of these, and for submodules before it imports them
+        return f"module {__name__!r} has no attribute {name!r}"
+    from jaxckpt._keywords import missing_module_attribute
+
+    return missing_module_attribute(name)
 
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name

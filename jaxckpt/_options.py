@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from jaxckpt._keywords import explain_names
 from jaxckpt.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ CastPolicies = (
 _MAX_BLOSC_CHUNK_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chunk may be larger than `chunk_bytes`
 
 
+@explain_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Settings of saves and restores. Every default suits a training job.

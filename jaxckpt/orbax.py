@@ -41,6 +41,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._devices.shardings import saved_sharding
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.paths import closest_hint, path_prefixes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.tree import Tree, unflatten
@@ -64,6 +65,7 @@ _PYTREE_ARGS = (_args.StandardSave, _args.StandardRestore, _args.PyTreeSave, _ar
 _PYTREE_HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler)
 
 
+@explain_keywords
 def handler_registry(
     options: Options | None = None, *, item_handlers: Mapping[str, Any] | ocp.CheckpointHandler | None = None
 ) -> Any:
@@ -155,6 +157,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         return build_default_tree_metadata(tree, custom_metadata=manifest.metadata)
 
 
+@explain_keywords
 def register_v1(options: Options | None = None) -> None:
     """Make jaxckpt save and load the pytrees that the program passes to Orbax v1 after this call.
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
+from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._runs.checkpointer import Checkpointer
@@ -36,6 +37,7 @@ _CHAIN = "chain"
 numbers. Metrics are taken from process 0, so the processes need not agree on it first."""
 
 
+@explain_names
 class Publisher:
     """Publishes weights as bfloat16 for followers, as differences from the last publication.
 
@@ -143,6 +145,7 @@ class Publisher:
         self._checkpointer.__exit__(kind, error, trace)
 
 
+@explain_keywords
 def subscribe(
     directory: str | os.PathLike[str],
     target: Tree = None,

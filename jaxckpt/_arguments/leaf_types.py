@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.values import PYTHON_KINDS, is_utf8
 from jaxckpt.errors import InputError, show_path
 
@@ -50,6 +51,7 @@ _NAMES: dict[str, type] = {}
 """The registered type of each name."""
 
 
+@explain_keywords
 def register_leaf(
     cls: type,
     *,

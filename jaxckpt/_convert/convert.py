@@ -21,6 +21,7 @@ from jaxckpt._convert.destination import replacing, require_replaceable
 from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._job.call import Call
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Layout, Spec, mesh_layout
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import LayoutRecord, MeshRecord
@@ -46,6 +47,7 @@ from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError, show_path
 
 
+@explain_keywords
 def convert(
     source: Location,
     destination: str | os.PathLike[str],

@@ -22,6 +22,7 @@ import msgspec
 
 from jaxckpt._formats.local_files import reads_files
 from jaxckpt._formats.maxtext import maxtext_rules
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._options import Options
 from jaxckpt._rules.axis_layouts import AxisLayout as Axes
 from jaxckpt._rules.axis_layouts import axes_of
@@ -35,6 +36,7 @@ from jaxckpt.errors import DataError, InputError, NotACheckpointError
 Config = Mapping[str, Any]
 
 
+@explain_keywords
 @reads_files
 def huggingface_rules(
     folder: str | os.PathLike[str],

@@ -47,6 +47,7 @@ from jaxckpt._formats.rank_files import (
 )
 from jaxckpt._formats.safetensors import read_header
 from jaxckpt._formats.shards import FileData, from_boxes, from_ranks, replicated, tiled
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
 from jaxckpt._model.paths import escape_key
@@ -86,6 +87,7 @@ def open_mindspore(path: str) -> ForeignCheckpoint:
     return compose(path, read_ckpt(path), "mindspore")
 
 
+@explain_keywords
 @reads_files
 def mindspore_ranks(
     files: Files | str | os.PathLike[str],

@@ -35,6 +35,7 @@ from jaxckpt._formats.pickle_machine import OpaqueObject
 from jaxckpt._formats.pickles import as_array, as_tree, unpickle, unreadable
 from jaxckpt._formats.rank_files import Files, assemble, common_url, paths_of
 from jaxckpt._formats.shards import FileData
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.tree import Structure, Tree, nested_dicts, unflatten
 from jaxckpt._sources.compose import compose
@@ -94,6 +95,7 @@ def open_oneflow(path: str) -> ForeignCheckpoint:
     return compose(path, _saved(path), "oneflow")
 
 
+@explain_keywords
 @reads_files
 def oneflow_ranks(
     files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None

@@ -19,6 +19,7 @@ from jaxckpt._formats.local_files import list_names, path_on_disk, read_head, re
 from jaxckpt._formats.npz import read_npz
 from jaxckpt._formats.safetensors import read_header
 from jaxckpt._formats.shards import from_boxes, from_ranks
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, box_at
 from jaxckpt._model.paths import closest_hint
@@ -39,6 +40,7 @@ Offsets = Mapping[int, Mapping[str, Sequence[int]]]
 MAX_RANKS = 1 << 17
 
 
+@explain_keywords
 @reads_files
 def rank_files(
     files: Files,

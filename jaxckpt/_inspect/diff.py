@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Box, cut_to_size, whole_box
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
@@ -118,6 +119,7 @@ class Delta:
         return f"{summary}\n{show_lines(map(str, differing))}".rstrip()
 
 
+@explain_keywords
 def diff(
     path_a: Location,
     path_b: Location,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._inspect.drawing import clipped, definitions, layout_drawing, notebook
+from jaxckpt._keywords import explain_names
 from jaxckpt._model.grid import Box, Spec, show_axes
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
@@ -19,6 +20,7 @@ from jaxckpt._sources.source import Source
 from jaxckpt.errors import show_path
 
 
+@explain_names
 class LazyLeaf:
     """A leaf of a checkpoint. Indexing it like a NumPy array reads only the chunks that the index touches."""
 

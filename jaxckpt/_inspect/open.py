@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
+from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Select
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
     from jaxckpt._inspect.restore_plan import RestorePlan
 
 
+@explain_keywords
 def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
     """Open a checkpoint to inspect it. Only its manifest is read.
 
@@ -63,6 +65,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
     return Checkpoint(source, options)
 
 
+@explain_names
 class Checkpoint(Mapping[str, LazyLeaf]):
     """An open checkpoint: a mapping from leaf paths to lazy leaves. It is equal only to itself."""
 

@@ -45,6 +45,7 @@ from jaxckpt._inspect.drawing import (
 )
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.restore_plan import LeafLayout, RestorePlan, draw_plan, saved_layout
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import pieces_along, show_axes
 from jaxckpt._model.records import LeafRecord, Manifest
@@ -69,6 +70,7 @@ _SCALE = 1 / 16  # keeps the range of the bins from overflowing
 _BLOCK = 1 << 19  # values per call
 
 
+@explain_keywords
 def report(
     path: Location,
     *,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import object_index, zarr
 from jaxckpt._model.file_names import MANIFEST
@@ -110,6 +111,7 @@ def _affected_leaves(problems: list[Problem]) -> str:
     return f": {', '.join(hit[:3])}" + (f" and {len(hit) - 3} more" if len(hit) > 3 else "")
 
 
+@explain_keywords
 def verify(path: Location, *, quick: bool = False, options: Options | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 

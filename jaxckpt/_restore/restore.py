@@ -16,6 +16,7 @@ from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
 from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
@@ -30,6 +31,7 @@ from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, PeersDisagreeError, Problem
 
 
+@explain_keywords
 def restore(
     path: Location,
     target: Tree = None,
@@ -227,6 +229,7 @@ def _require_no_trace(abstract_leaves: Iterable[AbstractLeaf]) -> None:
         )
 
 
+@explain_keywords
 def load_numpy(
     path: Location,
     *,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._keywords import explain_names
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.pieces import Array
@@ -34,6 +35,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
+@explain_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """How leaves of a source become leaves of a target.

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxckpt._keywords import explain_names
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule
@@ -22,6 +23,7 @@ from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, MismatchError, Problem, show_count
 
 
+@explain_names
 @dataclass(frozen=True, slots=True)
 class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.

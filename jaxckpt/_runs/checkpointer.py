@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.call import Call
+from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalTier
 from jaxckpt._model.select import Select
@@ -48,6 +49,7 @@ from jaxckpt.errors import InputError, JaxckptError, Preempted
 _log = logging.getLogger("jaxckpt")
 
 
+@explain_names
 class Checkpointer(Run):
     """A `Run` that writes: saves the steps of a run into a directory, restores them, and deletes old steps by rules.
 

@@ -15,6 +15,7 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._keywords import explain_names
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
@@ -35,6 +36,7 @@ _log = logging.getLogger("jaxckpt")
 Path = str | os.PathLike[str]
 
 
+@explain_names
 @dataclass(frozen=True, slots=True)
 class Step:
     """A published step of a run."""

@@ -12,6 +12,7 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._keywords import explain_names
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool
@@ -36,6 +37,7 @@ StepName = int | str
 """A step: its number, "latest", "best", or the name of a pin."""
 
 
+@explain_names
 class Run:
     """A run's directory of steps, for reading it: an evaluator, a server, a notebook. It deletes nothing.
 

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
+from jaxckpt._keywords import explain_names
 from jaxckpt._pipeline.exit_status import set_exit_status
 from jaxckpt._pipeline.progress import Progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
@@ -34,6 +35,7 @@ from jaxckpt.errors import InputError, PeerError, StorageError
 _log = logging.getLogger("jaxckpt")
 
 
+@explain_names
 class PendingSave:
     """A save that runs in a background thread: the result of `save_async`."""
 

@@ -26,6 +26,7 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.call import Call
 from jaxckpt._job.collectives import CollectiveCalls
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import record_event
@@ -47,6 +48,7 @@ from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import PeerError, PeerFailedError, show_count
 
 
+@explain_keywords
 def save(
     path: str | os.PathLike[str],
     tree: Tree,
@@ -112,6 +114,7 @@ def save(
         return start(request, call.options, call, background=False).wait()
 
 
+@explain_keywords
 def save_async(
     path: str | os.PathLike[str],
     tree: Tree,

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._arguments.pytree import flatten, mark_as_leaf
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
 from jaxckpt._model.tree import Tree
@@ -30,6 +31,7 @@ READ_UNIT_BYTES = 4 << 20
 """Bytes per read of an array without a unit."""
 
 
+@explain_keywords
 def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: Iterable[str] = ()) -> ForeignCheckpoint:
     """A foreign checkpoint from its tree: nested dicts, lists and tuples of ForeignArrays, and of Python values and
     NumPy arrays that were already read.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
+from jaxckpt._keywords import explain_names
 from jaxckpt._model.grid import Box, Spec, intersection, relative, show_box, slices_within
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
@@ -126,6 +127,7 @@ class Replicas(ArrayData):
             copy.check()
 
 
+@explain_names
 @dataclass(frozen=True, slots=True)
 class ForeignArray:
     """A leaf of a foreign checkpoint."""
@@ -161,6 +163,7 @@ def as_foreign(leaf: SavedLeaf, data: ArrayData) -> ForeignArray:
     return ForeignArray(stack.dtype, stack.shape, data, kind, record.impl, stack.chunk[1:], leaf.mesh, leaf.spec)
 
 
+@explain_names
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
     """A checkpoint of another library."""

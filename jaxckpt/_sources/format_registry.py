@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from jaxckpt._keywords import explain_names
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.foreign import ForeignCheckpoint
@@ -26,6 +27,7 @@ GROUP = "jaxckpt.formats"
 """The group of entry points that name formats."""
 
 
+@explain_names
 @dataclass(frozen=True, slots=True)
 class ForeignStep:
     """A complete step in another library's run."""
@@ -34,6 +36,7 @@ class ForeignStep:
     path: str
 
 
+@explain_names
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of another library that records its own global layout."""

@@ -1,0 +1,240 @@
+"""Unknown arguments and attributes: the error says what jaxckpt calls what another library's name stands for."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxckpt import errors
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type[Any])
+
+_SAME_MEANING: dict[str, dict[str, str]] = {
+    "Orbax": {
+        "abstract_checkpointables": "restore.target Checkpointer.restore_or_init.init",
+        "abstract_state": "restore.target Checkpointer.restore_or_init.init",
+        "abstract_pytree": "restore.target Checkpointer.restore_or_init.init",
+        "checkpointables": "save.tree",
+        "context": "save.options",
+        "custom_metadata": "save.metadata",
+        "enable_async_checkpointing": "Checkpointer.background",
+        "fallback_sharding": "restore.mesh",
+        "force": "save.overwrite",
+        "item": "restore.target save.tree Checkpointer.restore_or_init.init",
+        "items": "restore.target save.tree Checkpointer.restore_or_init.init",
+        "keep_period": "Checkpointer.keep_every",
+        "max_to_keep": "Checkpointer.keep_last",
+        "post_finalization_callback": "save_async.on_done",
+        "pytree": "save.tree",
+        "restore_args": "restore.target Checkpointer.restore_or_init.init",
+        "save_interval_steps": "Checkpointer.every",
+        "state": "save.tree restore.target",
+        "timeout_secs": "Options.timeout_seconds",
+        "todelete_subdir": "Checkpointer.trash",
+        "transforms": "restore.rename",
+    },
+    "Flax": {
+        "ckpt_dir": "restore.path save.path",
+        "keep": "Checkpointer.keep_last",
+        "keep_every_n_steps": "Checkpointer.keep_every",
+    },
+    "Equinox": {"like": "restore.target Checkpointer.restore_or_init.init"},
+    "PyTorch": {
+        "checkpoint_id": "save.path restore.path",
+        "map_location": "restore.mesh",
+        "state_dict": "save.tree restore.target",
+    },
+    "": {
+        "force_overwrite": "save.overwrite",
+        "abstract_tree": "restore.target Checkpointer.restore_or_init.init",
+        "pytree_like": "restore.target",
+    },
+}
+"""For each library, its arguments that jaxckpt has under another name: <what has it>.<our name>, in any number."""
+
+_OTHER_MEANING = {
+    "args": "pass the tree or the target itself, without ocp.args",
+    "async_options": "see Options(timeout_seconds=), and on_done= of save_async",
+    "atomicity_options": "every step is published atomically, on file systems and in buckets",
+    "best_fn": 'a metric is chosen by name: keep_best=("loss", "min") of jaxckpt.Checkpointer',
+    "best_mode": 'it is a part of keep_best=("loss", "min") of jaxckpt.Checkpointer',
+    "checkpointable_name": "a checkpoint holds one tree: save {name: tree}, and restore a part with select=",
+    "cleanup_tmp_directories": "a jaxckpt.Checkpointer deletes half-written steps itself",
+    "create": "the directory is created if it does not exist",
+    "enable_background_delete": "old steps are always deleted in the background",
+    "keep_checkpoints_without_metrics": "keep_if= of jaxckpt.Checkpointer decides by step and metrics",
+    "keep_time_interval": "keep_if= of jaxckpt.Checkpointer decides by step and metrics; keep_for= keeps recent steps",
+    "multiprocessing_options": "all processes of jax.distributed take part in every call",
+    "partial_restore": "strict=False restores the leaves that both have, and select= some of them",
+    "preservation_policy": (
+        "the rules are arguments of jaxckpt.Checkpointer: keep_last=, keep_every=, keep_best=, keep_for= and keep_if="
+    ),
+    "read_only": "jaxckpt.Run(directory) only reads",
+    "restore_kwargs": "pass target=, mesh=, specs= or dtype= themselves",
+    "save_args": "pass dtype= to cast the leaves",
+    "save_decision_policy": (
+        "the conditions are arguments of jaxckpt.Checkpointer: every=, every_minutes= and save_if="
+    ),
+    "save_kwargs": "pass dtype=, metadata= or overwrite= themselves",
+    "save_on_steps": "save_if=lambda step, metrics: step in steps, of jaxckpt.Checkpointer",
+    "should_save_fn": "save_if= of jaxckpt.Checkpointer is a function of (step, metrics)",
+    "step_format_fixed_length": "the folder of a step is always its number in 8 digits",
+    "step_name_format": "the folder of a step is always its number in 8 digits",
+    "step_prefix": "the folder of a step is always its number in 8 digits",
+    "todelete_full_path": "steps in buckets are deleted; trash= moves them only on file systems",
+    "use_ocdbt": "small leaves are always packed together",
+    "use_zarr3": "arrays are always stored as Zarr v3",
+}
+"""Arguments of Orbax that need another argument with another value, or none."""
+
+_ATTRIBUTES = {
+    "Run": {
+        "all_steps": "use steps()",
+        "checkpoints": "use steps()",
+        "item_metadata": "use open(step): its leaves have shapes, dtypes and specs",
+        "latest": "use latest_step()",
+        "load": "use restore(step, target)",
+        "metadata": "use open(step).metadata",
+        "reload": "it is not needed, because every call reads the directory",
+        "save": "a Run only reads: use jaxckpt.Checkpointer(directory)",
+    },
+    "Checkpointer": {
+        "check_for_errors": "wait() raises the error of a background save, and so does the next save",
+        "is_saving_in_progress": "use pending, which is None or a PendingSave with done",
+        "reached_preemption": "save handles preemption; preempted is true afterwards",
+        "save_async": "save already writes in the background: see Checkpointer(background=…)",
+        "should_save": "save decides, and returns whether the step is being saved: see Checkpointer(save_if=…)",
+        "wait_until_finished": "use wait()",
+    },
+    "PendingSave": {
+        "check_for_errors": "wait() raises the error of the save",
+        "on_complete": "use jaxckpt.save_async(…, on_done=…)",
+        "result": "use wait()",
+        "wait_until_finished": "use wait()",
+    },
+}
+"""Methods of Orbax, by the class of ours that a program would look for them in."""
+
+_MODULE_ATTRIBUTES = {
+    **dict.fromkeys(("all_steps", "steps"), "Run(directory).steps()"),
+    **{name: f"Run(directory).{name}()" for name in ("latest_step", "best_step", "pins", "follow")},
+    "fork": "Run(directory).fork(new_directory)",
+    "pin": "Run(directory).pin(step, name)",
+    "unpin": "Run(directory).unpin(name)",
+    "add_metrics": "Run(directory).add_metrics(step, metrics)",
+    "plan": "open(path).plan(target)",
+    "load": "restore, or jaxckpt.load_numpy for NumPy arrays",
+    "metadata": "open(path).metadata",
+    "AsyncCheckpointer": "save_async",
+    "CheckpointManager": "Checkpointer(directory)",
+    "CheckpointManagerOptions": "Checkpointer(directory, …), which takes them as arguments",
+    "PyTreeCheckpointer": "save and jaxckpt.restore",
+    "StandardCheckpointer": "save and jaxckpt.restore",
+    **{name: f"weights.{name}" for name in ("Publisher", "subscribe")},
+    **{name: f"formats.{name}" for name in ("mindspore_ranks", "oneflow_ranks", "rank_files")},
+    **{name: f"rules.{name}" for name in ("Rule", "Rules", "huggingface_rules")},
+    **{name: f"types.{name}" for name in ("Delta", "LeafDelta", "LocalBytes", "Progress", "RestorePlan")},
+    "VerifyReport": "types.VerifyReport",
+    "handler_registry": "orbax.handler_registry",
+}
+"""What to use in place of names that the package does not have: what follows "jaxckpt.". Errors are not listed."""
+
+_public: dict[str, Callable[..., Any]] = {}
+"""The functions below which `explain_keywords` decorates, by qualified name."""
+
+
+def explain_keywords(function: F) -> F:
+    """A public function whose TypeError for an unknown keyword argument says what jaxckpt calls it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            parameters = inspect.signature(function).parameters
+            unknown = [name for name in kwargs if name not in parameters]
+            if not unknown:  # any other error, possibly from within the function
+                raise
+        raise TypeError("\n".join(_unknown_keyword(function, parameters, name) for name in unknown))
+
+    _public[function.__qualname__] = call
+    return call  # pyright: ignore[reportReturnType]
+
+
+def explain_names(cls: C) -> C:
+    """A public class whose errors for unknown keyword arguments and attributes say what jaxckpt calls them."""
+    for name, member in [*vars(cls).items()]:
+        if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
+            setattr(cls, name, explain_keywords(member))
+    if cls.__name__ in _ATTRIBUTES:
+        cls.__getattr__ = _explain_attribute
+    return cls
+
+
+def _explain_attribute(self: object, name: str) -> Any:
+    """Python calls this after it has found no attribute of that name."""
+    for cls in type(self).__mro__:
+        hint = _ATTRIBUTES.get(cls.__name__, {}).get(name)
+        if hint is not None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}: {hint}", name=name)
+    return object.__getattribute__(self, name)  # raises Python's own error, or the AttributeError of a property
+
+
+def missing_module_attribute(name: str) -> str:
+    """The message for a name that the package does not have."""
+    error = getattr(errors, name, None)
+    if isinstance(error, type) and error.__module__ == errors.__name__:
+        ours = f"errors.{name}"
+    else:
+        ours = _MODULE_ATTRIBUTES.get(name)
+    return f"module 'jaxckpt' has no attribute {name!r}" + (f": use jaxckpt.{ours}" if ours else "")
+
+
+def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any], name: str) -> str:
+    """The message for a keyword that a function does not have."""
+    called = function.__qualname__.removesuffix(".__init__")
+    owner = called.rpartition(".")[0]
+    if "options" in parameters and name in _parameters("Options"):
+        hint = f": pass options=jaxckpt.Options({name}=…)"
+    elif name in _parameters(owner):
+        hint = f": it is an argument of {owner}"
+    else:
+        hint = _meaning(name, parameters) or _typo(name, parameters)
+    return f"{called} has no argument {name}{hint}"
+
+
+def _parameters(cls: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a public class."""
+    init = _public.get(f"{cls}.__init__")
+    return {} if init is None else inspect.signature(init).parameters
+
+
+def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
+    """What another library's argument is called here; empty if no library has it."""
+    if name in _OTHER_MEANING:
+        return f": {_OTHER_MEANING[name]}"
+    for library, names in _SAME_MEANING.items():
+        if name in names:
+            theirs = f"{library}'s {name} is" if library else "use"
+            homes = [home.rpartition(".") for home in names[name].split()]
+            here = next((ours for _, _, ours in homes if ours in parameters), None)
+            if here is not None:
+                return f": {theirs} {here}" + (" here" if library else "")
+            home, _, ours = homes[0]
+            if home == "Options" and "options" in parameters:
+                return f": {theirs} options=jaxckpt.Options({ours}=…) here"
+            return f": {theirs} {ours} of jaxckpt.{home}"
+    return ""
+
+
+def _typo(name: str, parameters: Mapping[str, Any]) -> str:
+    """The name that a misspelled keyword resembles; empty if there is none."""
+    options = _parameters("Options") if "options" in parameters else ()
+    near = difflib.get_close_matches(name, [ours for ours in (*parameters, *options) if ours != "self"], n=1)
+    if not near:
+        return ""
+    return f": did you mean {near[0]}?" if near[0] in parameters else f": did you mean Options({near[0]}=…)?"
