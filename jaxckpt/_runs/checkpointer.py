@@ -74,7 +74,8 @@ class Checkpointer(Run):
         save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
             processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
-        keep_every: Keep steps that are multiples of this number.
+        keep_every: For each multiple of this number, keep the first step at or after it: the multiple itself if it was
+            saved. For the multiple 0, only step 0 is kept.
         keep_best: (name of a metric, "min" or "max"): keep the step with the best value, the newest of equal ones.
             (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` do not
             have that name is an error, and so is a save without `metrics` while no step has it: pass float("nan") for a
