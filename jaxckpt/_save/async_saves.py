@@ -72,11 +72,11 @@ class PendingSave:
         seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
         return Progress("save", self._done_bytes, self._total_bytes, seconds)
 
-    def wait(self, timeout: float | None = None) -> SaveInfo:
+    def wait(self, timeout_seconds: float | None = None) -> SaveInfo:
         """Wait until the checkpoint is published.
 
         Args:
-            timeout: Seconds to wait at most; None: no limit.
+            timeout_seconds: Seconds to wait at most; None: no limit.
 
         Returns:
             What was written.
@@ -93,12 +93,13 @@ class PendingSave:
         own_threads = [job.thread for job in _jobs.copy() if job.pending is self]
         if not self.done and threading.get_ident() in (_writer_thread, *own_threads):
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
-        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and timeout == timeout  # pyright: ignore
-        if timeout is not None and not is_number:
-            raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
+        given = timeout_seconds
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and given == given  # pyright: ignore
+        if given is not None and not is_number:
+            raise InputError(f"timeout_seconds must be a number of seconds or None, found {reprlib.repr(given)}")
         wake_thread()
-        if not self._await(self._ended, timeout):
-            raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
+        if not self._await(self._ended, timeout_seconds):
+            raise TimeoutError(f"the save to {self.path} is not done after {timeout_seconds:g} s: {self.progress}")
         _mark_reported(self)
         if self._error is not None:
             raise self._error
