@@ -116,21 +116,21 @@ class PendingSave:
         _abandoned.append(self)
         _mark_reported(self)
 
-    def hurry(self, timeout: float) -> None:
-        """End the limit of its rate, and wait for at most `timeout` seconds until the checkpoint is published or the
+    def hurry(self, timeout_seconds: float) -> None:
+        """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
         self.rate_limiter.bytes_per_second = None
         wake_thread()
-        self._await(self._settled, timeout)
+        self._await(self._settled, timeout_seconds)
 
     def await_end(self) -> SaveInfo | None:
         """Wait until the save has ended. Returns its result, or None if it failed."""
         self._await(self._ended, None)
         return self._info
 
-    def _await(self, latch: Latch, timeout: float | None) -> bool:
-        """Wait for `timeout` seconds at most. Returns whether the latch is set. Hanging storage ends the save."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _await(self, latch: Latch, timeout_seconds: float | None) -> bool:
+        """Wait for `timeout_seconds` at most. Returns whether the latch is set. Hanging storage ends the save."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             if latch.wait(left):
