@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._keywords import explain_keywords, explain_names
+from jaxckpt._model.select import Rename, Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_whole_number
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt._runs.checkpointer import Checkpointer
 from jaxckpt._runs.run import Run
 from jaxckpt._save.async_saves import PendingSave
@@ -152,6 +154,8 @@ def subscribe(
     *,
     mesh: Mesh | None = None,
     specs: Specs = None,
+    select: Select | None = None,
+    rename: Rename | None = None,
     timeout_seconds: float | None = None,
     poll_seconds: float = 0.1,
     options: Options | None = None,
@@ -160,9 +164,12 @@ def subscribe(
 
     Args:
         directory: The directory of the `Publisher`.
-        target: As for `jaxckpt.restore`; its dtypes must be bfloat16.
+        target: As for `jaxckpt.restore`; its dtypes must be bfloat16. It has no leaves that `select` leaves out.
         mesh: As for `jaxckpt.restore`.
         specs: As for `jaxckpt.restore`.
+        select: As for `jaxckpt.restore`: follow only these leaves. The others are not read.
+        rename: As for `jaxckpt.restore`: a mapping or a function. `Rules` are an error, because they cannot be applied
+            to differences.
         timeout_seconds: End without an error if nothing is published for this many seconds; None: no limit.
         poll_seconds: Seconds between two checks of the directory.
         options: See `Options`.
@@ -172,12 +179,18 @@ def subscribe(
 
     Raises:
         DataError: A publication since the newest anchor is missing.
-        InputError: `directory` holds no published weights, or `target` asks for anything other than bfloat16 arrays.
+        InputError: `directory` holds no published weights; `target` asks for anything other than bfloat16 arrays, or
+            has leaves that `select` leaves out; or `rename` is a `Rules`.
         Exception: As `Run.follow` and `jaxckpt.restore`.
     """
+    if isinstance(rename, Rules):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(
+            "subscribe takes no Rules as rename=, because they cannot be applied to the differences that are published:"
+            " pass a mapping or a function, or apply the rules to the weights before they are published"
+        )
     # The returned generator must not depend on the current folder when it runs.
     run = Run(run_at(directory, options_or_default(options)).url, options=options)
-    return _subscribe(run, target, mesh, specs, timeout_seconds, poll_seconds)
+    return _subscribe(run, target, mesh, specs, select, rename, timeout_seconds, poll_seconds)
 
 
 def _subscribe(
@@ -185,6 +198,8 @@ def _subscribe(
     target: Tree,
     mesh: Mesh | None,
     specs: Specs,
+    select: Select | None,
+    rename: Rename | None,
     timeout_seconds: float | None,
     poll_seconds: float,
 ) -> Generator[tuple[int, Tree]]:
@@ -203,10 +218,13 @@ def _subscribe(
             _require_anchor(publication.path, publication.metrics)
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)
             if note["previous"] is None:
-                weights = publication.restore(target, mesh=mesh, specs=specs)
+                weights = publication.restore(target, mesh=mesh, specs=specs, select=select, rename=rename)
+                if select is not None:
+                    _require_selected(weights, target)
                 _require_bfloat16(weights)
             elif (note["previous"], chain) == last_applied:
-                weights = _apply_link(weights, publication.restore(jax.tree.map(_link_of, weights)))
+                link = publication.restore(jax.tree.map(_link_of, weights), select=select, rename=rename)
+                weights = _apply_link(weights, link)
             else:  # publications were deleted before this loop reached them
                 break
             last_applied = publication.number, chain
@@ -319,6 +337,14 @@ def _require_floats(weights: Tree) -> None:
         dtype = getattr(leaf.value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise InputError(f"weights must be floating-point arrays, but {leaf.path!r} is not")
+
+
+def _require_selected(weights: Tree, target: Tree) -> None:
+    """Raise InputError if a restored tree has values of the target, as it does for leaves that are not selected."""
+    values = {id(leaf) for leaf in jax.tree.leaves(target)}
+    for leaf in flatten(weights)[0]:
+        if id(leaf.value) in values:
+            raise InputError(f"target has a leaf {leaf.path!r} that select= leaves out: leave it out of target too")
 
 
 def _require_bfloat16(weights: Tree) -> None:

@@ -99,6 +99,29 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
             require_bits(tree, step)
 
 
+@pytest.mark.parametrize("rename", [None, {"deep": "body/layers"}, lambda path: path.replace("deep", "body/layers")])
+@pytest.mark.parametrize("with_target", [False, True])
+def test_a_part_of_the_weights_with_other_names(tmp_path: Path, rename: Any, with_target: bool) -> None:
+    """An anchor and differences: a tree with a leaf of a sequence that is left out."""
+    target = None
+    if with_target:
+        leaf = jax.ShapeDtypeStruct((2, 3, 8), jnp.bfloat16)
+        target = {"deep": [leaf]} if rename is None else {"body": {"layers": {"0": leaf}}}
+    with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
+        follower = jaxckpt.weights.subscribe(
+            tmp_path, target, select="deep/0", rename=rename, timeout_seconds=60, poll_seconds=0.01
+        )
+        for step in range(3):
+            publisher.publish(step, weights(0, step))
+            publisher._checkpointer.wait()
+            found_step, tree = next(follower)
+            assert found_step == step
+            assert [*tree] == ["deep" if rename is None else "body"]
+            (found,) = jax.tree.leaves(tree)
+            expected = np.asarray(weights(0, step)["deep"][0].astype(jnp.bfloat16))
+            np.testing.assert_array_equal(np.asarray(found).view(np.uint16), expected.view(np.uint16))
+
+
 def test_every_bit_pattern(tmp_path: Path) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     first, second = (jnp.asarray(words.view(jnp.bfloat16)) for words in (bits, bits[::-1].copy()))
@@ -196,6 +219,13 @@ def test_invalid_arguments(tmp_path: Path) -> None:
         publisher.publish(1, {"w": jnp.ones(4)})
     with pytest.raises(jaxckpt.errors.InputError, match="asks for float32 at 'w'"):
         next(jaxckpt.weights.subscribe(tmp_path / "w", {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}))
+    rules = jaxckpt.rules.Rules([])
+    with pytest.raises(jaxckpt.errors.InputError, match="takes no Rules"):
+        jaxckpt.weights.subscribe(tmp_path / "w", rename=rules)  # pyright: ignore[reportArgumentType]
+    for other in (jax.ShapeDtypeStruct((3,), jnp.bfloat16), jnp.ones(3, jnp.bfloat16), 7):
+        target = {"w": jax.ShapeDtypeStruct((4,), jnp.bfloat16), "other": other}
+        with pytest.raises(jaxckpt.errors.InputError, match="target has a leaf 'other' that select= leaves out"):
+            next(jaxckpt.weights.subscribe(tmp_path / "w", target, select="w"))
     os.rename(tmp_path / "w/00000000", tmp_path / "gone")
     with pytest.raises(jaxckpt.errors.DataError, match="lacks a publication since its newest anchor, 0"):
         next(jaxckpt.weights.subscribe(tmp_path / "w"))

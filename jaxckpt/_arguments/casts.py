@@ -54,7 +54,7 @@ class Castable:
 def resolve_casts(
     requested: Dtypes, leaves: Sequence[Castable], policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
-    """The new dtype of each leaf whose dtype changes, by path, and the problems.
+    """The dtype of each leaf that has one in `dtype=`, by path, and the problems. It may be the leaf's current dtype.
 
     A dtype for the tree or a container applies to the leaves below with the same kind of number: bfloat16 does not
     change integers. A function, or a dtype at a leaf's own path, applies to any kind. Raises InputError if an entry is
@@ -66,12 +66,12 @@ def resolve_casts(
         if one.dtype is None:
             reason = f"is not a numeric array, or belongs to the state of an object, but dtype= gives {wanted} for it"
             problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
-        elif wanted != one.dtype:
-            chosen[one.path] = wanted
-            if judge_cast(one.dtype, wanted, policies[one.path], one.shape, may_round=True) is Verdict.REFUSED:
-                nan = f", in which NaN would become {NAN_LESS[wanted.name]}" if wanted.name in NAN_LESS else ""
-                reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast{nan}"
-                problems.append(Problem(one.path, reason, ALLOW_LOSS))
+            continue
+        chosen[one.path] = wanted
+        if judge_cast(one.dtype, wanted, policies[one.path], one.shape, may_round=True) is Verdict.REFUSED:
+            nan = f", in which NaN would become {NAN_LESS[wanted.name]}" if wanted.name in NAN_LESS else ""
+            reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast{nan}"
+            problems.append(Problem(one.path, reason, ALLOW_LOSS))
     return chosen, problems
 
 

@@ -97,7 +97,7 @@ def _message(error: Exception) -> tuple[str, int]:
     match error:
         case InputError() | CheckpointExistsError():
             text = str(error).replace("pass overwrite=True to replace", "--overwrite replaces")
-            return re.sub(r"\b(select|rename|mesh|specs|format)(?:_shape)?=(?![\w(\"'…])", r"--\1", text), BAD_INPUT
+            return re.sub(r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1", text), BAD_INPUT
         case CorruptError():
             return str(error), DAMAGED
         case NotACheckpointError():

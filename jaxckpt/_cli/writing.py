@@ -59,7 +59,7 @@ def convert(
         source,
         destination,
         format=format,
-        mesh_shape=mesh,
+        mesh=mesh,
         specs=spec_tree(open_checkpoint(source, rename=rename_rules), specs, select, dict(rename)) if specs else None,
         select=select or None,
         rename=rename_rules or dict(rename) or None,

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._convert.destination import replacing, require_replaceable
@@ -53,7 +54,7 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     format: str | None = None,
-    mesh_shape: Mapping[str, int] | None = None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     specs: Specs = None,
     select: Select | None = None,
     rename: Renaming | None = None,
@@ -74,10 +75,10 @@ def convert(
             with an index); "npz"; "zarr" (a group with one array per leaf); "orbax". By default the destination's
             suffix decides: .safetensors, .npz, .zarr, or "jaxckpt" without a suffix. Any other suffix, such as .pt or
             .h5, is an error unless `format` is given.
-        mesh_shape: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}. It
-            decides how leaves are cut into objects, and the specs that they are restored with. By default the layout
-            stays the same.
-        specs: With `mesh_shape`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
+        mesh: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}, or a
+            Mesh or AbstractMesh, of which only the axis sizes count. It decides how leaves are cut into objects, and
+            the specs that they are restored with. By default the layout stays the same.
+        specs: With `mesh`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
             leaf). By default each leaf keeps its own spec, mapped by axis name; if the mesh has none of these axes, a
             SpecError is raised.
         select: Only these leaves, by their old paths, as for `restore`.
@@ -110,8 +111,8 @@ def convert(
         overwrite = require_bool(overwrite, "overwrite")
         if chunk_bytes is not None:
             options = replace(options, chunk_bytes=chunk_bytes)
-        if specs is not None and mesh_shape is None:
-            raise InputError("convert(specs=…) needs mesh_shape=: the sizes of the mesh axes that the specs name")
+        if specs is not None and mesh is None:
+            raise InputError("convert(specs=…) needs mesh=: the sizes of the mesh axes that the specs name")
         target = local_path(destination, "destination")
         name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
         if name != "jaxckpt" and target is None:
@@ -126,15 +127,15 @@ def convert(
             with _turn_of_process_0(call, "verifying the source") as is_process_0:
                 if is_process_0:
                     _verify_checksums(narrow, options)
-            draft, manifest = _drafted(narrow, mesh_shape, specs, options), narrow.manifest
+            draft, manifest = _drafted(narrow, mesh, specs, options), narrow.manifest
             path = SharedPath.at(destination, options, overwrite=overwrite)
             request = SaveRequest(path, metadata=manifest.metadata, draft=draft, step=manifest.step)
             start(request, options, call, background=False).wait()
             return
         if chunk_bytes is not None and name != "zarr":
             raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
-        if mesh_shape is not None:
-            raise InputError(f"mesh_shape= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
+        if mesh is not None:
+            raise InputError(f"mesh= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
         assert target is not None
         with _turn_of_process_0(call, "converting") as is_process_0:
             if is_process_0:
@@ -229,7 +230,9 @@ def _format_of(destination: str, format: str | None) -> str:
 # To jaxckpt's format --------------------------------------------------------------------------------------
 
 
-def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs, options: Options) -> Draft:
+def _drafted(
+    source: Source, mesh: Mesh | AbstractMesh | Mapping[str, int] | None, specs: Specs, options: Options
+) -> Draft:
     """The checkpoint as a tree to be saved, laid out for the requested mesh, or for its saved mesh.
 
     Process 0 is the only holder of all cells, and writes everything. Raises SpecError.
@@ -240,8 +243,8 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
     table.meshes, table.layouts = list(manifest.meshes), list(manifest.layouts)
     leaves = [TypedLeaf(manifest, record) for record in manifest.leaves]
     axes, chosen = None, dict[str, Spec]()
-    if mesh_shape is not None:
-        axes = mesh_axes(mesh_shape)
+    if mesh is not None:
+        axes = mesh_axes(mesh)
         on_devices = {leaf.path: leaf for leaf in leaves if leaf.on_devices}
         given = resolve_specs(specs, list(on_devices.items()))
         groups = [LeafGroup([path], leaf.shape, leaf.spec, given.get(path)) for path, leaf in on_devices.items()]
@@ -253,18 +256,18 @@ def _drafted(source: Source, mesh_shape: Mapping[str, int] | None, specs: Specs,
     for number, leaf in enumerate(leaves):
         layout = leaf.record.layout
         if leaf.is_array:
-            shape, mesh, spec = leaf.stored_shape, None, leaf.spec
+            shape, leaf_axes, spec = leaf.stored_shape, None, leaf.spec
             if leaf.on_devices:
-                mesh, record = leaf.mesh and leaf.mesh.axes, manifest.leaf_layout(leaf.record)[2]
+                leaf_axes, record = leaf.mesh and leaf.mesh.axes, manifest.leaf_layout(leaf.record)[2]
                 if axes is not None:
-                    mesh, spec = axes, chosen[leaf.path]
+                    leaf_axes, spec = axes, chosen[leaf.path]
                     record = LayoutRecord(0, [list(entry) for entry in spec])
                 if record not in table.layouts:
                     table.layouts.append(record)
                 layout = table.layouts.index(record)
             cells = Layout((1,) * len(shape), ((0,),))
-            if mesh is not None and 0 not in shape:
-                cells = mesh_layout(np.zeros(tuple(mesh.values()), np.int64), list(mesh), spec, len(shape))
+            if leaf_axes is not None and 0 not in shape:
+                cells = mesh_layout(np.zeros(tuple(leaf_axes.values()), np.int64), list(leaf_axes), spec, len(shape))
             if number in manifest.ties:
                 draft.ties[number] = manifest.ties[number]
             else:

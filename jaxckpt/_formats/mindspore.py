@@ -58,6 +58,8 @@ from jaxckpt._store.files import read_into
 from jaxckpt.errors import DataError, InputError, show_path
 
 if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
     from jaxckpt._arguments.specs import Specs
 
 MAX_STRATEGY_BYTES = 256 << 20
@@ -93,7 +95,7 @@ def mindspore_ranks(
     files: Files | str | os.PathLike[str],
     *,
     strategy: str | os.PathLike[str] | None = None,
-    mesh_shape: Mapping[str, int] | None = None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     specs: Specs = None,
 ) -> ForeignCheckpoint:
     """Combine the files that the ranks of a MindSpore job saved into one checkpoint of global arrays.
@@ -108,7 +110,7 @@ def mindspore_ranks(
         strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, for one pipeline stage or
             merged; or a folder with the files of all stages. Each rank holds the whole of an array that is not in it.
             The axes of its device matrices are named "d0", "d1", … from the left; that of pipeline stages is "stage".
-        mesh_shape: Without a strategy, the mesh on which the ranks were numbered, as for `rank_files`.
+        mesh: Without a strategy, the mesh on which the ranks were numbered, as for `rank_files`.
         specs: Without a strategy, how each array was split over that mesh, as for `rank_files`.
 
     Returns:
@@ -127,18 +129,16 @@ def mindspore_ranks(
         >>> for rank in range(2):
         ...     info = jaxckpt.save("/tmp/jaxckpt-doc/rank", {"w": np.arange(3) + 3 * rank}, overwrite=True)
         ...     jaxckpt.convert(info.path, f"/tmp/jaxckpt-doc/ranks/rank_{rank}/w.safetensors", overwrite=True)
-        >>> ranks = jaxckpt.formats.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh_shape={"mp": 2}, specs=jax.P("mp"))
+        >>> ranks = jaxckpt.formats.mindspore_ranks("/tmp/jaxckpt-doc/ranks", mesh={"mp": 2}, specs=jax.P("mp"))
         >>> jaxckpt.load_numpy(ranks)
         {'w': array([0, 1, 2, 3, 4, 5])}
     """
-    if strategy is not None and (mesh_shape is not None or specs is not None):
-        raise InputError(
-            "a strategy determines the mesh and the specs: pass either strategy= or mesh_shape= and specs="
-        )
+    if strategy is not None and (mesh is not None or specs is not None):
+        raise InputError("a strategy determines the mesh and the specs: pass either strategy= or mesh= and specs=")
     paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     rank_values = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
-        tree = assemble(rank_values, mesh_shape, specs)
+        tree = assemble(rank_values, mesh, specs)
     else:
         tree = _assemble_by_strategy(rank_values, read_strategy(path_on_disk(strategy, "strategy")))
     return compose(common_url(paths), tree, "mindspore", files=paths.values())

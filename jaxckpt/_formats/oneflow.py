@@ -44,6 +44,8 @@ from jaxckpt._sources.format_registry import Format
 from jaxckpt.errors import DataError, NotACheckpointError
 
 if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
     from jaxckpt._arguments.specs import Specs
 
 _PICKLE, _DONE, _GRAPH, _META, _DATA = "pickled_data", "snapshot_done", "model.mlir", "meta", "out"
@@ -98,7 +100,7 @@ def open_oneflow(path: str) -> ForeignCheckpoint:
 @explain_keywords
 @reads_files
 def oneflow_ranks(
-    files: Files, *, mesh_shape: Mapping[str, int] | None = None, specs: Specs = None
+    files: Files, *, mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None, specs: Specs = None
 ) -> ForeignCheckpoint:
     """Combine the files that the ranks of a OneFlow job saved separately into one checkpoint of global arrays.
 
@@ -111,8 +113,9 @@ def oneflow_ranks(
 
     Args:
         files: The path that each rank gave to `flow.save`, a file or a folder, as {rank: path}.
-        mesh_shape: The mesh on which the ranks were numbered, in row-major order: {"data": 2, "model": 4}. By default
-            one axis "rank" with the number of files.
+        mesh: The mesh on which the ranks were numbered, in row-major order: axis sizes such as {"data": 2, "model": 4},
+            or a Mesh or AbstractMesh, of which only the axis sizes count. By default one axis "rank" with the number of
+            files.
         specs: How each tensor was split over that mesh: a PartitionSpec for all, a mapping of path → PartitionSpec, or
             a function of (path, leaf). `sbp.split(dim)` is an axis name at that dimension, `sbp.broadcast` is none.
             Without a spec, each rank holds the whole tensor. Ranks that hold the same box are replicas: one is enough,
@@ -145,7 +148,7 @@ def oneflow_ranks(
         leaves, structure = flatten(_saved(path))
         rank_values[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
-    whole = assemble(rank_values, mesh_shape, specs)
+    whole = assemble(rank_values, mesh, specs)
     if all(structure == structures[0] for structure in structures):
         tree = unflatten(structures[0], [whole[path] for path in next(iter(rank_values.values()))])
     else:  # stages of a pipeline

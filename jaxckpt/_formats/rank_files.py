@@ -29,6 +29,8 @@ from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
     from jaxckpt._arguments.specs import Specs
 
 Files = Mapping[int, str | os.PathLike[str]]
@@ -45,7 +47,7 @@ MAX_RANKS = 1 << 17
 def rank_files(
     files: Files,
     *,
-    mesh_shape: Mapping[str, int] | None = None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     specs: Specs = None,
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -59,8 +61,9 @@ def rank_files(
         files: The file of each rank: .npz, as written by numpy.savez or savez_compressed, or .safetensors. Arrays with
             the same name are shards of one array. A "/" in a name makes a dict: "params/w" becomes
             {"params": {"w": …}}.
-        mesh_shape: The mesh on which the ranks were numbered, in row-major order: {"data": 2, "model": 4}. By default
-            one axis "rank" with the number of files.
+        mesh: The mesh on which the ranks were numbered, in row-major order: axis sizes such as {"data": 2, "model": 4},
+            or a Mesh or AbstractMesh, of which only the axis sizes count. By default one axis "rank" with the number of
+            files.
         specs: How each array was split over that mesh: a PartitionSpec for all, a mapping of name → PartitionSpec, or
             a function of (path, leaf). Without a spec, each rank holds the whole array. Ranks with the same box are
             replicas: one is enough, and they are compared when they are read.
@@ -83,7 +86,7 @@ def rank_files(
         >>> for rank in range(2):
         ...     np.savez(f"/tmp/jaxckpt-doc/{rank}.npz", w=np.arange(3) + 3 * rank, step=np.int64(7))
         >>> ranks = {rank: f"/tmp/jaxckpt-doc/{rank}.npz" for rank in range(2)}
-        >>> checkpoint = jaxckpt.formats.rank_files(ranks, mesh_shape={"data": 2}, specs={"w": jax.P("data")})
+        >>> checkpoint = jaxckpt.formats.rank_files(ranks, mesh={"data": 2}, specs={"w": jax.P("data")})
         >>> jaxckpt.load_numpy(checkpoint)
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
@@ -91,7 +94,7 @@ def rank_files(
     rank_values = {
         rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
     }
-    tree = nested_dicts(assemble(rank_values, mesh_shape, specs, offsets, shapes))
+    tree = nested_dicts(assemble(rank_values, mesh, specs, offsets, shapes))
     return compose(common_url(paths), tree, "rank files", files=paths.values())
 
 
@@ -143,7 +146,7 @@ RankValues = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
 
 def assemble(
     rank_values: RankValues,
-    mesh_shape: Mapping[str, int] | None = None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     specs: Specs = None,
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -154,7 +157,7 @@ def assemble(
     from jaxckpt._arguments.specs import mesh_axes, resolve_specs
 
     arrays, whole = group_by_name(rank_values)
-    axes = mesh_axes({"rank": max(rank_values) + 1} if mesh_shape is None else mesh_shape)
+    axes = mesh_axes({"rank": max(rank_values) + 1} if mesh is None else mesh)
     if math.prod(axes.values()) > MAX_RANKS:
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
     boxes = _boxes(arrays, _require_mapping(offsets, "offsets"), _require_mapping(shapes, "shapes"))

@@ -235,6 +235,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         rename: Renaming | None = None,
         strict: bool = True,
         dtype: Dtypes = None,
+        tied: bool = False,
         devices_per_process: int = 8,
         options: Options | None = None,
     ) -> RestorePlan:
@@ -248,7 +249,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             select: As for `restore`.
             rename: As for `restore`.
             strict: As for `restore`.
-            dtype: As for `restore`. `tied=` is not a parameter, because it does not change what is read.
+            dtype: As for `restore`.
+            tied: As for `restore`; it does not change what is read.
             devices_per_process: For a mesh that this machine does not have: the number of devices per process, in
                 row-major order.
             options: See `Options`.
@@ -271,7 +273,9 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         )
         options = self._options if options is None else options_or_default(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
-        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype)
+        request = RestoreRequest(
+            target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype, tied=tied
+        )
         require_request(request)
         manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options), options)

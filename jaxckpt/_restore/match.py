@@ -115,7 +115,7 @@ class Match:
 def given_casts(
     manifest: Manifest, match: Match, request: RestoreRequest, policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
-    """The dtype of each requested path whose dtype `dtype=` changes, and the problems."""
+    """The dtype of each requested path that has one in `dtype=`, and the problems."""
     if request.dtype is None:
         return {}, []
     states = [node for _, node in user_objects_of(manifest.tree)]

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxckpt._arguments.casts import ALLOW_LOSS, Verdict, judge_cast, resolve_policies
+from jaxckpt._arguments.casts import ALLOW_LOSS, Dtypes, Verdict, judge_cast, resolve_policies
 from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.device_layout import order_problem
@@ -102,11 +102,29 @@ def host_leaf(kind: str) -> AbstractLeaf:
     return AbstractLeaf("numpy" if KINDS[kind].on_devices else kind)
 
 
-def host_leaves(manifest: Manifest, select: Select | None) -> Resolved:
-    """What the leaves of the saved tree, or the selected ones, are restored as without devices."""
+def host_leaves(manifest: Manifest, select: Select | None, dtype: Dtypes, options: Options) -> Resolved:
+    """What the leaves of the saved tree, or the selected ones, are restored as without devices.
+
+    Raises MismatchError that lists every leaf that cannot be cast.
+    """
     numbers = selected_numbers(manifest, None if select is None else parse_select(select))
-    abstract_leaves = {number: host_leaf(manifest.leaves[number].kind) for number in numbers}
-    return Resolved(abstract_leaves, Assembly.of_saved(manifest, manifest.tree, numbers))
+    assembly = Assembly.of_saved(manifest, manifest.tree, numbers)
+    if dtype is None:
+        return Resolved({number: host_leaf(manifest.leaves[number].kind) for number in numbers}, assembly)
+    paths = [manifest.leaves[number].path for number in numbers]
+    match = Match(LeafRequests(paths, numbers, [None] * len(paths)), assembly)
+    policies = resolve_policies(options.cast, paths, (TypedLeaf(manifest, manifest.leaves[n]) for n in numbers))
+    request = RestoreRequest(dtype=dtype)
+    casts, losses = given_casts(manifest, match, request, policies)
+    _raise_problems(manifest, request, match, losses, [], [])
+    groups = _group(manifest, match.requests, {}, casts, policies)
+    return _resolved(groups, [_host_leaf(group.leaf, group.dtype) for group in groups], match)
+
+
+def _host_leaf(leaf: TypedLeaf, dtype: _Dtype | None) -> AbstractLeaf:
+    """What a leaf is restored as without devices, in a dtype that `dtype=` gives, if any."""
+    abstract = host_leaf(leaf.kind)
+    return abstract if dtype is None or leaf.dtype == dtype else replace(abstract, cast=dtype)
 
 
 def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Resolved:
@@ -124,16 +142,21 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     checked, mismatches = _check(groups)
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
+    return _resolved(groups, laid_out, match)
+
+
+def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf | None], match: Match) -> Resolved:
+    """The result, by leaf number, of the result for each group."""
     numbers = match.requests.numbers
     abstract_leaves = {
         numbers[index]: abstract
-        for group, abstract in zip(groups, laid_out, strict=True)
+        for group, abstract in zip(groups, abstract_by_group, strict=True)
         if abstract
         for index in group.indices
     }
     unproven = {
         numbers[index]: problem
-        for group, abstract in zip(groups, laid_out, strict=True)
+        for group, abstract in zip(groups, abstract_by_group, strict=True)
         if abstract and (reason := _doubt(group, abstract))
         for index, problem in zip(group.indices, group.problems(reason), strict=True)
     }
@@ -294,6 +317,8 @@ def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Pr
 
 def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> AbstractLeaf | _Reason:
     """The abstract leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
+    if dtype is not None and (requested is None or isinstance(requested, (Sharding, Format))):
+        dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
     if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):

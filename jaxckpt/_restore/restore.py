@@ -170,7 +170,9 @@ def run_restore(
     return result
 
 
-def _require_lossless(source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous) -> None:
+def _require_lossless(
+    source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous | None = None
+) -> None:
     """Raise MismatchError if a cast that depends on the values of its leaf changes one of them.
 
     Every process reads these leaves, which are small, whole. Otherwise one process could refuse what others make.
@@ -235,6 +237,7 @@ def load_numpy(
     *,
     select: Select | None = None,
     rename: Renaming | None = None,
+    dtype: Dtypes = None,
     options: Options | None = None,
 ) -> Tree:
     """Read a checkpoint into host memory, for inference or inspection, without a mesh, devices or a JAX backend.
@@ -243,6 +246,7 @@ def load_numpy(
         path: As for `restore`.
         select: Only these leaves, as for `restore`, by their paths after `rename`.
         rename: As for `restore`.
+        dtype: As for `restore`: read leaves in a dtype other than the saved one.
         options: See `Options`.
 
     Returns:
@@ -252,7 +256,7 @@ def load_numpy(
     Raises:
         NotACheckpointError, CorruptError, StorageError: As `restore`.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
-        MismatchError: The `Rules` in `rename` do not fit the checkpoint.
+        MismatchError: The `Rules` in `rename` do not fit the checkpoint, or a cast would lose values.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -262,5 +266,6 @@ def load_numpy(
     """
     options = options_or_default(options)
     source = renamed_source(source_at(path, options), rename)
-    resolved = host_leaves(source.manifest, select)
+    resolved = host_leaves(source.manifest, select, dtype, options)
+    _require_lossless(source, resolved, options)
     return resolved.build(fetch(source, resolved.leaves, options), [])

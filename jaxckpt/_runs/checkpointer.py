@@ -76,7 +76,8 @@ class Checkpointer(Run):
         save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
             processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
-        keep_every: Keep steps that are multiples of this number.
+        keep_every: For each multiple of this number, keep the first step at or after it: the multiple itself if it was
+            saved. For the multiple 0, only step 0 is kept.
         keep_best: (name of a metric, "min" or "max"): keep the step with the best value, the newest of equal ones.
             (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` do not
             have that name is an error, and so is a save without `metrics` while no step has it: pass float("nan") for a
@@ -242,6 +243,8 @@ class Checkpointer(Run):
         step: int,
         tree: Tree,
         *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
         dtype: Dtypes = None,
         metrics: Mapping[str, Any] | None = None,
         process_state: Mapping[str, Any] | None = None,
@@ -255,6 +258,8 @@ class Checkpointer(Run):
         Args:
             step: The number of the step, from 0 to 2**62.
             tree: As for `jaxckpt.save`. Its arrays may be donated as soon as this returns.
+            mesh: As for `jaxckpt.save`. Not with `local`: each process then writes what its own devices hold.
+            specs: As for `jaxckpt.save`: with `mesh`.
             dtype: As for `jaxckpt.save`.
             metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
             process_state: As for `jaxckpt.save`: state that differs by process.
@@ -272,19 +277,22 @@ class Checkpointer(Run):
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
             CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately; or its folder is a
-                symbolic link.
+                symbolic link; or `mesh` or `specs` is given to a Checkpointer with `local`.
         """
         self._begin_training()
         step = self._require_step(step, "Checkpointer.save")
         try:
             force, overwrite = require_bool(force, "force"), require_bool(overwrite, "overwrite")
+            if self._local is not None and not (mesh is None and specs is None):
+                raise InputError(
+                    "save(mesh=…, specs=…) needs a Checkpointer without local=: local steps keep the layout of the"
+                    " arrays, because each process writes what its own devices hold"
+                )
         except InputError:
             with self._begin_call("Checkpointer.save"):
                 raise
         destination = RunStep(self._directory, self._deletion, step, overwrite=overwrite)
-        request = SaveRequest(
-            destination, tree, dtype=dtype, metadata=metadata, process_state=process_state, on_done=on_done
-        )
+        request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
         begin_call = functools.partial(self._begin_call, "Checkpointer.save")
         return self._saver.save(step, metrics, destination, request, begin_call, force=force)
 
@@ -466,6 +474,8 @@ class Checkpointer(Run):
         select: Select | None = None,
         rename: Renaming | None = None,
         strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
     ) -> tuple[int | None, Tree]:
         """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
 
@@ -482,6 +492,9 @@ class Checkpointer(Run):
             rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; `init` makes the other leaves.
             strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint does not have.
+            dtype: As for `jaxckpt.restore`. It applies to restored leaves, also instead of the dtypes of `init`. Leaves
+                that `init` makes keep their dtypes.
+            tied: As for `jaxckpt.restore`.
 
         Returns:
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
@@ -496,7 +509,9 @@ class Checkpointer(Run):
         new_names, rules = split_rename(rename)
         chosen = self._find_step(None, allow_peers=rules is None)
         target, initial = (None, None) if chosen.step is None else target_of(init)
-        request = RestoreRequest(target, mesh, specs, select, new_names, rules, strict, initial=initial)
+        request = RestoreRequest(
+            target, mesh, specs, select, new_names, rules, strict, dtype=dtype, tied=tied, initial=initial
+        )
         return self._restore(None, chosen, request, init)
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:

@@ -93,10 +93,10 @@ class Deletion:
         self._newest_saved = max(self._newest_saved, saved.number)
         self._request_pass()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for at most `timeout` seconds until all steps that no rule keeps and no reader holds are deleted."""
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait for at most `timeout_seconds` until all steps that no rule keeps and no reader holds are deleted."""
         if self._last_pass is not None:
-            self._last_pass.wait(timeout)
+            self._last_pass.wait(timeout_seconds)
 
     def raise_failure(self) -> None:
         """Raise the error of the last pass, once. The next save tries again."""

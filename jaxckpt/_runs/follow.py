@@ -95,7 +95,7 @@ def follow_steps(
 
 
 def _follow(
-    run: Store, last: int, timeout: float | None, poll_seconds: float, term_seconds: float, options: Options
+    run: Store, last: int, timeout_seconds: float | None, poll_seconds: float, term_seconds: float, options: Options
 ) -> Generator[Step]:
     """The generator of `follow_steps`, with valid arguments."""
     waiting_since = time.monotonic()
@@ -126,9 +126,9 @@ def _follow(
             )
         has_waited = True
         waited = time.monotonic() - waiting_since
-        if ended or (timeout is not None and waited >= timeout):
+        if ended or (timeout_seconds is not None and waited >= timeout_seconds):
             return
-        time.sleep(poll_seconds if timeout is None else min(poll_seconds, timeout - waited))
+        time.sleep(poll_seconds if timeout_seconds is None else min(poll_seconds, timeout_seconds - waited))
 
 
 def _hold(

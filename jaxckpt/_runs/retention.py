@@ -181,7 +181,9 @@ class RetentionPolicy:
         if self.keep_last is not None:
             found[f"keep_last={self.keep_last}"] = {step.number for step in steps[-self.keep_last :]}
         if self.keep_every is not None:
-            found[f"keep_every={self.keep_every}"] = {number for number in everything if number % self.keep_every == 0}
+            found[f"keep_every={self.keep_every}"] = first_at_multiples(
+                [step.number for step in steps], self.keep_every
+            )
         for best in self.keep_best:
             found[str(best)] = {*best.steps(steps)}
         if self.keep_for is not None:
@@ -200,6 +202,21 @@ class RetentionPolicy:
                 if path not in step.record.dropped and path not in step.undroppable:
                     found[step.number] = (*found.get(step.number, ()), path)
         return found
+
+
+def first_at_multiples(numbers: Iterable[int], every: int) -> set[int]:
+    """For each multiple of `every`, the first of these numbers at or after it. Only 0 itself is one for the multiple 0.
+
+    The numbers are in order. A number stays chosen when others that are not chosen are removed, so that the rule may be
+    applied after each save.
+    """
+    chosen: set[int] = set()
+    last_multiple = 0
+    for number in numbers:
+        if number == 0 or number // every > last_multiple:
+            chosen.add(number)
+            last_multiple = number // every
+    return chosen
 
 
 def require_predicate(given: object, name: str) -> Predicate | None:

@@ -74,11 +74,11 @@ class PendingSave:
         seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
         return Progress("save", self._done_bytes, self._total_bytes, seconds)
 
-    def wait(self, timeout: float | None = None) -> SaveInfo:
+    def wait(self, timeout_seconds: float | None = None) -> SaveInfo:
         """Wait until the checkpoint is published.
 
         Args:
-            timeout: Seconds to wait at most; None: no limit.
+            timeout_seconds: Seconds to wait at most; None: no limit.
 
         Returns:
             What was written.
@@ -95,12 +95,13 @@ class PendingSave:
         own_threads = [job.thread for job in _jobs.copy() if job.pending is self]
         if not self.done and threading.get_ident() in (_writer_thread, *own_threads):
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
-        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and timeout == timeout  # pyright: ignore
-        if timeout is not None and not is_number:
-            raise InputError(f"timeout must be a number of seconds or None, found {reprlib.repr(timeout)}")
+        given = timeout_seconds
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and given == given  # pyright: ignore
+        if given is not None and not is_number:
+            raise InputError(f"timeout_seconds must be a number of seconds or None, found {reprlib.repr(given)}")
         wake_thread()
-        if not self._await(self._ended, timeout):
-            raise TimeoutError(f"the save to {self.path} is not done after {timeout:g} s: {self.progress}")
+        if not self._await(self._ended, timeout_seconds):
+            raise TimeoutError(f"the save to {self.path} is not done after {timeout_seconds:g} s: {self.progress}")
         _mark_reported(self)
         if self._error is not None:
             raise self._error
@@ -117,21 +118,21 @@ class PendingSave:
         _abandoned.append(self)
         _mark_reported(self)
 
-    def hurry(self, timeout: float) -> None:
-        """End the limit of its rate, and wait for at most `timeout` seconds until the checkpoint is published or the
+    def hurry(self, timeout_seconds: float) -> None:
+        """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
         self.rate_limiter.bytes_per_second = None
         wake_thread()
-        self._await(self._settled, timeout)
+        self._await(self._settled, timeout_seconds)
 
     def await_end(self) -> SaveInfo | None:
         """Wait until the save has ended. Returns its result, or None if it failed."""
         self._await(self._ended, None)
         return self._info
 
-    def _await(self, latch: Latch, timeout: float | None) -> bool:
-        """Wait for `timeout` seconds at most. Returns whether the latch is set. Hanging storage ends the save."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _await(self, latch: Latch, timeout_seconds: float | None) -> bool:
+        """Wait for `timeout_seconds` at most. Returns whether the latch is set. Hanging storage ends the save."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             if latch.wait(left):

@@ -197,7 +197,7 @@ def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: 
     if problems:
         raise TreeError.of(f"dtype= cannot be met for {show_count(len(problems), 'leaf')}", problems)
     for number, record in enumerate(draft.records):
-        if record.path in casts:
+        if record.path in casts and casts[record.path] != draft.values[number].dtype:
             draft.casts[number] = casts[record.path]
             draft.records[number] = msgspec.structs.replace(record, weak=False)
 

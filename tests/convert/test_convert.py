@@ -89,7 +89,7 @@ def test_another_mesh_and_other_specs(everything: tuple[Path, Any], tmp_path: Pa
     jaxckpt.convert(
         path,
         tmp_path / "to",
-        mesh_shape={"data": 8},
+        mesh={"data": 8},
         specs=lambda path, leaf: P("data") if leaf.shape[:1] == (16,) else P(),
     )
     assert jaxckpt.diff(path, tmp_path / "to").identical
@@ -101,11 +101,21 @@ def test_another_mesh_and_other_specs(everything: tuple[Path, Any], tmp_path: Pa
     assert same(restored["layers"][3]["w"], tree["layers"][3]["w"])
 
 
+def test_a_mesh_counts_by_its_axis_sizes(everything: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = everything
+    meshes = {"sizes": {"data": 2, "model": 4}, "abstract": mesh_of(2, 4).abstract_mesh, "devices": mesh_of(2, 4)}
+    for name, mesh in meshes.items():
+        jaxckpt.convert(path, tmp_path / name, mesh=mesh, specs=P("model"), select="layers")
+    layouts = {str(jaxckpt.open(tmp_path / name)["layers/3/w"].layout) for name in meshes}
+    assert len(layouts) == 1
+    assert "'model'" in layouts.pop()
+
+
 def test_each_process_of_the_new_mesh_reads_its_own_objects(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": jnp.asarray(bits(np.int32, (1024, 1024)))})
     over_read = []
     for spec, name in ((P(), "whole"), (P(None, "x"), "columns")):
-        jaxckpt.convert(tmp_path / "from", tmp_path / name, mesh_shape={"x": 16}, specs=spec)
+        jaxckpt.convert(tmp_path / "from", tmp_path / name, mesh={"x": 16}, specs=spec)
         plan = jaxckpt.open(tmp_path / name).plan(mesh={"x": 16}, specs=P(None, "x"), devices_per_process=1)
         over_read.append(plan.over_read)
     assert over_read[0] > 3
@@ -114,16 +124,16 @@ def test_each_process_of_the_new_mesh_reads_its_own_objects(tmp_path: Path) -> N
 
 def test_saved_specs_are_carried_over_by_axis_name(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = everything
-    jaxckpt.convert(path, tmp_path / "to", mesh_shape={"model": 2})
+    jaxckpt.convert(path, tmp_path / "to", mesh={"model": 2})
     assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P(None, "model")
 
 
 def test_a_mesh_without_any_axis_of_the_source_is_an_error(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = everything
     with pytest.raises(jaxckpt.errors.SpecError, match=r"(?s)none of the axes.*data, model.*'layers/0/w'"):
-        jaxckpt.convert(path, tmp_path / "to", mesh_shape={"modle": 2})
+        jaxckpt.convert(path, tmp_path / "to", mesh={"modle": 2})
     assert not (tmp_path / "to").exists()
-    jaxckpt.convert(path, tmp_path / "to", mesh_shape={"modle": 2}, specs=P())
+    jaxckpt.convert(path, tmp_path / "to", mesh={"modle": 2}, specs=P())
     assert jaxckpt.open(tmp_path / "to")["layers/0/w"].spec == P()
 
 
@@ -131,7 +141,7 @@ def test_from_three_devices_to_five(tmp_path: Path) -> None:
     data = bits(np.float32, (30, 7))
     three = Mesh(np.array(jax.devices()[:3]), ("x",))
     jaxckpt.save(tmp_path / "3", {"w": jax.device_put(data, NamedSharding(three, P("x")))})
-    jaxckpt.convert(tmp_path / "3", tmp_path / "5", mesh_shape={"x": 5})
+    jaxckpt.convert(tmp_path / "3", tmp_path / "5", mesh={"x": 5})
     restored = jaxckpt.restore(tmp_path / "5", mesh=Mesh(np.array(jax.devices()[:5]), ("x",)))["w"]
     assert restored.sharding.spec == P("x")
     assert same(restored, data)
@@ -194,17 +204,17 @@ def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"specs": P("x")}, jaxckpt.errors.InputError, "needs mesh_shape="),
+        ({"specs": P("x")}, jaxckpt.errors.InputError, "needs mesh="),
         (
-            {"mesh_shape": {"x": 7}, "specs": P("x")},
+            {"mesh": {"x": 7}, "specs": P("x")},
             jaxckpt.errors.SpecError,
             "(?s)do not fit 22 leaves.*is not divisible",
         ),
-        ({"mesh_shape": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.errors.SpecError, "did you mean"),
+        ({"mesh": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.errors.SpecError, "did you mean"),
         ({"format": "hdf5"}, jaxckpt.errors.InputError, "expected one of jaxckpt, npz"),
         ({"format": 3}, jaxckpt.errors.InputError, "format=3; expected one of jaxckpt, npz"),
         ({"select": "nothing"}, jaxckpt.errors.TreeError, "matches none"),
-        ({"format": "zarr", "mesh_shape": {"x": 2}}, jaxckpt.errors.InputError, "has no layout"),
+        ({"format": "zarr", "mesh": {"x": 2}}, jaxckpt.errors.InputError, "has no layout"),
         ({"format": "npz"}, jaxckpt.errors.TreeError, "'name' is a str"),
         (
             {"format": "npz", "select": "embed"},

@@ -271,7 +271,7 @@ def test_folders_of_ranks_and_specs_by_hand(tmp_path: Path) -> None:
         part = np.ascontiguousarray(np.split(array, 2, 1)[rank % 2])
         safetensors.numpy.save_file({"w": part}, tmp_path / f"rank_{rank}" / "net.safetensors")
     for specs in (P(None, "mp"), {"w": P(None, "mp")}, lambda path, leaf: P(None, "mp")):
-        found = jaxckpt.formats.mindspore_ranks(tmp_path, mesh_shape={"dp": 2, "mp": 2}, specs=specs)
+        found = jaxckpt.formats.mindspore_ranks(tmp_path, mesh={"dp": 2, "mp": 2}, specs=specs)
         read = jaxckpt.load_numpy(found)["w"]
         assert read.dtype == array.dtype
         assert read.tobytes() == array.tobytes()

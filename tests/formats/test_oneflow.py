@@ -54,7 +54,7 @@ def test_optimizer_states_have_numbers_and_names_as_keys() -> None:
 def test_ranks_of_a_oneflow_job_are_combined() -> None:
     files = {rank: REAL / f"rank{rank}" for rank in range(4)}
     split = {"rows": P(("a", "b")), "columns": P(None, ("a", "b")), "both": P("a", "b"), "whole": P(), "count": P()}
-    found = jaxckpt.formats.oneflow_ranks(files, mesh_shape={"a": 2, "b": 2}, specs={"state": split})
+    found = jaxckpt.formats.oneflow_ranks(files, mesh={"a": 2, "b": 2}, specs={"state": split})
     wanted = decoded(EXPECTED["global"])
     del wanted["state"]["sum"]  # its parts must be summed, which a reader does not do
     require_same(jaxckpt.load_numpy(found), wanted)
@@ -279,7 +279,7 @@ MESH = {"data": 2, "model": 2}
 
 
 def test_ranks_are_combined(ranks: dict[int, Path]) -> None:
-    found = jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
+    found = jaxckpt.formats.oneflow_ranks(ranks, mesh=MESH, specs=specs)
     require_equal(jaxckpt.load_numpy(found), STATE)
     jax.config.update("jax_enable_x64", True)
     try:
@@ -294,19 +294,19 @@ def test_ranks_are_combined(ranks: dict[int, Path]) -> None:
 
 
 def test_ranks_are_converted_to_one_checkpoint(ranks: dict[int, Path], tmp_path: Path) -> None:
-    found = jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=specs)
+    found = jaxckpt.formats.oneflow_ranks(ranks, mesh=MESH, specs=specs)
     jaxckpt.convert(found, tmp_path / "ours")
     require_equal(jaxckpt.load_numpy(tmp_path / "ours"), STATE)
 
 
 def test_ranks_that_do_not_fit_are_reported(ranks: dict[int, Path], save: Save, tmp_path: Path) -> None:
-    together = functools.partial(jaxckpt.formats.oneflow_ranks, mesh_shape=MESH, specs=specs)
+    together = functools.partial(jaxckpt.formats.oneflow_ranks, mesh=MESH, specs=specs)
     with pytest.raises(DataError, match=r"'model/brain'.*\n.*\[4:8, 3:6\] is not in any shard"):
         together({rank: ranks[rank] for rank in (0, 1, 2)})
     with pytest.raises(SpecError, match="'rows'"):
-        jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=P("rows"))
+        jaxckpt.formats.oneflow_ranks(ranks, mesh=MESH, specs=P("rows"))
     with pytest.raises(DataError, match=r"'model/linear.weight'.*not the same in rank 0 and rank 1"):
-        jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks(ranks, mesh_shape=MESH, specs=lambda path, leaf: P()))
+        jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks(ranks, mesh=MESH, specs=lambda path, leaf: P()))
     other = {**STATE, "optimizer": {**STATE["optimizer"], "param_groups": [{"lr": 0.2, "betas": (0.9, 0.99)}]}}
     save(jax.tree.map(lambda leaf: leaf, with_tensors(other)), tmp_path / "other")
     with pytest.raises(DataError, match=r"'optimizer/param_groups/0/lr' differs between ranks"):

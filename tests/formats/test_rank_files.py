@@ -61,10 +61,13 @@ def test_ranks_are_combined_by_specs(tmp_path: Path, writer: str) -> None:
     files = write(tmp_path, writer, [held | {"step": np.int64(7)} for held in tiles])
     by_name = {"w": P("data", "model"), "b": P("model")}
     for specs in (by_name, lambda path, leaf: by_name.get(path, P())):
-        found = jaxckpt.formats.rank_files(files, mesh_shape={"data": 2, "model": 2}, specs=specs)
+        found = jaxckpt.formats.rank_files(files, mesh={"data": 2, "model": 2}, specs=specs)
         np.testing.assert_array_equal(jaxckpt.load_numpy(found)["w"], W, strict=True)
         np.testing.assert_array_equal(jaxckpt.load_numpy(found)["b"], W[0], strict=True)
         assert jaxckpt.load_numpy(found)["step"] == 7
+    abstract = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+    found = jaxckpt.formats.rank_files(files, mesh=abstract, specs=by_name)
+    np.testing.assert_array_equal(jaxckpt.load_numpy(found)["w"], W, strict=True)
     mesh = jax.make_mesh((2, 2), ("model", "data"), devices=jax.devices()[:4])
     restored = jaxckpt.restore(found, mesh=mesh, select=["w", "b"], strict=False)
     assert restored["w"].sharding.spec == P("data", "model")
@@ -173,13 +176,13 @@ def test_arguments_that_do_not_fit_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"files is of type list; expected {rank: path}"):
         jaxckpt.formats.rank_files(list(files.values()))
     with pytest.raises(SpecError, match="names mesh axis 'model'; the mesh has"):
-        jaxckpt.formats.rank_files(files, mesh_shape={"data": 2}, specs=P("model"))
+        jaxckpt.formats.rank_files(files, mesh={"data": 2}, specs=P("model"))
     with pytest.raises(SpecError, match="'wieght'"):
         jaxckpt.formats.rank_files(files, specs={"wieght": P()})
     with pytest.raises(DataError, match="rank 1 is beyond the mesh"):
-        jaxckpt.formats.rank_files(files, mesh_shape={"data": 1}, specs=P("data"))
+        jaxckpt.formats.rank_files(files, mesh={"data": 1}, specs=P("data"))
     with pytest.raises(InputError, match="more than 131072 devices"):
-        jaxckpt.formats.rank_files(files, mesh_shape={"data": 1 << 40}, specs=P("data"))
+        jaxckpt.formats.rank_files(files, mesh={"data": 1 << 40}, specs=P("data"))
     with pytest.raises(InputError, match="no files are given"):
         jaxckpt.formats.rank_files({})
     for rank in ("0", -1, True, 1 << 40):

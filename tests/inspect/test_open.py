@@ -467,6 +467,9 @@ def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[
             checkpoint.plan(mesh=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(jaxckpt.errors.InputError, match="target is a mesh: pass it as mesh="):
         checkpoint.plan(Mesh(np.array(jax.devices()), ("data",)))
+    with pytest.raises(jaxckpt.errors.InputError, match="tied must be"):
+        checkpoint.plan(mesh={"data": 2}, tied="yes")  # pyright: ignore[reportArgumentType]
+    assert checkpoint.plan(mesh={"data": 2}, tied=True) == checkpoint.plan(mesh={"data": 2})
     plan = checkpoint.plan(mesh={"data": 5}, options=jaxckpt.Options(indivisible="replicate"))
     assert {leaf.path: leaf.wanted.spec for leaf in plan.leaves}["w"] == "P(None, None)"
 
@@ -486,6 +489,7 @@ def test_inspecting_and_loading_start_no_jax_backend(path: Path, run_python: Run
             leaf.value, repr(leaf), leaf.spec
         tree = jaxckpt.load_numpy({str(path)!r})
         assert tree["params"]["w"].sum() == sum(range(64 * 48))
+        assert jaxckpt.load_numpy({str(path)!r}, dtype="float64", select="params")["params"]["w"].dtype == "float64"
         print(len(str(checkpoint.plan(mesh={{"data": 64, "model": 8}}, select=["params", "key"],
                                       options=jaxckpt.Options(indivisible="replicate")))) > 100)
         print(sorted(xla_bridge._backends))

@@ -17,7 +17,7 @@ for n in range(3):
     for shard in restored[f"w{n}"].addressable_shards:
         wanted = np.arange(n, n + 16 * 32, dtype=np.float32).reshape(16, 32)[shard.index]
         assert np.array_equal(shard.data, wanted)
-jaxckpt.convert(args["file"], args["to"], mesh_shape={"data": 2, "model": 4}, specs=P("data"))
+jaxckpt.convert(args["file"], args["to"], mesh={"data": 2, "model": 4}, specs=P("data"))
 again = jaxckpt.restore(args["to"], mesh=mesh)
 assert again["w1"].sharding.spec == P("data")
 tree = jaxckpt.load_numpy(args["from"])

@@ -90,6 +90,67 @@ def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
         assert restored["a"] is restored["b"]
 
 
+def test_restore_or_init_takes_dtype_and_tied(tmp_path: Path) -> None:
+    shared = jnp.full(4, 1 / 3)
+
+    def init() -> Any:
+        return {"a": jnp.zeros(4, jnp.bfloat16), "b": jnp.zeros(4, jnp.bfloat16), "new": jnp.zeros(2)}
+
+    with jaxckpt.Checkpointer(tmp_path) as steps:
+        steps.save(1, {"a": shared, "b": shared})
+        with pytest.raises(jaxckpt.MismatchError, match="a lossy cast"):
+            steps.restore_or_init(init, strict=False)
+        step, tree = steps.restore_or_init(init, strict=False, dtype=jnp.bfloat16, tied=True)
+        assert step == 1
+        assert tree["a"] is tree["b"]
+        assert (tree["a"].dtype, tree["new"].dtype) == (jnp.bfloat16, jnp.float32)
+        np.testing.assert_array_equal(tree["a"], shared.astype(jnp.bfloat16))
+        _, tree = steps.restore_or_init(init, strict=False, dtype={"a": jnp.float32, "b": jnp.bfloat16})
+        assert (tree["a"].dtype, tree["b"].dtype) == (jnp.float32, jnp.bfloat16)
+        np.testing.assert_array_equal(tree["a"], shared)
+
+
+def test_steps_are_stored_in_the_layout_of_a_mesh(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tree = {"w": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("a")))}
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as steps:
+        for step in (1, 2):
+            steps.save(step, tree, mesh=mesh, specs=P(None, "b"))
+        steps.save(3, tree)
+        steps.wait()
+        assert [jaxckpt.open(steps.path(step))["w"].spec for step in (1, 2, 3)] == [P(None, "b")] * 2 + [P("a")]
+        for step in (1, 2, 3):
+            np.testing.assert_array_equal(steps.restore(step)["w"], tree["w"])
+        with pytest.raises(jaxckpt.errors.InputError, match="needs mesh="):
+            steps.save(4, tree, specs=P("a"))
+        with pytest.raises(jaxckpt.errors.SpecError, match="'w'"):
+            steps.save(4, tree, mesh=mesh, specs=P("c"))
+        assert steps.steps() == [1, 2, 3]
+
+
+def test_processes_exchange_leaves_that_a_step_stores_in_another_layout(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = """
+import jax, jaxckpt, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+devices = np.array(jax.devices())
+mesh, backwards = Mesh(devices, ("a",)), Mesh(devices[::-1], ("a",))
+whole = np.arange(64.0, dtype="float32").reshape(8, 8)
+w = jax.make_array_from_callback((8, 8), NamedSharding(mesh, P("a")), lambda index: whole[index])
+with jaxckpt.Checkpointer(args, keep_last=2) as steps:
+    for step in range(4):
+        steps.save(step, {"w": w + step}, mesh=backwards, specs=P(None, "a"))
+    steps.wait()
+    restored = steps.restore(target={"w": w})["w"]
+for shard in restored.addressable_shards:
+    np.testing.assert_array_equal(shard.data, whole[shard.index] + 3)
+print(jaxckpt.open(steps.path(3))["w"].spec)
+"""
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout.splitlines()[-1] for one in done] == ["P(None, 'a')"] * 2, "\n".join(map(str, done))
+
+
 def test_a_failed_save_deletes_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = filled(tmp_path, range(2), keep_last=1)
     with monkeypatch.context() as patched:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 
@@ -91,6 +93,16 @@ def test_a_failed_save_is_reported_once_and_the_next_one_succeeds(tmp_path: Path
             assert checkpoints.save(step, state(step))
             checkpoints.wait()
         assert (checkpoints.steps(), checkpoints.latest_step()) == ([20], 20)
+
+
+def test_local_steps_have_no_other_layout(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+    with opened(tmp_path) as checkpoints:
+        for arguments in ({"mesh": mesh}, {"mesh": mesh, "specs": P("a")}, {"specs": P("a")}):
+            with pytest.raises(jaxckpt.errors.InputError, match=r"needs a Checkpointer without local="):
+                checkpoints.save(10, state(10), **arguments)
+        assert checkpoints.save(10, state(10))
+    assert resumed(tmp_path) == 10
 
 
 def test_on_done_is_checked_immediately_and_its_errors_are_reported(tmp_path: Path) -> None:

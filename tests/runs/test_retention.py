@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import math
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._run_folder import leases
 from jaxckpt._runs.deletion import Deletion
-from jaxckpt._runs.retention import RetentionPolicy, SavedStep
+from jaxckpt._runs.retention import RetentionPolicy, SavedStep, first_at_multiples
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
 
@@ -58,6 +59,12 @@ class Kept:
     """Whether it still has the subtree "opt"."""
 
 
+def is_first_at_a_multiple(step: int, steps: Iterable[int], every: int) -> bool:
+    """Whether no other step is as near to a multiple below it. Of the multiple 0, only step 0 is."""
+    multiples = range(every, step + 1, every)
+    return step == 0 or any(step == min(other for other in steps if other >= multiple) for multiple in multiples)
+
+
 def wanted(steps: Mapping[int, Kept], rules: Mapping[str, Any]) -> set[int]:
     """The steps that the rules keep, decided for each step separately."""
     given = {name: value for name, value in rules.items() if value is not None and name != "components"}
@@ -81,7 +88,7 @@ def wanted(steps: Mapping[int, Kept], rules: Mapping[str, Any]) -> set[int]:
         step
         for step, kept in steps.items()
         if sum(other > step for other in steps) < given.get("keep_last", 1)
-        or ("keep_every" in given and step % given["keep_every"] == 0)
+        or ("keep_every" in given and is_first_at_a_multiple(step, steps, given["keep_every"]))
         or any(among_best(step, *best) for best in bests)
         or ("keep_for" in given and kept.days < given["keep_for"].days)
         or ("keep_if" in given and given["keep_if"](step, kept.metrics))
@@ -125,6 +132,35 @@ def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules:
     assert {verdict.step.number for verdict in verdicts if verdict.kept} == expected
     for verdict in verdicts:
         assert verdict.why.startswith("not kept by ") != verdict.kept
+
+
+@given(gaps=st.lists(st.integers(1, 30), min_size=1, max_size=40), first=st.integers(0, 30), every=st.integers(1, 20))
+@hypothesis.example(gaps=[3] * 13, first=0, every=7)
+def test_each_multiple_keeps_the_first_step_at_or_after_it(gaps: list[int], first: int, every: int) -> None:
+    numbers = [*itertools.accumulate(gaps, initial=first)]
+    expected = {min(number for number in numbers if number >= m) for m in range(every, numbers[-1] + 1, every)}
+    expected |= {0} & {*numbers}
+    assert first_at_multiples(numbers, every) == expected
+    assert {number for number in numbers if number % every == 0} <= expected, "a multiple that was saved is kept"
+    left: list[int] = []
+    for number in numbers:  # the rule after each save: what an earlier pass has deleted changes nothing
+        left = sorted({*first_at_multiples([*left, number], every), number})
+    assert {*left} - {numbers[-1]} == expected - {numbers[-1]}
+
+
+def test_steps_that_are_due_by_minutes_are_kept_near_the_multiples(tmp_path: Path) -> None:
+    minutes = 0.0
+    with jaxckpt.Checkpointer(
+        tmp_path, every_minutes=3, keep_last=1, keep_every=7, background=False, options=FAST
+    ) as checkpoints:
+        checkpoints._due._clock = lambda: 60 * minutes
+        checkpoints._due.record_save()
+        saved = []
+        for step in range(1, 40):
+            minutes += 1
+            saved += [step] * checkpoints.save(step, {"w": step})
+    assert saved == [*range(3, 40, 3)]
+    assert checkpoints.steps() == [9, 15, 21, 30, 36, 39]
 
 
 def test_a_verdict_gives_its_reason() -> None:

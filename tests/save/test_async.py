@@ -96,7 +96,7 @@ def test_it_returns_before_data_is_written_and_reports_progress(tmp_path: Path, 
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s: save: 0 B of 7\.9 KiB"):
         pending.wait(0.01)
     for wrong in ("1", float("nan"), True):
-        with pytest.raises(jaxckpt.errors.InputError, match="timeout must be a number of seconds or None"):
+        with pytest.raises(jaxckpt.errors.InputError, match="timeout_seconds must be a number of seconds or None"):
             pending.wait(wrong)  # pyright: ignore[reportArgumentType]
     assert "in progress" in repr(pending)
     gate.opened.set()

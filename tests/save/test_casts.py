@@ -191,11 +191,57 @@ def test_an_impossible_cast_is_an_error(tmp_path: Path, dtype: Any, reason: str)
         lambda: jaxckpt.save(tmp_path / "b", tree, dtype=dtype),
         lambda: jaxckpt.restore(tmp_path / "a", dtype=dtype),
         lambda: jaxckpt.restore(tmp_path / "a", tree, dtype=dtype),
+        lambda: jaxckpt.load_numpy(tmp_path / "a", dtype=dtype),
     ):
         with pytest.raises(jaxckpt.errors.InputError) as caught:
             act()
         assert reason in str(caught.value)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float64, {"many": np.float16, "count": np.int64}, "by function"], ids=str)
+def test_loading_casts_as_a_restore_does(tmp_path: Path, dtype: Any) -> None:
+    if dtype == "by function":
+        dtype = lambda path, leaf: "float16" if leaf.shape == (8,) else None  # noqa: E731
+    jaxckpt.save(tmp_path / "a", state())
+    jax.config.update("jax_enable_x64", True)
+    try:
+        restored = jaxckpt.restore(tmp_path / "a", dtype=dtype)
+        require_equal(restored, restored | jaxckpt.load_numpy(tmp_path / "a", dtype=dtype, select=_not_key))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def _not_key(path: str) -> bool:
+    return path != "key"
+
+
+def test_a_requested_dtype_overrides_the_target_s_even_if_it_is_the_saved_one(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": jnp.full(3, 1 / 3), "weak": jnp.asarray(0.5)}, dtype={"w": jnp.float32})
+    target = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16), "weak": jax.ShapeDtypeStruct((), jnp.bfloat16)}
+    restored = jaxckpt.restore(tmp_path / "a", target, dtype=jnp.float32)
+    assert [leaf.dtype for leaf in restored.values()] == [jnp.float32] * 2
+    assert restored["w"].tolist() == [np.float32(1 / 3)] * 3
+    assert jaxckpt.restore(tmp_path / "a", dtype=jnp.float32)["weak"].weak_type
+    with pytest.raises(jaxckpt.MismatchError, match=r"'w'.*bfloat16 in the target: a lossy cast"):
+        jaxckpt.restore(tmp_path / "a", target, dtype={"weak": jnp.float32})
+
+
+def test_loading_refuses_casts_that_lose_values(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", state() | {"small": np.arange(3), "big": np.arange(3) + 2**40})
+    loaded = jaxckpt.load_numpy(tmp_path / "a", dtype={"weights": "int16"}, rename={"small": "weights"})
+    assert (loaded["weights"].dtype, loaded["weights"].tolist()) == (np.int16, [0, 1, 2])
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)change values of 1 leaf.*'big'.*dtype= gives int16.* of 109951"
+    ):
+        jaxckpt.load_numpy(tmp_path / "a", dtype={"big": np.int16})
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)'params/w' has dtype float32, but dtype= gives int16.*unsafe"
+    ):
+        jaxckpt.load_numpy(tmp_path / "a", dtype={"params": {"w": np.int16}})
+    options = jaxckpt.Options(cast="unsafe")
+    loaded = jaxckpt.load_numpy(tmp_path / "a", dtype={"params": {"w": np.int16}}, options=options)
+    assert loaded["params"]["w"].dtype == np.int16
 
 
 @pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if jnp.issubdtype(dtype, jnp.floating)])

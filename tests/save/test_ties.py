@@ -78,7 +78,7 @@ def test_every_reader_returns_both(tmp_path: Path) -> None:
     tree = tied_tree()
     del tree["keys"]  # other formats cannot store it
     jaxckpt.save(tmp_path / "a", tree)
-    jaxckpt.convert(tmp_path / "a", tmp_path / "b", mesh_shape={"x": 2})
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", mesh={"x": 2})
     jaxckpt.convert(tmp_path / "a", tmp_path / "c", select=["head", "alike"])
     jaxckpt.convert(tmp_path / "a", tmp_path / "d.npz", select=["head", "embed"])
     assert jaxckpt.diff(tmp_path / "a", tmp_path / "b").identical

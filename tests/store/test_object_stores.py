@@ -87,7 +87,7 @@ def test_replacing_leaves_one_checkpoint(bucket: Bucket) -> None:
 
 def test_in_the_background(bucket: Bucket) -> None:
     pending = jaxckpt.save_async(bucket.url, tree(1), options=QUICK)
-    pending.wait(timeout=120)
+    pending.wait(timeout_seconds=120)
     assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(1))
 
 

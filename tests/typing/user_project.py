@@ -16,7 +16,7 @@ mesh = jax.make_mesh((1,), ("data",))
 assert_type(jaxckpt.save("a", state, metadata={"run": 7}, overwrite=True), jaxckpt.SaveInfo)
 assert_type(jaxckpt.save(Path("a"), state, mesh=mesh, specs=lambda path, leaf: P("data")).total_bytes, int)
 pending = jaxckpt.save_async("b", state, options=jaxckpt.Options(compression="zstd"))
-assert_type(pending.wait(timeout=3), jaxckpt.SaveInfo)
+assert_type(pending.wait(timeout_seconds=3), jaxckpt.SaveInfo)
 assert_type(pending.done, bool)
 
 restored: dict[str, jax.Array] = jaxckpt.restore("a", state, mesh=mesh, select=["params/**"], rename={"a": "b"})
@@ -34,7 +34,7 @@ assert_type(jaxckpt.verify("a").problems, tuple[jaxckpt.errors.Problem, ...])
 assert_type(jaxckpt.diff("a", "b").identical, bool)
 assert_type(jaxckpt.report("a"), str)
 jaxckpt.convert("a", "a.safetensors", select="params", overwrite=True)
-jaxckpt.convert(jaxckpt.formats.rank_files({0: "0.npz"}, mesh_shape={"data": 1}, specs={"w": P("data")}), "c")
+jaxckpt.convert(jaxckpt.formats.rank_files({0: "0.npz"}, mesh={"data": 1}, specs={"w": P("data")}), "c")
 
 with jaxckpt.Checkpointer("run", every=10, keep_last=2) as steps:
     assert_type(steps.steps(), list[int])
