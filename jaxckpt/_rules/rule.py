@@ -41,7 +41,7 @@ class Rule:
     """How leaves of a source become leaves of a target.
 
     Examples:
-        >>> from jaxckpt import Rule
+        >>> from jaxckpt.rules import Rule
         >>> one = Rule(
         ...     source="model.layers.{i}.self_attn.q_proj.weight", target="layers/q/kernel",
         ...     layout="(heads dim) model -> i model heads dim", sizes={"dim": 64},

@@ -34,7 +34,7 @@ class Rules:
 
     Examples:
         >>> import numpy as np, jaxckpt
-        >>> from jaxckpt import Rule, Rules
+        >>> from jaxckpt.rules import Rule, Rules
         >>> tree = {f"h.{i}.w": np.full((2, 3), i) for i in range(4)}
         >>> info = jaxckpt.save("/tmp/jaxckpt-doc/rules", tree, overwrite=True)
         >>> rules = Rules([Rule(source="h.{i}.w", target="layers/w", layout="out in -> i in out")])
