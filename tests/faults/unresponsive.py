@@ -318,7 +318,7 @@ def strike(folder: Path, name: str, number: int) -> tuple[str, float, str]:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    constructor: Any = jaxckpt.Options.__init__
+    constructor: Any = inspect.unwrap(jaxckpt.Options.__init__)
     constructor.__kwdefaults__["timeout_seconds"] = SECONDS  # for calls that take no options
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "strike":
