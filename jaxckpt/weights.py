@@ -28,7 +28,6 @@ from jaxckpt._rules.rule_set import Rules
 from jaxckpt._runs.checkpointer import Checkpointer
 from jaxckpt._runs.run import Run
 from jaxckpt._save.async_saves import PendingSave
-from jaxckpt._store.store_path import run_at
 from jaxckpt.errors import DataError, InputError
 
 _ANCHOR = "anchor"
@@ -189,7 +188,7 @@ def subscribe(
             " pass a mapping or a function, or apply the rules to the weights before they are published"
         )
     # The returned generator must not depend on the current folder when it runs.
-    run = Run(run_at(directory, options_or_default(options)).url, options=options)
+    run = Run(directory, options=options)
     return _subscribe(run, target, mesh, specs, select, rename, timeout_seconds, poll_seconds)
 
 

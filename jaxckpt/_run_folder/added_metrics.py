@@ -8,11 +8,11 @@ The id of the save prevents that a value counts for a step that was saved again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import msgspec
 
-from jaxckpt._model.records import Manifest
+from jaxckpt._model.records import StepRecord
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError
@@ -44,14 +44,13 @@ def _file_name(step: int, name: str) -> str:
     return f"{_PREFIX}{step_name(step)}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
 
-def read_added_metrics(run: Store) -> AddedMetrics:
-    """All metrics that were added to steps of a run. Raises DataError, StorageError."""
+def read_added_metrics(run: Store, steps: Container[int]) -> AddedMetrics:
+    """The metrics that were added to these steps of a run. Raises DataError, StorageError."""
     notes = run.child(RUN)
-    names = [name for name in notes.names() if _step_of(name) is not None]
+    step_by_name = {name: step for name in notes.names() if (step := _step_of(name)) is not None and step in steps}
     added: dict[tuple[int, str], dict[str, float | None]] = {}
-    for name, content in zip(names, notes.read_all(names) if names else (), strict=True):
-        step = _step_of(name)
-        if content is None or step is None:  # removed in the meantime
+    for (name, step), content in zip(step_by_name.items(), notes.read_all(step_by_name), strict=True):
+        if content is None:  # removed in the meantime
             continue
         try:
             metric = msgspec.json.decode(content, type=_AddedMetric)
@@ -61,10 +60,10 @@ def read_added_metrics(run: Store) -> AddedMetrics:
     return added
 
 
-def metrics_of(run: Store, step: int, manifest: Manifest) -> dict[str, float | None]:
+def metrics_of(run: Store, step: int, save_id: str, record: StepRecord | None) -> dict[str, float | None]:
     """The metrics of a step: those that were saved, and those that were added. Raises DataError, StorageError."""
-    saved = {} if manifest.step is None else manifest.step.metrics
-    return {**saved, **read_added_metrics(run).get((step, manifest.save_id), {})}
+    saved = {} if record is None else record.metrics
+    return {**saved, **read_added_metrics(run, (step,)).get((step, save_id), {})}
 
 
 def remove_added_metrics(run: Store, step: int) -> None:

@@ -88,10 +88,10 @@ def _best(run: Store, published: Sequence[int]) -> int:
     Raises InputError, NotACheckpointError, DataError.
     """
     metric, mode = best_rule(run)
-    best = best_steps(run, published, metric, mode)
-    if not best:
+    best = best_published_step(run, published, metric, mode)
+    if best is None:
         raise NotACheckpointError(f"no step in {run.url} has a value of the metric {metric!r}")
-    return best[0]
+    return best
 
 
 def best_rule(run: Store) -> tuple[str, Mode]:
@@ -111,14 +111,14 @@ def best_rule(run: Store) -> tuple[str, Mode]:
         raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
 
 
-def best_steps(run: Store, published: Sequence[int], metric: str, mode: Mode) -> list[int]:
-    """The step with the best value of a metric, if any has a value. Raises DataError, StorageError."""
+def best_published_step(run: Store, published: Sequence[int], metric: str, mode: Mode) -> int | None:
+    """The step with the best value of a metric; None if none has a value. Raises DataError, StorageError."""
     children = [run.child(step_name(step)) for step in published]
     contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
-    added = read_added_metrics(run)
+    added = read_added_metrics(run, published)
     metrics = [
         (step, {**manifest.step.metrics, **added.get((step, manifest.save_id), {})})
         for step, child, content in zip(published, children, contents, strict=True)
         if content is not None and (manifest := decode(content, child.url)).step is not None
     ]
-    return best_of(metrics, metric, mode)
+    return next(iter(best_of(metrics, metric, mode)), None)

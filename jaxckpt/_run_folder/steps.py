@@ -94,6 +94,11 @@ def pins(run: Store) -> dict[str, int]:
 
 
 def all_pins(run: Store) -> list[tuple[int, str]]:
-    """The steps of all pins, each with the pin's name. None of these steps is deleted."""
+    """The steps of all pins, each with the pin's name."""
     parts = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
     return [(int(step), name) for step, _, name in parts if is_step(step)]
+
+
+def pinned_steps(run: Store) -> set[int]:
+    """The steps that have a pin, none of which is deleted."""
+    return {step for step, _ in all_pins(run)}

@@ -25,7 +25,7 @@ from jaxckpt._pipeline.threads import run_uninterrupted
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._rules.rename import Renaming, split_rename
-from jaxckpt._run_folder.added_metrics import read_added_metrics
+from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.steps import Mode, require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
@@ -587,6 +587,5 @@ class Checkpointer(Run):
         self._directory.require_same_folder()
         saved = self._directory.saved_step(number)
         if saved is not None:
-            added = read_added_metrics(self._store).get((number, saved.save_id), {})
-            return {**saved.record.metrics, **added}
+            return metrics_of(self._store, number, saved.save_id, saved.record)
         return self._step_finder.metrics(number)

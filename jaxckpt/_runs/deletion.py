@@ -18,7 +18,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
 from jaxckpt._run_folder.added_metrics import remove_added_metrics
 from jaxckpt._run_folder.leases import Leases
-from jaxckpt._run_folder.steps import TRASH, all_pins, is_link, is_step, step_name
+from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep
 from jaxckpt._store.load_manifest import load_manifest
@@ -206,12 +206,12 @@ class Deletion:
         if unwanted := {
             verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
         }:
-            pinned = {step for step, _ in all_pins(self._store)}
+            pinned = pinned_steps(self._store)
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
             with self._leases.mark_for_deletion(unwanted) as held:
                 self._has_held_steps = bool(held)
                 # Checked again, because a process that pins a step holds it in the meantime.
-                spared = (held | {step for step, _ in all_pins(self._store)}) & unwanted.keys() if unwanted else held
+                spared = (held | pinned_steps(self._store)) & unwanted.keys() if unwanted else held
                 self._leases.unmark(spared)
                 for step, verdict in unwanted.items():
                     if step not in spared and not self._must_stop:

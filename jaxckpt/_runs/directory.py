@@ -18,7 +18,7 @@ from jaxckpt._run_folder.steps import (
     ENDED,
     RUN,
     is_link,
-    pins,
+    pinned_steps,
     require_no_checkpoint,
     require_step,
     step_folders,
@@ -135,7 +135,7 @@ class Directory:
             self.forget(deleted)
         if not (self.policy.keep_best or self.policy.keep_if):
             return saved  # no rule uses metrics
-        added = read_added_metrics(self.store)
+        added = read_added_metrics(self.store, steps)
         return [step.with_metrics(added.get((step.number, step.save_id), {})) for step in saved]
 
     def remember(self, step: SavedStep) -> None:
@@ -201,7 +201,7 @@ class Directory:
         with_it = sorted([*others, candidate], key=lambda step: step.number)
         (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
-        if not verdict.kept and record.number not in pins(self.store).values():
+        if not verdict.kept and record.number not in pinned_steps(self.store):
             raise InputError(
                 f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
                 " first delete the newer steps with delete(step), or save into another directory"

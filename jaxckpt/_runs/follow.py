@@ -149,4 +149,4 @@ def _step(run: Store, number: int, held: bool, options: Options) -> Step | None:
         manifest, _ = load_manifest(child)
     except NotACheckpointError:
         return None
-    return Step(number, child.url, metrics_of(run, number, manifest), held, options)
+    return Step(number, child.url, metrics_of(run, number, manifest.save_id, manifest.step), held, options)

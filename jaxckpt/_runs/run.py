@@ -21,7 +21,7 @@ from jaxckpt._restore.restore import run_restore
 from jaxckpt._rules.rename import Renaming, split_rename
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
-from jaxckpt._run_folder.run_paths import best_rule, best_steps, resolve_name
+from jaxckpt._run_folder.run_paths import best_published_step, best_rule, resolve_name
 from jaxckpt._run_folder.steps import Mode, pins, require_no_checkpoint, require_step, step_folders, step_name
 from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
@@ -112,7 +112,7 @@ class Run:
             if metric not in (None, recorded_metric):
                 raise InputError(f'best_step({metric!r}) needs mode="min" or mode="max"')
             metric, mode = recorded_metric, mode or recorded_mode
-        return next(iter(best_steps(self._store, self.steps(), metric, mode)), None)
+        return best_published_step(self._store, self.steps(), metric, mode)
 
     def path(self, step: StepName) -> str:
         """The path or URL of a step, for every function that takes a checkpoint."""
@@ -136,7 +136,7 @@ class Run:
         """
         number = self._number(step)
         manifest, _ = load_manifest(self._store.child(step_name(number)))
-        return metrics_of(self._store, number, manifest)
+        return metrics_of(self._store, number, manifest.save_id, manifest.step)
 
     def add_metrics(self, step: StepName, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step, or replace metrics that it has. `keep_best` and "best" respect them.
