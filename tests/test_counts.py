@@ -249,7 +249,7 @@ LEAF_COSTS: dict[str, tuple[Callable[[Path, Manifest, Any], Callable[[], Any]], 
     "encoding the manifest": (lambda path, manifest, tree: lambda: _manifest.encode(manifest), 0),
     "flattening": (lambda path, manifest, tree: lambda: _pytree.flatten(tree), 0),
     "leaves on the host": (
-        lambda path, manifest, tree: lambda: _resolve.host_leaves(manifest, None, None, jaxckpt.Options()),
+        lambda path, manifest, tree: lambda: _resolve.host_leaves(manifest, None, jaxckpt.Options()),
         0,
     ),
     "building the tree": (lambda path, manifest, tree: lambda: _tree.unflatten(manifest.tree, range(10_000)), 0),

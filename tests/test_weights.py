@@ -109,7 +109,12 @@ def test_a_part_of_the_weights_with_other_names(tmp_path: Path, rename: Any, wit
         target = {"deep": [leaf]} if rename is None else {"body": {"layers": {"0": leaf}}}
     with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         follower = jaxckpt.weights.subscribe(
-            tmp_path, target, select="deep/0", rename=rename, timeout_seconds=60, poll_seconds=0.01
+            tmp_path,
+            target,
+            select="body/layers/0" if rename else "deep/0",
+            rename=rename,
+            timeout_seconds=60,
+            poll_seconds=0.01,
         )
         for step in range(3):
             publisher.publish(step, weights(0, step))

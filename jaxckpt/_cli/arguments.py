@@ -167,7 +167,8 @@ select_option = click.option(
     multiple=True,
     metavar="GLOB",
     shell_complete=complete_leaf,
-    help="Only leaves whose path, or the path of a container above them, matches GLOB. May be repeated.",
+    help="Only leaves whose path, or the path of a container above them, matches GLOB: the new path, with --rename or"
+    " --rules. May be repeated.",
 )
 
 

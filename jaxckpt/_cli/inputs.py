@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._model.paths import closest_hint
-from jaxckpt._model.select import parse_select, rename_paths
+from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import LINE_SECONDS, Progress
@@ -85,21 +85,14 @@ def _index_entry(text: str) -> Any:
     return slice(*(int(bound) if bound.strip() else None for bound in text.split(":")))
 
 
-def spec_tree(
-    checkpoint: Checkpoint,
-    rules: Sequence[SpecRule],
-    select: Sequence[str] = (),
-    rename: Mapping[str, str] | None = None,
-) -> Tree:
-    """The specs for leaves, as nested dicts by their new paths; None without `--specs`."""
+def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequence[str] = ()) -> Tree:
+    """The specs for the selected leaves, as nested dicts; None without `--specs`."""
     if not rules:
         return None
     from jax.sharding import PartitionSpec
 
-    leaves, chosen = checkpoint.leaves, selected(checkpoint, select)
-    new = zip(rename_paths(rename or None, leaves), leaves.items(), strict=True)
     # Other kinds are never on a device, so they have no spec.
-    paths = [path for path, (old, leaf) in new if old in chosen and leaf.kind in ("jax", "key")]
+    paths = [path for path, leaf in selected(checkpoint, select).items() if leaf.kind in ("jax", "key")]
     specs: dict[str, Any] = {}
     for glob, entries in rules:
         matched = list(filter(parse_select(glob), paths))

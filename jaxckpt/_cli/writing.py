@@ -54,15 +54,15 @@ def convert(
     require_mesh(mesh, specs)
     if rules and rename:
         raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
-    rename_rules = rules_of(source, rules, back_to)
+    renaming = rules_of(source, rules, back_to) or dict(rename) or None
     convert_checkpoint(
         source,
         destination,
         format=format,
         mesh=mesh,
-        specs=spec_tree(open_checkpoint(source, rename=rename_rules), specs, select, dict(rename)) if specs else None,
+        specs=spec_tree(open_checkpoint(source, rename=renaming), specs, select) if specs else None,
         select=select or None,
-        rename=rename_rules or dict(rename) or None,
+        rename=renaming,
         chunk_bytes=chunk_bytes,
         overwrite=overwrite,
         options=options_with_progress(),

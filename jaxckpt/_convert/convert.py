@@ -33,7 +33,7 @@ from jaxckpt._pipeline.threads import Latch
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import StorageThread, note_progress, run_watched
 from jaxckpt._restore.read_loop import StoredArray
-from jaxckpt._rules.rename import Renaming, renamed_source, select_and_rename, split_rename
+from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.save import start
@@ -81,7 +81,7 @@ def convert(
         specs: With `mesh`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
             leaf). By default each leaf keeps its own spec, mapped by axis name; if the mesh has none of these axes, a
             SpecError is raised.
-        select: Only these leaves, by their old paths, as for `restore`.
+        select: Only these leaves, as for `restore`: by their paths after `rename`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function; or `Rules`, as for
             `restore`. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
@@ -120,9 +120,7 @@ def convert(
                 f"{name!r} is written to a local path, but {os.fspath(destination)!r} looks like a URL: write it to a"
                 " local path, then copy it"
             )
-        rename, rules = split_rename(rename)
-        original = renamed_source(source_at(source, options), rules)
-        narrow = replace(original, manifest=select_and_rename(original.manifest, select, rename))
+        narrow = renamed_source(source_at(source, options), rename, select)
         if name == "jaxckpt":
             with _turn_of_process_0(call, "verifying the source") as is_process_0:
                 if is_process_0:

@@ -138,7 +138,7 @@ def diff(
     Args:
         path_a: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
         path_b: The other checkpoint.
-        select: Compare only these leaves, as for `restore`, by their paths after `rename`.
+        select: Compare only these leaves, as for `restore`: those of a by their paths after `rename`.
         rename: Renames the leaves of a, as for `restore`.
         options: See `Options`; `manifest_sha256` is not used.
 
@@ -165,7 +165,8 @@ def diff(
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     all_leaves = a.leaves | b.leaves
-    chosen = set(itertools.compress(all_leaves, parse_select(select).choose(all_leaves, "either checkpoint")))
+    where = "either checkpoint" if rename is None else "either checkpoint after rename="
+    chosen = set(itertools.compress(all_leaves, parse_select(select).choose(all_leaves, where)))
     deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
     in_both = {path: (a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves}
     pairs = {

@@ -48,7 +48,7 @@ class LeafPlan:
     """The saved and the restored layout of a leaf."""
 
     path: str
-    """Path of the leaf."""
+    """Path of the leaf in the restored tree, after `rename`."""
 
     dtype: str
     """Stored dtype."""
@@ -244,7 +244,7 @@ def plan_restore(manifest: Manifest, resolved: Resolved, options: Options) -> Re
     device_bytes = _device_bytes(manifest, stored)
     plans = [ProcessPlan(process, costs[process], device_bytes.get(process, {})) for process in processes]
     value_dependent = tuple(problem.leaf or "" for problem in resolved.unproven.values())
-    return RestorePlan(tuple(plans), tuple(_leaf_plans(manifest, stored)), value_dependent)
+    return RestorePlan(tuple(plans), tuple(_leaf_plans(manifest, resolved, stored)), value_dependent)
 
 
 def _n_processes(sharding: Sharding | PlannedSharding) -> int:
@@ -254,12 +254,14 @@ def _n_processes(sharding: Sharding | PlannedSharding) -> int:
     return jax.process_count()
 
 
-def _leaf_plans(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> Iterator[LeafPlan]:
+def _leaf_plans(
+    manifest: Manifest, resolved: Resolved, abstract_leaves: Mapping[int, AbstractLeaf]
+) -> Iterator[LeafPlan]:
     for number, abstract in sorted(abstract_leaves.items()):
         record = manifest.leaves[number]
         stack = manifest.decoded_stacks[manifest.stack_and_row(record)[0]]
         restored = _restored_layout(abstract.sharding, abstract.on_devices)
-        yield LeafPlan(record.path, stack.dtype, stack.shape, saved_layout(manifest, record), restored)
+        yield LeafPlan(resolved.paths[number], stack.dtype, stack.shape, saved_layout(manifest, record), restored)
 
 
 def _device_bytes(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> dict[int, dict[Any, int]]:

@@ -30,8 +30,11 @@ class Selector:
     def __call__(self, path: str) -> bool:
         return any(test(path) for _, test in self.tests)
 
-    def choose(self, paths: Collection[str], where: str = "the checkpoint") -> list[bool]:
-        """Whether each path is selected. Raises TreeError if an entry selects none of them."""
+    def choose(self, paths: Collection[str], where: str = "the checkpoint", *, saved: Iterable[str] = ()) -> list[bool]:
+        """Whether each path is selected. Raises TreeError if an entry selects none of them.
+
+        `saved` are the saved paths in the same order, if the leaves were renamed.
+        """
         unused = list(self.tests)
         chosen: list[bool] = []
         for path in paths:
@@ -40,6 +43,14 @@ class Selector:
                 unused.remove(entry)
             chosen.append(bool(hits) or self(path))
         if unused and paths:
+            renamed = [(old, new) for old, new in zip(saved, paths, strict=False) if old != new]
+            for text, test in unused:
+                for old, new in renamed:
+                    if test(old):
+                        raise TreeError(
+                            f"select: {text} matches the saved leaf {show_path(old)}, which rename= gives the path"
+                            f" {show_path(new)}. select= chooses leaves by their new paths"
+                        )
             raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
         if not self.tests:
             raise TreeError("select has no entries, so it selects nothing; omit it to select everything")
@@ -145,17 +156,6 @@ def rename_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
                 raise TreeError(f"rename= gives {show_path(olds[path])} and {show_path(old)} the same path {path!r}")
             olds[path] = old
     return new
-
-
-def origins(rename: Rename | None, path: str) -> list[str] | None:
-    """The saved paths that `rename` would turn into `path`; None if unknown, because it is a function."""
-    if rename is None:
-        return [path]
-    if callable(rename):
-        return None
-    tails = [(old, relative_path(new, path)) for old, new in rename.items()]
-    candidates = [path, *(join_paths(old, tail) for old, tail in tails if tail is not None)]
-    return [old for old in dict.fromkeys(candidates) if _rename_path(rename, old) == path]
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:

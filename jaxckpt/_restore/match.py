@@ -22,7 +22,7 @@ from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.prng_keys import TypedLeaf
 from jaxckpt._model.paths import closest_hint, escape_key, longest_prefix, path_prefixes
 from jaxckpt._model.records import Manifest
-from jaxckpt._model.select import Rename, Select, Selector, origins, parse_select
+from jaxckpt._model.select import Rename, Select, Selector, parse_select
 from jaxckpt._model.tree import (
     Container,
     Structure,
@@ -37,7 +37,7 @@ from jaxckpt._model.tree import (
 from jaxckpt._options import Options, require_bool
 from jaxckpt._restore.assembly import Assembly, Initialized, Kept, LeafOrigin, SavedSubtree
 from jaxckpt._restore.stateful_objects import TargetObject, shardings_below
-from jaxckpt._rules.rename import renamed_tree, require_single_root, selected_numbers
+from jaxckpt._rules.rename import renamed_tree, require_single_root, selected_from
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
 
@@ -138,8 +138,7 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
     The problems are missing and extra leaves. Raises TreeError if an entry of select= or rename= matches nothing.
     """
     select = None if request.select is None else parse_select(request.select)
-    chosen = selected_numbers(manifest, select)
-    structure, numbers = renamed_tree(manifest, request.rename, chosen)
+    structure, numbers, chosen = renamed_tree(manifest, request.rename, select, selected_from(request.rules))
     selected = numbers
     if len(chosen) < len(numbers):
         chosen_numbers = set(chosen)
@@ -308,14 +307,8 @@ class _Comparison:
         return self.request.strict or (isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None)
 
     def _is_selected(self, path: str) -> bool:
-        """Whether `select`, which uses saved paths, selects a leaf of the target that the checkpoint lacks.
-
-        If `rename` is a function, the saved path is unknown, and the leaf counts as selected.
-        """
-        if self.select is None:
-            return True
-        olds = origins(self.request.rename, path)
-        return olds is None or any(map(self.select, olds))
+        """Whether `select` selects a leaf of the target that the checkpoint lacks."""
+        return self.select is None or self.select(path)
 
     # Problems ---------------------------------------------------------------------------------------------
 
@@ -348,8 +341,6 @@ class _Comparison:
             yield Problem(path, f"is in the checkpoint but not in the target{hint}", self._strict_remedy)
 
     def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
-        if missing and self.select is not None and callable(self.request.rename):
-            yield "since rename= is a function, missing leaves count as selected; a mapping shows which are not"
         if missing and extra:
             yield "rename= maps leaves that have other names in the checkpoint"
 

@@ -26,7 +26,6 @@ from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partitio
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
-from jaxckpt._model.select import Select, parse_select
 from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
@@ -39,7 +38,6 @@ from jaxckpt._restore.match import (
     given_casts,
     is_array_like,
     match_paths,
-    selected_numbers,
     unrestorable_reason,
 )
 from jaxckpt._restore.stateful_objects import TargetObject
@@ -78,6 +76,9 @@ class Resolved:
 
     assembly: Assembly
 
+    paths: Mapping[int, str]
+    """The path of each of these leaves in the restored tree, by number."""
+
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
     """The problem of each leaf, by number, that exists if its cast changes any of its values."""
 
@@ -102,16 +103,17 @@ def host_leaf(kind: str) -> AbstractLeaf:
     return AbstractLeaf("numpy" if KINDS[kind].on_devices else kind)
 
 
-def host_leaves(manifest: Manifest, select: Select | None, dtype: Dtypes, options: Options) -> Resolved:
-    """What the leaves of the saved tree, or the selected ones, are restored as without devices.
+def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved:
+    """What the leaves of the saved tree are restored as without devices.
 
     Raises MismatchError that lists every leaf that cannot be cast.
     """
-    numbers = selected_numbers(manifest, None if select is None else parse_select(select))
+    numbers = range(len(manifest.leaves))
     assembly = Assembly.of_saved(manifest, manifest.tree, numbers)
     if dtype is None:
-        return Resolved({number: host_leaf(manifest.leaves[number].kind) for number in numbers}, assembly)
-    paths = [manifest.leaves[number].path for number in numbers]
+        abstract_leaves = {number: host_leaf(manifest.leaves[number].kind) for number in numbers}
+        return Resolved(abstract_leaves, assembly, dict(zip(numbers, manifest.numbers, strict=True)))
+    paths = [*manifest.numbers]
     match = Match(LeafRequests(paths, numbers, [None] * len(paths)), assembly)
     policies = resolve_policies(options.cast, paths, (TypedLeaf(manifest, manifest.leaves[n]) for n in numbers))
     request = RestoreRequest(dtype=dtype)
@@ -160,7 +162,7 @@ def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf
         if abstract and (reason := _doubt(group, abstract))
         for index, problem in zip(group.indices, group.problems(reason), strict=True)
     }
-    return Resolved(abstract_leaves, match.assembly, unproven)
+    return Resolved(abstract_leaves, match.assembly, dict(zip(numbers, match.requests.paths, strict=True)), unproven)
 
 
 def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:

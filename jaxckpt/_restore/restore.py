@@ -70,16 +70,15 @@ def restore(
             on the mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved specs.
-        select: Restore only these leaves: a glob over saved paths ("params/**"; "params/**/w" matches "params/w" too;
-            a container's path selects everything below it), a compiled regular expression, a list of these, or a
-            function of the path that returns a bool. Each pattern must match a leaf. Other leaves keep the target's
-            value; without a target, dicts omit them and sequences have None in their place. A leaf of the target that
-            is missing from the checkpoint counts as selected if its saved path (by `rename`) is selected, or if
-            `rename` is a function.
+        select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
+            ("params/**"; "params/**/w" matches "params/w" too; a container's path selects everything below it), a
+            compiled regular expression, a list of these, or a function of the path that returns a bool. Each pattern
+            must match a leaf of the checkpoint. Other leaves keep the target's value; without a target, dicts omit them
+            and sequences have None in their place.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
             must exist, or a function. Without a target, a renamed tree is restored as nested dicts. A component of a
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
-            cast: the checkpoint then has the leaves that the rules make, and `select` chooses among those.
+            cast: the checkpoint then has the leaves that the rules make.
         strict: Leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are errors. With
             False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in the tree; a
             Sharding is still an error), and extra leaves are ignored. Always errors: a target with no leaf in the
@@ -244,7 +243,7 @@ def load_numpy(
 
     Args:
         path: As for `restore`.
-        select: Only these leaves, as for `restore`, by their paths after `rename`.
+        select: Only these leaves, as for `restore`.
         rename: As for `restore`.
         dtype: As for `restore`: read leaves in a dtype other than the saved one.
         options: See `Options`.
@@ -265,7 +264,7 @@ def load_numpy(
         {'w': array([0, 1, 2])}
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options), rename)
-    resolved = host_leaves(source.manifest, select, dtype, options)
+    source = renamed_source(source_at(path, options), rename, select)
+    resolved = host_leaves(source.manifest, dtype, options)
     _require_lossless(source, resolved, options)
     return resolved.build(fetch(source, resolved.leaves, options), [])

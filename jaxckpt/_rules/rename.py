@@ -1,4 +1,4 @@
-"""The leaves that `select=` chooses, and the tree that they form after `rename=`."""
+"""The tree that leaves form after `rename=`, and the leaves that `select=` chooses from it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,29 @@ def split_rename(rename: Renaming | None) -> tuple[Rename | None, Rules | None]:
 _Opened = TypeVar("_Opened", bound=NativeCheckpoint | ForeignCheckpoint)
 
 
-def renamed_source(source: _Opened, rename: Renaming | None) -> _Opened | ForeignCheckpoint:
-    """A checkpoint with renamed leaves, or its view through rules. Raises MismatchError, TreeError."""
-    if isinstance(rename, Rules):
-        return rename.over(source)
-    return source if rename is None else replace(source, manifest=select_and_rename(source.manifest, None, rename))
+def renamed_source(
+    source: _Opened, rename: Renaming | None, select: Select | None = None
+) -> _Opened | ForeignCheckpoint:
+    """A checkpoint with renamed leaves, or its view through rules, and only the selected leaves of these.
+
+    Raises MismatchError, TreeError.
+    """
+    rename, rules = split_rename(rename)
+    view = source if rules is None else rules.over(source)
+    if rename is None and select is None:
+        return view
+    return replace(view, manifest=_renamed_manifest(view.manifest, rename, select, selected_from(rules)))
 
 
-def select_and_rename(manifest: Manifest, select: Select | None, rename: Rename | None) -> Manifest:
+def selected_from(rules: Rules | None) -> str:
+    """What `select=` chooses from, for errors."""
+    return "the checkpoint" if rules is None else "the tree that the rules make"
+
+
+def _renamed_manifest(manifest: Manifest, rename: Rename | None, select: Select | None, where: str) -> Manifest:
     """The manifest of only the selected leaves, with their new paths; the data is unchanged. Raises TreeError."""
-    chosen = selected_numbers(manifest, None if select is None else parse_select(select))
-    structure, new_paths = renamed_tree(manifest, rename, chosen)
+    selector = None if select is None else parse_select(select)
+    structure, new_paths, chosen = renamed_tree(manifest, rename, selector, where)
     require_single_root(manifest, new_paths, chosen)
     structure = prune(structure, {number: number for number in chosen})
     paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
@@ -52,27 +64,31 @@ def select_and_rename(manifest: Manifest, select: Select | None, rename: Rename 
     return msgspec.structs.replace(manifest, tree=tree, leaves=leaves)
 
 
-def selected_numbers(manifest: Manifest, select: Selector | None) -> Sequence[int]:
-    """Numbers of the leaves that are selected by their saved paths. Raises TreeError if an entry selects none."""
-    numbers = range(len(manifest.leaves))
-    return numbers if select is None else [*itertools.compress(numbers, select.choose(manifest.numbers))]
+def renamed_tree(
+    manifest: Manifest, rename: Rename | None, select: Selector | None, where: str
+) -> tuple[Structure, dict[str, int], Sequence[int]]:
+    """The renamed structure, the number of each leaf by its new path, and the numbers of the selected leaves.
 
-
-def renamed_tree(manifest: Manifest, rename: Rename | None, chosen: Sequence[int]) -> tuple[Structure, dict[str, int]]:
-    """The requested structure, and the number of each leaf by its requested path. Raises TreeError.
-
-    A renamed structure lacks the leaves that are not chosen, because their new paths may clash with those of chosen
-    leaves. Objects keep all of their leaves.
+    A renamed structure lacks the leaves that are not selected, because their new paths may clash with those of selected
+    leaves. Objects keep all of their leaves. `where` names the tree before `rename` in errors. Raises TreeError.
     """
     if rename is None:
-        return manifest.tree, manifest.numbers
+        return manifest.tree, manifest.numbers, _selected(manifest, manifest.numbers, select, where)
     empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}
     paths = rename_paths(rename, [*manifest.numbers, *empty])
     numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
     units = _structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
+    chosen = _selected(manifest, numbers, select, where)
     among = set(chosen)
     units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
-    return structure_of(nested_dicts(units)), numbers
+    return structure_of(nested_dicts(units)), numbers, chosen
+
+
+def _selected(manifest: Manifest, numbers: Mapping[str, int], select: Selector | None, where: str) -> Sequence[int]:
+    """Numbers of the leaves that are selected by their new paths. Raises TreeError if an entry selects none."""
+    if select is None:
+        return range(len(numbers))
+    return [*itertools.compress(range(len(numbers)), select.choose(numbers, where, saved=manifest.numbers))]
 
 
 def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: Sequence[int]) -> None:

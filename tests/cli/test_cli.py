@@ -63,7 +63,7 @@ def test_tables_match_the_stored_output(here: Path, name: str, width: int) -> No
 def test_convert(here: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     reported = run("convert", "run1/00000300", out, "--mesh", "model=4", "--specs", "weights/wte=P(None, 'model')",
-               "--select", "params", "--rename", "params=weights", "--chunk-bytes", "1KiB").stdout  # fmt: skip
+               "--select", "weights", "--rename", "params=weights", "--chunk-bytes", "1KiB").stdout  # fmt: skip
     assert reported == f"run1/00000300 → {out}\n"
     made = jaxckpt.open(out)
     assert set(made.leaves) == {

@@ -169,7 +169,7 @@ def test_chunk_bytes_is_refused_for_a_format_without_chunks(tmp_path: Path) -> N
 def test_selected_and_renamed(everything: tuple[Path, Any], tmp_path: Path) -> None:
     path, tree = everything
     jaxckpt.convert(
-        path, tmp_path / "to", select=["layers/1*/w", "step"], rename={"layers": "model/blocks", "step": "s"}
+        path, tmp_path / "to", select=["model/blocks/1*/w", "s"], rename={"layers": "model/blocks", "step": "s"}
     )
     loaded = jaxckpt.load_numpy(tmp_path / "to")
     assert set(loaded) == {"model", "s"}

@@ -680,13 +680,6 @@ def test_renames_move_leaves_and_containers(rename: Any, path: str, expected: st
 PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
 
 
-@given(st.dictionaries(st.one_of(st.just(""), PATHS), st.one_of(st.just(""), PATHS), max_size=4), PATHS)
-def test_origins_are_the_paths_that_a_rename_maps_to_a_path(rename: dict[str, str], path: str) -> None:
-    assert path in (_select.origins(rename, _select._rename_path(rename, path)) or [])
-    assert all(_select._rename_path(rename, old) == path for old in _select.origins(rename, path) or [])
-    assert _select.origins(str.upper, path) is None
-
-
 @given(
     st.lists(PATHS, min_size=1, max_size=5, unique=True),
     st.lists(st.one_of(PATHS, st.sampled_from(["**", "*", "*/b", "a/?"])), min_size=1, max_size=3),

@@ -495,7 +495,7 @@ def test_an_object_whose_state_is_empty_is_renamed_and_selected(tmp_path: Path) 
 
     jaxckpt.save(tmp_path / "ckpt", {"w": 1, "box": Box()})
     box = Box()
-    jaxckpt.restore(tmp_path / "ckpt", {"v": 0, "box": box}, rename={"w": "v"}, select="w")
+    jaxckpt.restore(tmp_path / "ckpt", {"v": 0, "box": box}, rename={"w": "v"}, select="v")
     assert box.got == "nothing", "it is not selected"
     jaxckpt.restore(tmp_path / "ckpt", {"run": {"w": 0, "box": box}}, rename=lambda path: f"run/{path}")
     assert box.got == {}

@@ -30,6 +30,7 @@ import jaxckpt.orbax
 from jaxckpt._devices import device_layout as memory_order
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.file_names import SEAL
+from jaxckpt.rules import Rule, Rules
 
 
 @pytest.fixture
@@ -953,25 +954,65 @@ def test_a_generator_selects_as_a_list_does(path: Path, tree: Any) -> None:
             jaxckpt.restore(path, grown, select=(name for name in ["params", "layers/1"]), **arguments)
 
 
-def test_select_is_about_saved_paths_also_under_rename(path: Path) -> None:
+def test_select_is_about_new_paths_under_rename(path: Path) -> None:
     model = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
     mine = {"model": model, "opt": jnp.full(3, 5.0)}
     for rename in ({"params": "model"}, {"params/w": "model/w", "params/b": "model/b"}):
-        restored = jaxckpt.restore(path, mine, select="params", rename=rename)
+        restored = jaxckpt.restore(path, mine, select="model", rename=rename)
         np.testing.assert_array_equal(restored["model"]["b"], np.ones(8))
         assert restored["opt"] is mine["opt"]
-    # A leaf that is not in the checkpoint would have the path params/new, which is selected.
     grown = {**mine, "model": {**model, "new": jnp.ones(2)}}
     with pytest.raises(jaxckpt.MismatchError, match="'model/new' is not in the checkpoint") as caught:
-        jaxckpt.restore(path, grown, select="params", rename={"params": "model"})
+        jaxckpt.restore(path, grown, select="model", rename={"params": "model"})
     assert len(caught.value.problems) == 1
-    restored = jaxckpt.restore(path, {"model": DEVICE, "layers": DEVICE}, select="params", rename={"params": "model"})
+    restored = jaxckpt.restore(path, {"model": DEVICE, "layers": DEVICE}, select="model", rename={"params": "model"})
     assert (restored["model"]["w"].sharding, restored["layers"]) == (DEVICE, DEVICE)
-    # The saved path of a leaf is unknown if `rename` is a function.
-    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'opt' is not in the checkpoint.*rename= is a function"):
-        jaxckpt.restore(path, mine, select="params", rename=lambda path: path.replace("params", "model"))
-    shardings = {"model": DEVICE, "layers": DEVICE}
-    assert jaxckpt.restore(path, shardings, select="params", rename=lambda path: path.replace("params", "model"))
+    restored = jaxckpt.restore(path, mine, select="model", rename=lambda path: path.replace("params", "model"))
+    assert restored["opt"] is mine["opt"]
+
+
+def test_select_has_one_meaning_in_all_functions(tmp_path: Path) -> None:
+    """Swapped names, where a selection by saved names would give the other leaf."""
+    swap = Rules([Rule(source="a/w", target="b/w"), Rule(source="b/w", target="a/w")])
+    source, saved = tmp_path / "source", {"a": {"w": np.zeros(2)}, "b": {"w": np.ones(2)}}
+    jaxckpt.save(source, saved)
+    jaxckpt.save(tmp_path / "swapped", {"a": saved["b"], "b": saved["a"]})
+    for rename in ({"a": "b", "b": "a"}, str.swapcase, swap):
+        pattern = "A" if rename is str.swapcase else "a"
+        expected = np.zeros(2) if rename is str.swapcase else np.ones(2)
+        jaxckpt.convert(source, tmp_path / "converted", select=pattern, rename=rename, overwrite=True)
+        for tree in (
+            jaxckpt.restore(source, select=pattern, rename=rename),
+            jaxckpt.load_numpy(source, select=pattern, rename=rename),
+            jaxckpt.load_numpy(tmp_path / "converted"),
+        ):
+            assert [*tree] == [pattern]
+            np.testing.assert_array_equal(tree[pattern]["w"], expected)
+        plan = jaxckpt.open(source).plan(select=pattern, rename=rename)
+        assert [leaf.path for leaf in plan.leaves] == [f"{pattern}/{'W' if rename is str.swapcase else 'w'}"]
+        if rename is not str.swapcase:
+            delta = jaxckpt.diff(source, tmp_path / "swapped", select="a", rename=rename)
+            assert delta.identical
+            assert len(delta.leaves) == 1
+
+
+def test_a_pattern_of_only_saved_names_is_an_error_that_says_so(path: Path, tmp_path: Path) -> None:
+    rename = {"params": "model"}
+    calls = (
+        lambda: jaxckpt.restore(path, select="params/*", rename=rename),
+        lambda: jaxckpt.load_numpy(path, select="params/*", rename=rename),
+        lambda: jaxckpt.open(path).plan(select="params/*", rename=rename),
+        lambda: jaxckpt.convert(path, tmp_path / "to", select="params/*", rename=rename),
+    )
+    for call in calls:
+        with pytest.raises(jaxckpt.errors.TreeError) as caught:
+            call()
+        message = str(caught.value)
+        assert "'params/*' matches the saved leaf 'params/b', which rename= gives the path 'model/b'" in message
+        assert "select= chooses leaves by their new paths" in message
+    expected = r"matches none of the \d+ leaves of either checkpoint after rename="
+    with pytest.raises(jaxckpt.errors.TreeError, match=expected):
+        jaxckpt.diff(path, path, select="nothing", rename=rename)
 
 
 def test_the_tree_itself_can_be_renamed(path: Path) -> None:

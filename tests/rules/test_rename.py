@@ -33,14 +33,14 @@ def test_a_conversion_with_a_leaf_as_the_root_of_others_is_refused(saved: Path) 
 
 def test_a_single_selected_leaf_becomes_the_tree(saved: Path) -> None:
     for target in (None, np.zeros(3, W.dtype)):
-        assert np.array_equal(jaxckpt.restore(saved, target, select="w", rename={"w": ""}), W)
+        assert np.array_equal(jaxckpt.restore(saved, target, select="", rename={"w": ""}), W)
     assert np.array_equal(jaxckpt.restore(saved, np.zeros(3, W.dtype), rename={"w": ""}, strict=False), W)
-    jaxckpt.convert(saved, saved.parent / "d", select="w", rename={"w": ""})
+    jaxckpt.convert(saved, saved.parent / "d", select="", rename={"w": ""})
     assert np.array_equal(jaxckpt.load_numpy(saved.parent / "d"), W)
 
 
 def test_unselected_leaves_do_not_conflict_with_new_names(saved: Path) -> None:
-    tree = jaxckpt.restore(saved, select="w", rename={"w": "a/b/c"})
+    tree = jaxckpt.restore(saved, select="a/b/c", rename={"w": "a/b/c"})
     assert list(tree) == ["a"]
     assert np.array_equal(tree["a"]["b"]["c"], W)
     with pytest.raises(jaxckpt.errors.TreeError, match="'a/b/c' is below another leaf"):
