@@ -977,23 +977,19 @@ def test_select_has_one_meaning_in_all_functions(tmp_path: Path) -> None:
     source, saved = tmp_path / "source", {"a": {"w": np.zeros(2)}, "b": {"w": np.ones(2)}}
     jaxckpt.save(source, saved)
     jaxckpt.save(tmp_path / "swapped", {"a": saved["b"], "b": saved["a"]})
-    for rename in ({"a": "b", "b": "a"}, str.swapcase, swap):
-        pattern = "A" if rename is str.swapcase else "a"
-        expected = np.zeros(2) if rename is str.swapcase else np.ones(2)
-        jaxckpt.convert(source, tmp_path / "converted", select=pattern, rename=rename, overwrite=True)
+    for rename in ({"a": "b", "b": "a"}, lambda path: {"a": "b", "b": "a"}[path[0]] + path[1:], swap):
+        jaxckpt.convert(source, tmp_path / "converted", select="a", rename=rename, overwrite=True)
         for tree in (
-            jaxckpt.restore(source, select=pattern, rename=rename),
-            jaxckpt.load_numpy(source, select=pattern, rename=rename),
+            jaxckpt.restore(source, select="a", rename=rename),
+            jaxckpt.load_numpy(source, select="a", rename=rename),
             jaxckpt.load_numpy(tmp_path / "converted"),
         ):
-            assert [*tree] == [pattern]
-            np.testing.assert_array_equal(tree[pattern]["w"], expected)
-        plan = jaxckpt.open(source).plan(select=pattern, rename=rename)
-        assert [leaf.path for leaf in plan.leaves] == [f"{pattern}/{'W' if rename is str.swapcase else 'w'}"]
-        if rename is not str.swapcase:
-            delta = jaxckpt.diff(source, tmp_path / "swapped", select="a", rename=rename)
-            assert delta.identical
-            assert len(delta.leaves) == 1
+            assert [*tree] == ["a"]
+            np.testing.assert_array_equal(tree["a"]["w"], np.ones(2))
+        assert [leaf.path for leaf in jaxckpt.open(source).plan(select="a", rename=rename).leaves] == ["a/w"]
+        delta = jaxckpt.diff(source, tmp_path / "swapped", select="a", rename=rename)
+        assert delta.identical
+        assert len(delta.leaves) == 1
 
 
 def test_a_pattern_of_only_saved_names_is_an_error_that_says_so(path: Path, tmp_path: Path) -> None:
