@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import operator
-import re
 import reprlib
 import threading
 from collections.abc import Callable, Mapping
@@ -90,10 +89,6 @@ class Options:
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
         retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, also
             if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
-        manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
-            `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata. It guarantees
-            arrays only through their crc32c digests, which detect damage but not deliberate forgery
-            (docs/security.md).
         progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
             stderr if that is off). A function is called with a `Progress` as bytes move, in the thread that moves them.
             None shows nothing.
@@ -120,7 +115,6 @@ class Options:
     timeout_seconds: float = 300.0
     storage: Mapping[str, Any] | None = field(default=None, repr=False)
     retry_seconds: float = 60.0
-    manifest_sha256: str | None = None
     progress: bool | Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
@@ -148,9 +142,6 @@ class Options:
                 f"Options.cast must be one of {CAST_POLICIES}, a pytree prefix of these, or a function of (path, leaf),"
                 f" found {self.cast!r}"
             )
-        digest = cast("object", self.manifest_sha256)
-        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
-            raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
         if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
         if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):

@@ -49,7 +49,7 @@ from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._restore.match import is_array_like
 from jaxckpt._restore.restore import restore
-from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.save import save, save_async
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import NativeCheckpoint

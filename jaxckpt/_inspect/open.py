@@ -18,6 +18,7 @@ from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._rules.rule_set import view_through
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
 from jaxckpt._sources.open_source import Location, source_at, step_of
 from jaxckpt._sources.source import NativeCheckpoint, Source
@@ -33,7 +34,13 @@ if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
 
 
 @explain_keywords
-def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
+def open(
+    path: Location,
+    *,
+    rename: Renaming | None = None,
+    manifest_sha256: str | None = None,
+    options: Options | None = None,
+) -> Checkpoint:
     """Open a checkpoint to inspect it. Only its manifest is read.
 
     Any single process may call this; no JAX backend is started.
@@ -41,6 +48,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
     Args:
         path: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
         rename: As for `restore`: the checkpoint is shown with these names, or through these rules.
+        manifest_sha256: As for `restore`.
         options: See `Options`.
 
     Returns:
@@ -61,7 +69,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
         array([ 8,  9, 10, 11])
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options), rename)
+    source = renamed_source(source_at(path, options, manifest_sha256), rename)
     return Checkpoint(source, options)
 
 
@@ -225,6 +233,30 @@ class Checkpoint(Mapping[str, LazyLeaf]):
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)
 
+    def restore(
+        self,
+        target: Tree = None,
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Renaming | None = None,
+        strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
+        options: Options | None = None,
+    ) -> Tree:
+        """Restore this checkpoint. In a job of several processes, every process opens it and calls this.
+
+        The arguments and the errors are those of `jaxckpt.restore`. If the checkpoint was opened with `rename`, all
+        paths are those that it shows.
+        """
+        from jaxckpt._restore.match import RestoreRequest
+        from jaxckpt._restore.restore import run_restore
+
+        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return run_restore(self.path, request, options or self._options, source=self._source)
+
     def plan(
         self,
         target: Tree = None,
@@ -277,5 +309,5 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype, tied=tied
         )
         require_request(request)
-        manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
+        manifest = view_through(request.rules, self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options), options)

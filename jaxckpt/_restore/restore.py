@@ -26,6 +26,7 @@ from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._rules.rule_set import view_through
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, PeersDisagreeError, Problem
@@ -43,6 +44,7 @@ def restore(
     strict: bool = True,
     dtype: Dtypes = None,
     tied: bool = False,
+    manifest_sha256: str | None = None,
     options: Options | None = None,
 ) -> Tree:
     """Restore a checkpoint onto devices. Every process of the job calls this function, with the same arguments.
@@ -88,6 +90,9 @@ def restore(
         tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
             sharding at each of their paths. By default each leaf is a separate array, so that all of them can be
             donated.
+        manifest_sha256: The expected SHA-256 of manifest.json, in hexadecimal digits (`SaveInfo.manifest_sha256`), for
+            checkpoints that others could replace. It guarantees the structure, shapes, Python values and metadata, and
+            arrays only through their crc32c digests, which detect damage but not deliberate forgery (docs/security.md).
         options: See `Options`.
 
     Returns:
@@ -115,7 +120,17 @@ def restore(
     """
     return run_restore(
         path,
-        RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied),
+        RestoreRequest(
+            target,
+            mesh,
+            specs,
+            select,
+            *split_rename(rename),
+            strict,
+            dtype=dtype,
+            tied=tied,
+            manifest_sha256=manifest_sha256,
+        ),
         options,
     )
 
@@ -123,16 +138,16 @@ def restore(
 def run_restore(
     path: Location, request: RestoreRequest, options: Options | None, *, source: Source | None = None
 ) -> Tree:
-    """Restore what is requested. `source` is the checkpoint if it is already open. Every process."""
+    """Restore what is requested. `source` is the checkpoint if it is already open at this path. Every process."""
     start_time = time.perf_counter()
     with Call.of("restore", path, options) as call:
         options = call.options
         with call.rendezvous("opening the checkpoint") as rendezvous:
             require_mesh(request.mesh)
             require_request(request)
-            source = source or source_at(path, options)
+            source = source or source_at(path, options, request.manifest_sha256)
             digest = source.digest
-            source = source if request.rules is None else request.rules.over(source)
+            source = view_through(request.rules, source)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.leaves.values())
             _require_same_checkpoint(rendezvous.gather(f"{digest} {source.url}"), source.url)
@@ -140,9 +155,9 @@ def run_restore(
         with call.rendezvous("restoring") as rendezvous:
             expected, _, url = chosen.partition(" ")
             if digest != expected:  # process 0 found a different newest step
-                source = source_at(url, options)
+                source = source_at(url, options, request.manifest_sha256)
                 _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
-                source = source if request.rules is None else request.rules.over(source)
+                source = view_through(request.rules, source)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.to_initialize) if request.initial else []
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
@@ -237,6 +252,7 @@ def load_numpy(
     select: Select | None = None,
     rename: Renaming | None = None,
     dtype: Dtypes = None,
+    manifest_sha256: str | None = None,
     options: Options | None = None,
 ) -> Tree:
     """Read a checkpoint into host memory, for inference or inspection, without a mesh, devices or a JAX backend.
@@ -246,6 +262,7 @@ def load_numpy(
         select: Only these leaves, as for `restore`.
         rename: As for `restore`.
         dtype: As for `restore`: read leaves in a dtype other than the saved one.
+        manifest_sha256: As for `restore`.
         options: See `Options`.
 
     Returns:
@@ -264,7 +281,7 @@ def load_numpy(
         {'w': array([0, 1, 2])}
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options), rename, select)
+    source = renamed_source(source_at(path, options, manifest_sha256), rename, select)
     resolved = host_leaves(source.manifest, dtype, options)
     _require_lossless(source, resolved, options)
     return resolved.build(fetch(source, resolved.leaves, options), [])

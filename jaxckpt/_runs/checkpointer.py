@@ -39,8 +39,8 @@ from jaxckpt._runs.saving import Saver
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._runs.settings import compare
 from jaxckpt._runs.step_finder import LocatedStep, StepFinder
-from jaxckpt._save.async_saves import PendingSave
 from jaxckpt._save.describe import describe
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save_info import SaveInfo
@@ -339,7 +339,8 @@ class Checkpointer(Run):
     @property
     def pending(self) -> PendingSave | None:
         """The last background save, unless it has been waited for."""
-        return self._saver.pending
+        running = self._saver.pending
+        return None if running is None else PendingSave(running)
 
     def wait(self) -> None:
         """Wait until the last save is published and old steps are deleted. Raises the error of either.

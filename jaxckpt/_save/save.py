@@ -34,9 +34,10 @@ from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
 from jaxckpt._save import async_saves as background_saves
-from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.async_saves import RunningSave
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.save_info import SaveInfo
@@ -158,19 +159,19 @@ def save_async(
     with Call.of("save_async", path, options) as call:
         destination = SharedPath.at(path, call.options, overwrite=overwrite)
         request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
-        return start(request, call.options, call, background=True)
+        return PendingSave(start(request, call.options, call, background=True))
 
 
 @jax.transfer_guard("allow")  # the caller has asked for these transfers
-def start(request: SaveRequest, options: Options, call: Call, *, background: bool) -> PendingSave:
+def start(request: SaveRequest, options: Options, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
     if background and request.deadline is None and options.when_busy == "skip" and _is_busy(call):
-        skipped = PendingSave(request.destination.store.url, 0, start_time, call.watchdog)
+        skipped = RunningSave(request.destination.store.url, 0, start_time, call.watchdog)
         skipped.skip()
         return skipped
     save = prepare(request, options, call)
-    pending = PendingSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
+    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
@@ -222,7 +223,7 @@ def start(request: SaveRequest, options: Options, call: Call, *, background: boo
 
 
 def _hand_over(
-    save: PreparedSave, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool
+    save: PreparedSave, pending: RunningSave, work: Callable[[RunningSave], SaveInfo], *, awaited: bool
 ) -> None:
     """Submit the save to the thread that writes."""
     is_last_step = save.request.deadline is not None
@@ -282,7 +283,7 @@ def _is_busy(call: Call) -> bool:
 
 
 def run_and_notify(
-    work: Callable[[PendingSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: PendingSave
+    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: RunningSave
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
     info = work(pending)
@@ -297,7 +298,7 @@ def run_and_notify(
 
 @jax.transfer_guard("allow")
 def _carry_out(
-    save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: PendingSave
+    save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: RunningSave
 ) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     call, destination = save.call, save.destination
@@ -343,7 +344,7 @@ def _carry_out(
     return info
 
 
-def _make_report(pending: PendingSave, display: Report) -> Report:
+def _make_report(pending: RunningSave, display: Report) -> Report:
     def report(moved: int) -> None:
         pending.add_done_bytes(moved)
         display(moved)
@@ -415,7 +416,7 @@ def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInf
         stored_bytes=published.stored_bytes,
         reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,
-        seconds=0.0,  # `PendingSave.with_times` sets this and the next field
+        seconds=0.0,  # `RunningSave.with_times` sets this and the next field
         blocked_seconds=0.0,
         phase_seconds=save.call.phases.phase_seconds,
     )
