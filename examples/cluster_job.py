@@ -27,7 +27,8 @@ def connect() -> None:
 
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod; the variables below are set by cluster_job.yaml
         address, count = os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["PROCESSES"])
-        jax.distributed.initialize(address, count, int(os.environ["JOB_COMPLETION_INDEX"]))
+        index = int(os.environ["JOB_COMPLETION_INDEX"])
+        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
     else:
         jax.distributed.initialize()  # Slurm and Cloud TPU: JAX finds the other processes itself
 
