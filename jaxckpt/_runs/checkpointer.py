@@ -63,9 +63,9 @@ class Checkpointer(Run):
     (`Checkpoint.hold`, `follow`) are always kept.
 
     The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save. A background
-        thread deletes older steps that no rule keeps; `save` does not wait for it. If a deletion fails, for example for
-        lack of permission, the next `save` that is due, `wait` or `close` raises the error. The manifest is deleted
-        first, so a reader finds the whole step or none.
+    thread deletes older steps that no rule keeps; `save` does not wait for it. If a deletion fails, for example for
+    lack of permission, the next `save` that is due, `wait` or `close` raises the error. The manifest is deleted first,
+    so a reader finds the whole step or none.
     thread deletes older steps that no rule keeps; `save` does not wait for it.
     If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
     error. The manifest is deleted first, so a reader finds either the whole step or none.
