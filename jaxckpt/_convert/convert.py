@@ -66,7 +66,6 @@ def convert(
 
     Any host can do this: it needs no devices, and at most about `options.host_bytes` of memory in addition to Python
     and JAX. In a job of several processes, every process makes the call and process 0 writes.
-    and JAX. In a job of several processes, every process makes the call and process 0 writes.
 
     Args:
         source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or

@@ -128,11 +128,8 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
 
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
-            object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only
-            problem, because then nothing else can be trusted. `quick` detects neither flipped bits nor swapped objects
-            of the same size.
         object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
-        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of the same
+        because then nothing else can be trusted. `quick` detects neither flipped bits nor swapped objects of the same
         size.
 
     Raises:

@@ -29,8 +29,8 @@ class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
     A checkpoint read through rules has only the leaves that the rules make, in nested dicts by path. Every leaf of the
-    source must match a rule or `drop`. Only the data of the values that are needed is read. If the rules do not fit a
-    checkpoint, these functions raise one MismatchError that lists all problems.
+    source must match a rule or `drop`. Data is read only when a value is needed, and only the data for that value. If
+    the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
 
     Examples:
         >>> import numpy as np, jaxckpt

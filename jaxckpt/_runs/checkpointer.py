@@ -66,9 +66,6 @@ class Checkpointer(Run):
     thread deletes older steps that no rule keeps; `save` does not wait for it. If a deletion fails, for example for
     lack of permission, the next `save` that is due, `wait` or `close` raises the error. The manifest is deleted first,
     so a reader finds the whole step or none.
-    thread deletes older steps that no rule keeps; `save` does not wait for it.
-    If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
-    error. The manifest is deleted first, so a reader finds either the whole step or none.
 
     Args:
         directory: A local path or a URL, as for `save`.

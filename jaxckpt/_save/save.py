@@ -145,9 +145,9 @@ def save_async(
 
     Raises:
         TreeError, SpecError, InputError: As for `save`, immediately. `wait()` raises everything else that `save` would
-            raise. If `wait()` is not called, the next save raises it; without a next save, the interpreter prints the
-            traceback and exits with status 1. Functions that were registered with atexit before `import jaxckpt` do not
-            run then.
+            raise. If `wait()` is not called, the next save raises it; without a next save, the traceback is printed
+            when the interpreter exits, with exit status 1. Functions that were registered with atexit before
+            `import jaxckpt` do not run then.
 
     Examples:
         >>> import jax.numpy as jnp, jaxckpt
