@@ -46,7 +46,7 @@ class LeafDelta:
 
     size: int = 0
     """Elements that were compared. 0 if the shapes differ, if one side is a Python value and the other an array, or if
-    one is missing."""
+    one side is missing."""
 
     differing: int = 0
     """Elements that differ: in any bit if the dtypes are equal, otherwise in value."""
@@ -132,7 +132,7 @@ def diff(
 
     Meshes, specs, weak types, chunks and objects are not compared.
 
-    Any single process may call it; no JAX backend is started. Both checkpoints are read in boxes, within
+    Any single process may call this; no JAX backend is started. Both checkpoints are read in boxes, within
     `options.host_bytes`.
 
     Args:

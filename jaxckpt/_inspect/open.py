@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def metadata(self) -> Any:
-        """The JSON value that was given to `save`."""
+        """The JSON value given to `save`."""
         return self._manifest.metadata
 
     @property
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Subtrees that the `components=` of a Checkpointer has deleted since the save."""
+        """Subtrees that a Checkpointer's `components=` has deleted since the save."""
         return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
 
     @property
@@ -157,12 +157,12 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         `Checkpointer.delete`, and a save that replaces the step, ignore leases.
 
         Args:
-            term_seconds: How long a lease lasts without its holder; 60 by default. The lease is renewed every eighth of
-                the term, and counts as expired after half of the term without renewal. A process that is suspended for
+            term_seconds: How long a lease outlives its holder; 60 by default. The lease is renewed every eighth of the
+                term, and counts as expired after half of the term without renewal. A process that is suspended for
                 longer loses the lease.
 
         Returns:
-            A context manager, whose value is this checkpoint.
+            A context manager whose value is this checkpoint.
 
         Raises:
             InputError: The checkpoint is not a step in a run's directory; rules delete only those.
@@ -205,7 +205,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         return id(self)
 
     def get(self, path: str, default: Any = None, /) -> Any:
-        """The leaf at a path, or `default` if the checkpoint has none there."""
+        """The leaf at a path, or `default` if there is none."""
         number = self._numbers.get(path)
         return default if number is None else self._leaf(number)
 

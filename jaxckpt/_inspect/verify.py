@@ -117,13 +117,13 @@ def verify(
 ) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 
-    Any single process may call it; no JAX backend is started. Objects are read in parallel, a few MiB of each at a
+    Any single process may call this; no JAX backend is started. Objects are read in parallel, a few MiB of each at a
     time.
 
     Args:
-        path: A path or URL that `save` wrote. If it is a run's directory (also one of Orbax), all its steps are checked
-            in one report, in which each object's name begins with its step. Other checkpoints that `restore` accepts
-            are read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
+        path: A path or URL that `save` wrote. For a run's directory (also one of Orbax), one report covers all its
+            steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are read and
+            decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
         manifest_sha256: As for `restore`. Of a run, the newest step is checked.
@@ -132,7 +132,7 @@ def verify(
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
         object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
-        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of the same
+        because then nothing else can be trusted. `quick` detects neither flipped bits nor swapped objects of the same
         size.
 
     Raises:

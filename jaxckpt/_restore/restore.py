@@ -49,27 +49,26 @@ def restore(
 ) -> Tree:
     """Restore a checkpoint onto devices. Every process of the job calls this function, with the same arguments.
 
-    Each process reads the chunks that its own devices need, each chunk once. With `Options(read="shared")` the
-    processes share their reads, so the job reads each chunk once. Process 0 logs how many leaves came from the
-    checkpoint (logger "jaxckpt", level INFO).
+    Each process reads the chunks that its own devices need, each chunk once. With `Options(read="shared")`, processes
+    share their reads, so the job reads each chunk once. Process 0 logs how many leaves came from the checkpoint (logger
+    "jaxckpt", level INFO).
 
     Args:
         path: A path or URL that `save` wrote, or of a run: "run" is its newest step, and "run@40", "run@best" or
-            "run@name" one of its steps. Or the local path of another library's checkpoint: Orbax, PyTorch (`torch.save`
-            or DCP), safetensors, npz, MindSpore, OneFlow or ColossalAI. Or the result of `rank_files`,
+            "run@name" is one of its steps. Or the local path of another library's checkpoint: Orbax, PyTorch
+            (`torch.save` or DCP), safetensors, npz, MindSpore, OneFlow or ColossalAI. Or the result of `rank_files`,
             `mindspore_ranks` or `oneflow_ranks`.
-        target: The tree to restore: a pytree, or a pytree prefix, of jax.ShapeDtypeStruct (with or without sharding),
-            of jax.sharding.Sharding, or of arrays, whose shape, dtype, weak type and sharding are used, but not their
-            values. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on `mesh` or on
-            the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object with
-            `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything has
-            been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
-            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves. By default the
-            tree is restored as it was saved.
+        target: The tree to restore; by default, the saved tree. A pytree, or a pytree prefix, of jax.ShapeDtypeStruct
+            (with or without sharding), of jax.sharding.Sharding, or of arrays, of which only shape, dtype, weak type
+            and sharding are used. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on
+            `mesh` or on the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object
+            with `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything
+            has been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
+            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves.
         mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
-            this mesh does not have are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
-            kind. A sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or
-            on the mesh of jax.set_mesh.
+            this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory kind. A
+            sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the
+            mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved specs.
         select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
@@ -81,11 +80,11 @@ def restore(
             must exist, or a function. Without a target, a renamed tree is restored as nested dicts. A component of a
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
             cast: the checkpoint then has the leaves that the rules make.
-        strict: Leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are errors. With
-            False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in the tree; a
-            Sharding is still an error), and extra leaves are ignored. Always errors: a target with no leaf in the
-            checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place of a container. For
-            a different dtype, `options.cast` decides.
+        strict: Whether leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are
+            errors. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
+            the tree; a Sharding is still an error), and extra leaves are ignored. These are always errors: a target
+            with no leaf in the checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place
+            of a container. For a different dtype, `options.cast` decides.
         dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
         tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
             sharding at each of their paths. By default each leaf is a separate array, so that all of them can be
@@ -97,16 +96,16 @@ def restore(
 
     Returns:
         A pytree with the structure of the target, or with the saved one. Leaves that were saved from devices are
-        jax.Arrays. All others are what was saved: NumPy arrays and scalars, int, str, and so on.
+        jax.Arrays. All others are as they were saved: NumPy arrays and scalars, int, str, and so on.
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced while it was being read.
-        MismatchError: Leaves are missing, extra, or of another shape, or a cast would lose values; one error lists them
+        MismatchError: Leaves are missing, extra, or differ in shape, or a cast would lose values; one error lists them
             all. Also 64-bit leaves while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores them
             with 32 bits.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
         SpecError: A spec does not fit its leaf or the mesh.
-        LayoutError: Without target and mesh: this job does not have the devices of the saved layout.
+        LayoutError: Without target and mesh: this job lacks devices of the saved layout.
         CorruptError: The stored data is not what was saved. The message names the leaf.
         StorageError: An I/O error, or no data has moved for `options.timeout_seconds`.
         PeerError: Another process failed, did not respond, made a different call, or sees a different checkpoint.

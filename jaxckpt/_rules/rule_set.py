@@ -30,9 +30,9 @@ _Opened = TypeVar("_Opened", bound=Source)
 class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
-    A checkpoint that is read through rules has only the leaves that the rules make, in nested dicts by path. A rule or
-    `drop` must name every leaf of the source. Data is read only when a value is needed, and only the data for that
-    value. If the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
+    A checkpoint read through rules has only the leaves that the rules make, in nested dicts by path. Every leaf of the
+    source must match a rule or `drop`. Data is read only when a value is needed, and only the data for that value. If
+    the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -48,7 +48,7 @@ class Rules:
     """The rules. Each target path is made by exactly one of them."""
 
     drop: Sequence[str] = ()
-    """Paths of source leaves that the target does not have; `{i}` matches a whole number."""
+    """Paths of source leaves that the target lacks; `{i}` matches a whole number."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -64,7 +64,7 @@ class Rules:
         """The rules from target to source, without the dropped leaves.
 
         Args:
-            dtype: The dtype of the source if a rule casts; None keeps the dtype of the target.
+            dtype: The dtype of the source, for rules that cast. None keeps the dtype of the target.
         """
         tied = [name for rule in self.rules if rule.tied for name in paths_in(rule.target)]
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
