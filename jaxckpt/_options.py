@@ -80,11 +80,11 @@ class Options:
             dimension is not split over devices.
         timeout_seconds: How long a process waits for another before it raises `PeerTimeoutError`, which names the other
             process. A process that is still working sends heartbeats and does not time out; one that stops during a
-            save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one has stopped
-            (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): set less than that to get the error even if
-            the process stopped before its call. A call also waits this long while storage moves no data, for example
-            because a network file system has lost its server. It then raises `StorageError`, and the other processes
-            raise `PeerFailedError`.
+            save or a restore times out after 60 s at most. 300 s by default, because a process may also reach its call
+            late, for example from a long compilation. If a process stops before its call, JAX aborts the others after
+            100 s (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): with less than that, they raise this
+            error first. A call also waits this long while storage moves no data, for example because a network file
+            system has lost its server. It then raises `StorageError`, and the other processes raise `PeerFailedError`.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
