@@ -67,17 +67,20 @@ _OTHER_MEANING = {
     "create": "the directory is created if it does not exist",
     "enable_background_delete": "old steps are always deleted in the background",
     "keep_checkpoints_without_metrics": "keep_if= of jaxckpt.Checkpointer decides by step and metrics",
-    "keep_time_interval": "keep_if= of jaxckpt.Checkpointer decides by step and metrics; keep_for= keeps recent steps",
+    "keep_time_interval": (
+        "keep_every_seconds=interval.total_seconds() of jaxckpt.Checkpointer keeps a step of each interval"
+    ),
     "multiprocessing_options": "all processes of jax.distributed take part in every call",
     "partial_restore": "strict=False restores the leaves that both have, and select= some of them",
     "preservation_policy": (
-        "the rules are arguments of jaxckpt.Checkpointer: keep_last=, keep_every=, keep_best=, keep_for= and keep_if="
+        "the rules are arguments of jaxckpt.Checkpointer: keep_last=, keep_last_seconds=, keep_every=,"
+        " keep_every_seconds=, keep_best= and keep_if="
     ),
     "read_only": "jaxckpt.Run(directory) only reads",
     "restore_kwargs": "pass target=, mesh=, specs= or dtype= themselves",
     "save_args": "pass dtype= to cast the leaves",
     "save_decision_policy": (
-        "the conditions are arguments of jaxckpt.Checkpointer: every=, every_minutes= and save_if="
+        "the conditions are arguments of jaxckpt.Checkpointer: every=, every_seconds= and save_if="
     ),
     "save_kwargs": "pass dtype=, metadata= or overwrite= themselves",
     "save_on_steps": "save_if=lambda step, metrics: step in steps, of jaxckpt.Checkpointer",

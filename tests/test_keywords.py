@@ -98,7 +98,7 @@ def test_no_public_callable_takes_any_keyword(name: str) -> None:
         ("enable_async_checkpointing", "Orbax's enable_async_checkpointing is background here"),
         ("best_fn", "keep_best="),
         ("best_mode", "keep_best="),
-        ("keep_time_interval", "keep_if="),
+        ("keep_time_interval", "keep_every_seconds="),
         ("keep_checkpoints_without_metrics", "keep_if="),
         ("should_save_fn", "save_if="),
         ("save_on_steps", "save_if="),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import logging
 import os
@@ -58,7 +57,7 @@ class Checkpointer(Run):
     deletes half-written and half-deleted steps of a killed run. On an object store they could belong to another running
     job, so they are deleted once a newer step is published.
 
-    A step is saved if `every`, `every_minutes` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
+    A step is saved if `every`, `every_seconds` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
     or if it is the newest; without rules all steps are kept. Pinned steps (`Run.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
@@ -70,19 +69,21 @@ class Checkpointer(Run):
     Args:
         directory: A local path or a URL, as for `save`.
         every: Save the steps that are multiples of this number; `save` returns False for others. None: every step,
-            unless `every_minutes` or `save_if` is given.
-        every_minutes: Save a step when this many minutes have passed since the last save or the start, by the clock of
+            unless `every_seconds` or `save_if` is given.
+        every_seconds: Save a step when this many seconds have passed since the last save or the start, by the clock of
             process 0. In a job of several processes the save may be late by up to 1/60 of that time.
         save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
             processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
+        keep_last_seconds: Keep steps that were saved less than this many seconds ago.
         keep_every: For each multiple of this number, keep the first step at or after it: the multiple itself if it was
             saved. For the multiple 0, only step 0 is kept.
+        keep_every_seconds: Of the steps saved in each interval of this many seconds, keep the first: with 3600, the
+            first step of each hour. Intervals are counted in UTC, and steps have times in whole seconds.
         keep_best: (name of a metric, "min" or "max"): keep the step with the best value, the newest of equal ones.
             (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` do not
             have that name is an error, and so is a save without `metrics` while no step has it: pass float("nan") for a
             step that was not measured.
-        keep_for: Keep steps that are younger than this.
         keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
             each step, in a background thread of process 0.
         components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
@@ -127,12 +128,13 @@ class Checkpointer(Run):
         directory: str | os.PathLike[str],
         *,
         every: int | None = None,
-        every_minutes: float | None = None,
+        every_seconds: float | None = None,
         save_if: Predicate | None = None,
         keep_last: int | None = None,
+        keep_last_seconds: float | None = None,
         keep_every: int | None = None,
+        keep_every_seconds: float | None = None,
         keep_best: BestRule | Sequence[BestRule] | None = None,
-        keep_for: datetime.timedelta | None = None,
         keep_if: Predicate | None = None,
         components: Mapping[str, int] | None = None,
         trash: bool = False,
@@ -151,8 +153,16 @@ class Checkpointer(Run):
             if on_preemption not in ("exit", "continue", "ignore"):
                 raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
             self._options = options_or_default(options)
-            rules = RetentionPolicy.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
-            self._due = SaveSchedule(every, every_minutes, save_if, call.count)
+            rules = RetentionPolicy.of(
+                keep_last=keep_last,
+                keep_last_seconds=keep_last_seconds,
+                keep_every=keep_every,
+                keep_every_seconds=keep_every_seconds,
+                keep_best=keep_best,
+                keep_if=keep_if,
+                components=components,
+            )
+            self._due = SaveSchedule(every, every_seconds, save_if, call.count)
             self._directory = Directory(directory, rules, self._options)
             self._store = self._directory.store
             self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))

@@ -22,9 +22,9 @@ def never() -> Any:
     raise AssertionError("a single process must not synchronize")
 
 
-def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
+def test_seconds_count_from_the_last_save(tmp_path: Path) -> None:
     now = 0.0
-    with jaxckpt.Checkpointer(tmp_path, every=100, every_minutes=10, options=FAST) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, every=100, every_seconds=600, options=FAST) as checkpoints:
         checkpoints._due._clock = lambda: now
         checkpoints._due.record_save()
         saved = list[float]()
@@ -35,9 +35,9 @@ def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
     assert saved == [10, 20, 25, 35, 45, 55, 65, 75, 85, 95, 100, 110, 120, 130, 140, 150]
 
 
-def test_minutes_may_be_any_real_number(tmp_path: Path) -> None:
-    for minutes in (np.int64(10), np.float32(0.5), Fraction(1, 2)):
-        with jaxckpt.Checkpointer(tmp_path, every_minutes=minutes, options=FAST) as checkpoints:
+def test_seconds_may_be_any_real_number(tmp_path: Path) -> None:
+    for seconds in (np.int64(10), np.float32(0.5), Fraction(1, 2)):
+        with jaxckpt.Checkpointer(tmp_path, every_seconds=seconds, options=FAST) as checkpoints:
             assert not checkpoints.save(1, {"x": 1})
 
 
@@ -80,7 +80,7 @@ def test_without_any_rule_every_step_is_due_and_with_others_none_by_number() -> 
 @pytest.mark.parametrize("seconds_per_step", [0.001, 0.5, 7.0, 100.0])
 def test_the_number_of_rendezvous(seconds_per_step: float) -> None:
     """At most 120 rendezvous between two saves, and at most one per step. A save is late by at most a sixtieth."""
-    due = SaveSchedule(None, 10, None, 2)
+    due = SaveSchedule(None, 600, None, 2)
     now, step, rendezvous, saves = 0.0, 0, 0, list[float]()
     due._clock = lambda: now
     due._saved_at = due._met_at = now
@@ -101,7 +101,7 @@ def test_the_number_of_rendezvous(seconds_per_step: float) -> None:
 
 def test_steps_that_become_slow_after_a_fast_start() -> None:
     """The first steps are fast because they are only queued on the devices."""
-    due = SaveSchedule(None, 10, None, 2)
+    due = SaveSchedule(None, 600, None, 2)
     now = 0.0
     due._clock = lambda: now
     due._saved_at = due._met_at = now
@@ -145,7 +145,7 @@ def test_a_call_by_only_one_process_is_an_error(run_processes: RunProcesses, tmp
     program = """
 import jaxckpt
 options = jaxckpt.Options(timeout_seconds=60)
-checkpoints = jaxckpt.Checkpointer(args, every_minutes=1, options=options)
+checkpoints = jaxckpt.Checkpointer(args, every_seconds=60, options=options)
 try:
     if process_id == 0:
         print(checkpoints.save(1, {"x": 1}))
@@ -168,7 +168,7 @@ import jaxckpt
 cases = [
     [{"every": 2}, {"every": 3}],
     [{"every": 2}, {}],
-    [{"every_minutes": 1}, {"every_minutes": 2}],
+    [{"every_seconds": 1}, {"every_seconds": 2}],
     [{"save_if": lambda step, metrics: True}, {"every": 1}],
     [{"on_preemption": "exit"}, {"on_preemption": "ignore"}],
     [{"fail_fast": True}, {"fail_fast": False}],
