@@ -103,14 +103,13 @@ _ATTRIBUTES = {
         "load": "use restore(step, target)",
         "metadata": "use open(step).metadata",
         "reload": "it is not needed, because every call reads the directory",
-        "save": "a Run only reads: use jaxckpt.Checkpointer(directory)",
+        **dict.fromkeys(("save", "should_save"), "a Run only reads: use jaxckpt.Checkpointer(directory)"),
     },
     "Checkpointer": {
         "check_for_errors": "wait() raises the error of a background save, and so does the next save",
         "is_saving_in_progress": "use pending, which is None or a PendingSave with done",
         "reached_preemption": "save handles preemption; preempted is true afterwards",
         "save_async": "save already writes in the background: see Checkpointer(background=…)",
-        "should_save": "save decides, and returns whether the step is being saved: see Checkpointer(save_if=…)",
         "wait_until_finished": "use wait()",
     },
     "PendingSave": {

@@ -241,7 +241,6 @@ def test_a_call_leaves_no_reference_cycle(tmp_path: Path) -> None:
         ("metadata", "open(step).metadata"),
         ("reload", "not needed"),
         ("wait_until_finished", "wait()"),
-        ("should_save", "save_if"),
         ("reached_preemption", "preempted"),
         ("check_for_errors", "wait()"),
         ("is_saving_in_progress", "pending"),

@@ -306,6 +306,46 @@ class Checkpointer(Run):
         begin_call = functools.partial(self._begin_call, "Checkpointer.save")
         return self._saver.save(step, metrics, destination, request, begin_call, force=force)
 
+    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None, overwrite: bool = False) -> bool:
+        """Whether `save` would save this step now. Every process calls this at every step, and gets the same answer.
+
+        For a loop that must prepare what it saves: it may call `save` only if this returns True. The rules are those of
+        `save`, and so is the communication; for a due step process 0 also lists the directory. The next `save` of this
+        step follows the decision, even if some time has passed. It may still skip the step by `Options.when_busy`.
+
+        Args:
+            step: The number of the step, from 0 to 2**62.
+            metrics: Numbers by name, for `save_if`. Those of process 0 count. None: no metrics.
+            overwrite: Whether `save` is called with overwrite=True.
+
+        Returns:
+            True if the step is due, in the directory or in local folders, and does not exist yet. Also True if the job
+            was preempted and stops at this step: `save` must then be called. False in all other cases.
+
+        Raises:
+            InputError: An argument is invalid, or `save_if` does not return True or False.
+            Exception: With `fail_fast`, the error of an earlier background save; also what `save_if` raises.
+
+        Examples:
+            >>> import shutil, jaxckpt
+            >>> shutil.rmtree("/tmp/jaxckpt-doc/due", ignore_errors=True)
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/due", every=10) as checkpointer:
+            ...     for step in range(1, 35):
+            ...         if checkpointer.should_save(step):
+            ...             saved = checkpointer.save(step, {"average": step / 2})
+            >>> checkpointer.steps()
+            [10, 20, 30]
+        """
+        self._begin_training()
+        step = self._require_step(step, "Checkpointer.should_save")
+        begin_call = functools.partial(self._begin_call, "Checkpointer.should_save")
+        try:
+            overwrite = require_bool(overwrite, "overwrite")
+        except InputError:
+            with begin_call():
+                raise
+        return self._saver.should_save(step, metrics, begin_call, overwrite=overwrite)
+
     def local_bytes(self, tree: Tree) -> LocalBytes:
         """Bytes that a local step of a tree takes in this process. Computed without saving and without communication.
 

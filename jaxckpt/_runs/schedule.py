@@ -43,13 +43,28 @@ class SaveSchedule:
         self._steps_since_rendezvous = 0
         self._steps_to_rendezvous = 1
         self._previous_prefix = ""
+        self._decided: tuple[int, bool] | None = None
+        """A step and the decision about it, until the step is saved or skipped."""
 
     def record_save(self) -> None:
         """Note that a save has begun, and restart the count of seconds."""
         self._saved_at = self._clock()
+        self._decided = None
 
-    def is_due(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call]) -> bool:
-        """Whether to save a step. Every process calls this at every step."""
+    def is_due(
+        self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call], *, remember: bool = False
+    ) -> bool:
+        """Whether to save a step. Every process calls this at every step.
+
+        With `remember`, the next call for the same step returns the same decision, without communication.
+        """
+        decided, self._decided = self._decided, None
+        due = decided[1] if decided and decided[0] == step else self._decide(step, metrics, begin_call)
+        if remember:
+            self._decided = step, due
+        return due
+
+    def _decide(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call]) -> bool:
         if self._every is not None and step % self._every == 0:
             return True
         if self._seconds is None and self._save_if is None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -112,6 +116,114 @@ def test_steps_that_become_slow_after_a_fast_start() -> None:
             step += 1
         due._steps_to_rendezvous = due._plan_next_rendezvous()
     assert now < 620 + 128 * 5.0
+
+
+# Asking first ----------------------------------------------------------------------------------------------
+
+Rules = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"every": 7},
+        {"every_seconds": 50},
+        {"save_if": lambda step, metrics: metrics["loss"] == 3},
+        {"every": 10, "every_seconds": 35, "save_if": lambda step, metrics: metrics["loss"] == 2},
+    ],
+    ids=["none", "every", "every_seconds", "save_if", "all"],
+)
+def test_should_save_decides_as_save_does(tmp_path: Path, rules: Rules) -> None:
+    """Two runs by the same clock, of which one asks first. Steps go back and are repeated."""
+    now = 0.0
+    names = ("plain", "asks")
+    plain, asks = (jaxckpt.Checkpointer(tmp_path / name, **rules, background=False, options=FAST) for name in names)
+    with plain, asks:
+        for checkpoints in (plain, asks):
+            checkpoints._due._clock = lambda: now
+            checkpoints._due.record_save()
+        for step in (*range(1, 50), 20, 21, 70, 71, 60, 61):
+            now += 10.0
+            metrics = {"loss": step % 6}
+            expected = False
+            with contextlib.suppress(jaxckpt.errors.CheckpointExistsError):
+                expected = plain.save(step, {"x": step}, metrics=metrics, force=step % 13 == 0)
+            asked = asks.should_save(step, metrics=metrics)
+            now += 1e6 if step == 30 else 0.0  # time passes before the save that was decided
+            if step % 13 == 0 and step not in asks.steps():
+                assert asks.save(step, {"x": step}, metrics=metrics, force=True)
+            elif asked:
+                assert asks.save(step, {"x": step}, metrics=metrics)
+            now -= 1e6 if step == 30 else 0.0
+            if step == 30 and asked:
+                asks._due.record_save()
+            assert asks.steps() == plain.steps(), (step, expected)
+
+
+def test_should_save_is_false_for_a_step_that_exists(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, every=2, options=FAST) as checkpoints:
+        assert [checkpoints.should_save(step) for step in (0, 1, 2, 2)] == [True, False, True, True]
+        assert checkpoints.save(2, {"x": 1})
+        assert not checkpoints.should_save(2), "although the save still runs"
+        assert checkpoints.should_save(2, overwrite=True)
+        assert not checkpoints.should_save(3, overwrite=True)
+        assert checkpoints.save(2, {"x": 2}, overwrite=True)
+        with pytest.raises(jaxckpt.errors.CheckpointExistsError):
+            checkpoints.save(2, {"x": 3})
+    with jaxckpt.Checkpointer(tmp_path, every=2, options=FAST) as checkpoints:
+        assert not checkpoints.should_save(2)
+        assert checkpoints.should_save(4)
+        checkpoints.save(4, {"x": 1})
+        checkpoints.delete(2)
+        assert checkpoints.should_save(2)
+        for wrong in ({"step": -1}, {"step": "4"}, {"step": 6, "overwrite": 1}):
+            with pytest.raises(jaxckpt.errors.InputError):
+                checkpoints.should_save(**wrong)
+
+
+def test_should_save_raises_what_save_would(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "a", save_if=lambda step, metrics: metrics["loss"] < 1) as checkpoints:
+        with pytest.raises(KeyError):
+            checkpoints.should_save(1)
+        with pytest.raises(jaxckpt.errors.InputError, match="must be a number"):
+            checkpoints.should_save(1, metrics={"loss": "low"})
+        assert checkpoints.should_save(1, metrics={"loss": 0})
+    checkpoints = jaxckpt.Checkpointer(tmp_path / "b", every=2, fail_fast=True)
+    checkpoints.save(2, {"x": 1}, on_done=lambda info: 1 / 0)
+    while not checkpoints.pending.done:  # pyright: ignore[reportOptionalMemberAccess]
+        time.sleep(0.01)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.should_save(3)
+    checkpoints.close()
+
+
+def test_a_preempted_job_is_asked_to_save_and_then_stops(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, every=100) as checkpoints:
+        assert not checkpoints.should_save(1)
+        assert not checkpoints.should_save(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted):  # the decision was made before the notice
+            checkpoints.save(2, {"x": 2})
+        assert checkpoints.steps() == [2]
+        assert not checkpoints.should_save(3)
+    with jaxckpt.Checkpointer(tmp_path, every=100, on_preemption="continue") as checkpoints:
+        assert not checkpoints.should_save(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoints.should_save(2), "save must be called, although the step exists"
+
+
+def test_processes_whose_clocks_and_metrics_differ_agree(run_processes: RunProcesses, tmp_path: Path) -> None:
+    done = run_processes(
+        PROGRAMS / "asks_first.py", processes=3, devices_per_process=1, args=str(tmp_path), timeout=150
+    )
+    first, *others = (json.loads(one.stdout) for one in done)
+    assert others == [first, first]
+    saved = {name: [step for run, step, _, saved in first if run == name and saved] for name, *_ in first}
+    assert saved["every"] == [*range(5, 40, 5), 60, 50, 20, 60]  # multiples of 20 are saved without asking, and again
+    assert saved["clock"] == [7, 14, 21, 28, 35, 60]
+    assert [step % 5 for step in saved["predicate"]] == [2] * len(saved["predicate"])
+    assert {*range(2, 40, 5)} <= {*saved["predicate"]}
 
 
 def test_processes_save_the_same_steps_by_process_0_s_clock_and_metrics(
