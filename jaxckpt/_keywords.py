@@ -101,7 +101,6 @@ _ATTRIBUTES = {
         "item_metadata": "use open(step): its leaves have shapes, dtypes and specs",
         "latest": "use latest_step()",
         "load": "use restore(step, target)",
-        "metadata": "use open(step).metadata",
         "reload": "it is not needed, because every call reads the directory",
         **dict.fromkeys(("save", "should_save"), "a Run only reads: use jaxckpt.Checkpointer(directory)"),
     },

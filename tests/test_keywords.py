@@ -238,7 +238,6 @@ def test_a_call_leaves_no_reference_cycle(tmp_path: Path) -> None:
     [
         ("all_steps", "steps()"),
         ("item_metadata", "open(step)"),
-        ("metadata", "open(step).metadata"),
         ("reload", "not needed"),
         ("wait_until_finished", "wait()"),
         ("reached_preemption", "preempted"),

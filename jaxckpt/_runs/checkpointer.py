@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import logging
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from jax.sharding import Mesh
 
@@ -17,6 +20,7 @@ from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalTier
+from jaxckpt._model.manifest import require_json
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
@@ -109,6 +113,9 @@ class Checkpointer(Run):
         local_domains: The failure domain of each process, such as its rack: one label for each process. By default
             each host is a domain; if all processes are on one host, each process is one.
         local_bytes_per_second: Limit of each process's copying to the directory. None: `Options.max_bytes_per_second`.
+        metadata: Any JSON object that describes the run, such as its configuration: `metadata()` returns it. The first
+            Checkpointer of the directory that is given one writes it. Later ones keep that, and log a warning if
+            theirs differs. In a job of several processes, every process must give the same.
         options: See `Options`.
 
     Examples:
@@ -147,6 +154,7 @@ class Checkpointer(Run):
         copies: int | None = None,
         local_domains: Sequence[str | int] | None = None,
         local_bytes_per_second: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
         options: Options | None = None,
     ) -> None:
         with Call.of("Checkpointer", directory, options) as call:
@@ -193,15 +201,15 @@ class Checkpointer(Run):
             self._is_training = False
             self._exited_cleanly = True
             self._is_process_0 = call.index == 0
-            run_uninterrupted(functools.partial(self._open, call))
+            run_uninterrupted(functools.partial(self._open, call, _require_metadata(metadata)))
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call: Call, metadata: dict[str, Any] | None) -> None:
         with call.rendezvous("opening the directory of steps") as rendezvous:
             local = self._local.settings(call.count) if self._local else {"local": None}
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
-            hosts = compare(rendezvous, {**local, **self._due.settings, **calls})
+            hosts = compare(rendezvous, {**local, **self._due.settings, **calls, "metadata": _summary(metadata)})
             if self._is_process_0:
-                self._deletion.open(self._directory.open())
+                self._deletion.open(self._directory.open(metadata))
             terms = rendezvous.broadcast(
                 self._local.terms(hosts, self._directory.store) if self._local and hosts else ""
             )
@@ -639,3 +647,16 @@ class Checkpointer(Run):
         if saved is not None:
             return metrics_of(self._store, number, saved.save_id, saved.record)
         return self._step_finder.metrics(number)
+
+
+def _require_metadata(metadata: object) -> dict[str, Any] | None:
+    """The metadata of a run as plain JSON. Raises InputError."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InputError(f"metadata must be a mapping of names to JSON values, found {reprlib.repr(metadata)}")
+    return None if metadata is None else require_json(dict(cast("Mapping[Any, Any]", metadata)), "metadata")
+
+
+def _summary(metadata: dict[str, Any] | None) -> str | None:
+    """What processes compare of their metadata. It is short, because process 0 receives it from all."""
+    text = None if metadata is None else json.dumps(metadata, sort_keys=True)
+    return text if text is None or len(text) < 200 else f"<SHA-256 {hashlib.sha256(text.encode()).hexdigest()}>"
