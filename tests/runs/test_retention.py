@@ -210,6 +210,30 @@ def test_steps_that_are_due_by_time_are_kept_near_the_multiples(tmp_path: Path) 
     assert checkpoints.steps() == [9, 15, 21, 30, 36, 39]
 
 
+def test_orbaxs_policies_as_the_docs_write_them(tmp_path: Path) -> None:
+    """docs/coming-from-orbax.md."""
+    run = jaxckpt.Run(tmp_path / "a")
+    latest = "step % 100 == 0 and step > run.latest_step() - 500"
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-orbax.md").read_text()
+    assert f"keep_if=lambda step, metrics: {latest}`" in page
+    assert "keep_if=lambda step, metrics: not metrics`" in page
+    keep_if = eval(f"lambda step, metrics: {latest}", {"run": run})
+    with jaxckpt.Checkpointer(tmp_path / "a", keep_if=keep_if, background=False, options=FAST) as checkpoints:
+        for step in range(0, 1000, 50):
+            checkpoints.save(step, {"w": step})
+        assert checkpoints.steps() == [500, 600, 700, 800, 900, 950]
+    with jaxckpt.Checkpointer(
+        tmp_path / "b",
+        keep_best=("loss", "min"),
+        keep_if=lambda step, metrics: not metrics,
+        background=False,
+        options=FAST,
+    ) as checkpoints:
+        for step, loss in enumerate([3, 1, None, 2, None, 5, 4]):
+            checkpoints.save(step, {"w": step}, metrics=None if loss is None else {"loss": loss})
+        assert checkpoints.steps() == [1, 2, 4, 6]
+
+
 def test_a_verdict_gives_its_reason() -> None:
     found = [SavedStep(step, NOW, StepRecord(step, {"loss": float(step)})) for step in range(6)]
     rules = RetentionPolicy.of(

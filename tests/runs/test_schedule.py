@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -116,6 +117,28 @@ def test_steps_that_become_slow_after_a_fast_start() -> None:
             step += 1
         due._steps_to_rendezvous = due._plan_next_rendezvous()
     assert now < 620 + 128 * 5.0
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_due_step_that_is_skipped_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    """A continuous save with a minimum interval: not before the interval is over, and not while a save runs."""
+    now, may_end = 0.0, threading.Event()
+    options = jaxckpt.Options(sync=False, when_busy="skip")
+    with jaxckpt.Checkpointer(tmp_path, every_seconds=50, options=options) as checkpoints:
+        checkpoints._due._clock = lambda: now
+        checkpoints._due.record_save()
+        saved = list[int]()
+        for step in range(1, 40):
+            now += 10.0
+            due = not asks or checkpoints.should_save(step)
+            if due and checkpoints.save(step, {"x": step}, on_done=lambda info: may_end.wait(30)):
+                saved.append(step)
+            if step in (12, 22):  # the save of step 5 ends after step 12
+                may_end.set()
+                checkpoints.wait()
+                may_end.clear()
+        may_end.set()
+    assert saved == [5, 13, 23]
 
 
 # Asking first ----------------------------------------------------------------------------------------------
