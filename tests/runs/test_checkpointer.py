@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import threading
 import time
@@ -72,10 +73,10 @@ def test_steps_are_kept_by_last_interval_and_best(tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(checkpoints.path(14))["step"] == 14
 
 
-def test_without_rules_all_steps_are_kept_and_with_keep_for_recent_ones(tmp_path: Path) -> None:
+def test_without_rules_all_steps_are_kept_and_with_keep_last_seconds_recent_ones(tmp_path: Path) -> None:
     assert filled(tmp_path / "a", range(5)).steps() == [0, 1, 2, 3, 4]
-    assert filled(tmp_path / "b", range(5), keep_for=datetime.timedelta(hours=1)).steps() == [0, 1, 2, 3, 4]
-    assert filled(tmp_path / "c", range(5), keep_for=datetime.timedelta(0)).steps() == [4]
+    assert filled(tmp_path / "b", range(5), keep_last_seconds=3600).steps() == [0, 1, 2, 3, 4]
+    assert filled(tmp_path / "c", range(5), keep_last_seconds=1e-9).steps() == [4]
 
 
 def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
@@ -890,14 +891,16 @@ def test_metrics(tmp_path: Path) -> None:
         {"keep_best": {"loss": "min"}},
         {"keep_if": "loss < 1"},
         {"save_if": 10},
-        {"every_minutes": 0},
-        {"every_minutes": True},
-        {"every_minutes": "5"},
+        {"every_seconds": 0},
+        {"every_seconds": True},
+        {"every_seconds": "5"},
         {"trash": "trash"},
         {"trash": None},
         {"keep_best": (0, "min")},
-        {"keep_for": 3600},
-        {"keep_for": datetime.timedelta(-1)},
+        {"keep_last_seconds": 0},
+        {"keep_last_seconds": datetime.timedelta(hours=1)},
+        {"keep_every_seconds": -1.0},
+        {"keep_every_seconds": math.nan},
         {"components": ["opt_state"]},
         {"components": {0: 1}},
         {"components": {"opt_state": True}},
