@@ -90,9 +90,9 @@ class Checkpointer(Run):
             that was not measured.
         keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
             each step, in a background thread of process 0.
-        components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1}, only
-            the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that matches
-            nothing in the tree is an error when a step is saved.
+        keep_last_of: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
+            only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
+            matches nothing in the tree is an error when a step is saved.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.
@@ -102,7 +102,7 @@ class Checkpointer(Run):
             the step, due or not; then "exit" raises `Preempted`, a SystemExit, and "continue" returns with `preempted`
             true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
         preemption_seconds: How long the save of the last step may take once this process has been notified of a
-            preemption.
+            preemption. 20 by default, because Kubernetes and Slurm end a process 30 s after SIGTERM by default.
         local: A folder on this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
             there first, and survives the process. Each process writes its own objects and copies of other processes'
             objects, so that the folders of any `copies` failure domains may be lost. A process holds at most two steps;
@@ -145,12 +145,12 @@ class Checkpointer(Run):
         keep_every_seconds: float | None = None,
         keep_best: BestRule | Sequence[BestRule] | None = None,
         keep_if: Predicate | None = None,
-        components: Mapping[str, int] | None = None,
+        keep_last_of: Mapping[str, int] | None = None,
         trash: bool = False,
         background: bool = True,
         fail_fast: bool = False,
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
-        preemption_seconds: float = 30.0,
+        preemption_seconds: float = 20.0,
         local: str | os.PathLike[str] | None = None,
         local_every: int | None = None,
         copies: int | None = None,
@@ -170,7 +170,7 @@ class Checkpointer(Run):
                 keep_every_seconds=keep_every_seconds,
                 keep_best=keep_best,
                 keep_if=keep_if,
-                components=components,
+                keep_last_of=keep_last_of,
             )
             self._due = SaveSchedule(every, every_seconds, save_if, call.count)
             self._directory = Directory(directory, rules, self._options)
@@ -365,7 +365,7 @@ class Checkpointer(Run):
         """
         if self._local is None:
             raise InputError("local_bytes(tree) needs Checkpointer(local=…)")
-        draft = describe(tree, None, None, self._options, tuple(self._directory.policy.components))
+        draft = describe(tree, None, None, self._options, tuple(self._directory.policy.keep_last_of))
         return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:

@@ -122,7 +122,7 @@ class RetentionPolicy:
     keep_every_seconds: float | None = None
     keep_best: tuple[KeepBest, ...] = ()
     keep_if: Predicate | None = None
-    components: Mapping[str, int] = field(default_factory=dict[str, int])
+    keep_last_of: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     def of(
@@ -134,7 +134,7 @@ class RetentionPolicy:
         keep_every_seconds: object = None,
         keep_best: object = None,
         keep_if: object = None,
-        components: object = None,
+        keep_last_of: object = None,
     ) -> Self:
         """The policy from the caller's arguments. Raises InputError."""
         if keep_last is not None:
@@ -153,12 +153,12 @@ class RetentionPolicy:
             map(KeepBest.of, cast("list[Any]", keep_best) if several else () if keep_best is None else [keep_best])
         )
         counts: dict[str, int] = {}
-        if components is not None and not isinstance(components, Mapping):
-            raise InputError(f'components must be a mapping such as {{"opt_state": 1}}, found {components!r}')
-        for path, count in cast("Mapping[object, object]", components or {}).items():
+        if keep_last_of is not None and not isinstance(keep_last_of, Mapping):
+            raise InputError(f'keep_last_of must be a mapping such as {{"opt_state": 1}}, found {keep_last_of!r}')
+        for path, count in cast("Mapping[object, object]", keep_last_of or {}).items():
             if not isinstance(path, str):
-                raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
-            counts[path] = require_whole_number(count, f"components[{path!r}]", minimum=1)
+                raise InputError(f"keep_last_of must have paths of subtrees for keys, found {path!r}")
+            counts[path] = require_whole_number(count, f"keep_last_of[{path!r}]", minimum=1)
         return cls(
             keep_last,
             keep_last_seconds,
@@ -219,7 +219,7 @@ class RetentionPolicy:
     def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
         """For each kept step, oldest first, the subtrees that must be dropped."""
         found: dict[int, tuple[str, ...]] = {}
-        for path, count in self.components.items():
+        for path, count in self.keep_last_of.items():
             for step in steps[:-count]:
                 if path not in step.record.dropped and path not in step.undroppable:
                     found[step.number] = (*found.get(step.number, ()), path)

@@ -173,7 +173,7 @@ class Saver:
             request = replace(
                 request,
                 step=StepRecord(step, recorded_metrics(metrics)),
-                components=tuple(self.directory.policy.components),
+                subtrees=tuple(self.directory.policy.keep_last_of),
                 draft_cache=self.draft_cache,
                 reuse_cache=self.reuse_cache if self.local is None else None,
                 deadline=self.preemption.deadline if is_last_step else None,

@@ -77,7 +77,7 @@ def is_first_in_its_interval(step: int, steps: Mapping[int, Kept], seconds: floa
 
 def wanted(steps: Mapping[int, Kept], rules: Mapping[str, Any]) -> set[int]:
     """The steps that the rules keep, decided for each step separately."""
-    given = {name: value for name, value in rules.items() if value is not None and name != "components"}
+    given = {name: value for name, value in rules.items() if value is not None and name != "keep_last_of"}
     bests = given.get("keep_best", ())
     if not given or any(all(best[0] not in kept.metrics for kept in steps.values()) for best in bests):
         return {*steps}
@@ -263,7 +263,7 @@ def test_a_verdict_gives_its_reason() -> None:
 def test_subtrees_are_dropped_once_from_all_but_the_newest(ages: list[bool], count: int) -> None:
     found = [SavedStep(n, NOW, StepRecord(n, dropped=["opt"] if gone else [])) for n, gone in enumerate(ages)]
     expected = {n for n, gone in enumerate(ages) if n < len(ages) - count and not gone}
-    verdicts = RetentionPolicy(components={"opt": count}).decide(found, NOW)
+    verdicts = RetentionPolicy(keep_last_of={"opt": count}).decide(found, NOW)
     assert {
         verdict.step.number: verdict.dropped_subtrees for verdict in verdicts if verdict.dropped_subtrees
     } == dict.fromkeys(expected, ("opt",))
@@ -281,7 +281,7 @@ class Run(RuleBasedStateMachine):
 
     @initialize(
         rules=RULES,
-        components=st.one_of(st.none(), st.integers(1, 2)),
+        keep_last_of=st.one_of(st.none(), st.integers(1, 2)),
         due=st.fixed_dictionaries(
             {
                 "every": st.one_of(st.none(), st.integers(1, 3)),
@@ -293,13 +293,13 @@ class Run(RuleBasedStateMachine):
         background=st.booleans(),
     )
     def start(
-        self, rules: dict[str, Any], components: int | None, due: dict[str, Any], where: str, background: bool
+        self, rules: dict[str, Any], keep_last_of: int | None, due: dict[str, Any], where: str, background: bool
     ) -> None:
         leases.TERM_SECONDS = 3600.0  # readers are checked only in the model
         self.folder = tempfile.mkdtemp()
         self.url = f"memory://retention/{uuid.uuid4().hex}" if where == "bucket" else f"{self.folder}/run"
         self.rules = rules
-        self.components = components
+        self.keep_last_of = keep_last_of
         self.due = due
         self.trash = where == "folder with trash"
         self.background = background
@@ -317,7 +317,7 @@ class Run(RuleBasedStateMachine):
             self.url,
             **self.rules,
             **self.due,
-            components=None if self.components is None else {"opt": self.components},
+            keep_last_of=None if self.keep_last_of is None else {"opt": self.keep_last_of},
             trash=self.trash,
             background=self.background,
             options=FAST,
@@ -338,8 +338,8 @@ class Run(RuleBasedStateMachine):
 
     def apply(self) -> None:
         kept = wanted(self.steps, self.rules)
-        if self.components is not None:
-            for step in sorted(kept)[: -self.components]:
+        if self.keep_last_of is not None:
+            for step in sorted(kept)[: -self.keep_last_of]:
                 self.steps[step].whole &= step in self.spared()
         gone = {*self.steps} - kept - self.spared()
         self.trashed += sorted(gone)
@@ -562,7 +562,7 @@ def test_a_step_whose_save_is_refused_is_deleted_when_its_reader_has_ended(tmp_p
 
 
 def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
-    with jaxckpt.Checkpointer(tmp_path, keep_last=2, components={"opt": 1}, background=False) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, keep_last=2, keep_last_of={"opt": 1}, background=False) as checkpoints:
         for step in range(1, 5):
             checkpoints.save(step, {"w": np.full(3, step), "opt": np.full(5, step)})
             if step == 1:
