@@ -696,7 +696,7 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
         )
         assert checkpoints.save(0, state(0))
         assert checkpoints.pending is not None
-        assert checkpoints.pending._ended.wait(60)
+        assert checkpoints.pending._save._ended.wait(60)
         stopped = 0
         for step in (1, 2, 3):
             try:
@@ -737,7 +737,7 @@ def test_fail_fast_raises_the_error_of_a_flush(tmp_path: Path, monkeypatch: pyte
         failing_at("run/00000010", monkeypatch)
         checkpoints.save(10, state(10))
         assert checkpoints.pending is not None
-        assert checkpoints.pending._ended.wait(60)
+        assert checkpoints.pending._save._ended.wait(60)
         with pytest.raises(jaxckpt.errors.StorageError, match="no space at run/00000010"):
             checkpoints.save(11, state(11))
         assert not checkpoints.save(12, state(12)), "it is raised once"
@@ -767,7 +767,7 @@ def test_a_callback_that_waits_for_its_own_save_is_an_error(tmp_path: Path) -> N
         pending = checkpoints.pending
         assert pending is not None
         returned.set()
-        assert pending._ended.wait(60)
+        assert pending._save._ended.wait(60)
         with pytest.raises(jaxckpt.errors.InputError, match="was called from its own callback"):
             checkpoints.wait()
         assert checkpoints.pending is None
