@@ -54,7 +54,7 @@ def _peers(run: Mapping[str, Any]) -> str:
     axes.set_yticks(range(len(operations)), operations)
     axes.invert_yaxis()
     axes.grid(axis="x", which="both", linewidth=0.3)
-    axes.set_xlabel("time relative to jaxckpt (higher is slower):\nmedian and range over rounds")
+    axes.set_xlabel("time ÷ jaxckpt's time (right of 1: jaxckpt is faster):\nmedian and range over rounds")
     axes.set_title(textwrap.fill(f"({run['workload']}) {run['title']}", 40), fontsize="medium")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return _svg(figure)

@@ -83,13 +83,13 @@ def cpu_table(found: Sequence[Run]) -> str:
                         ),
                     ]
 
-    return markdown(["CPU seconds for a GiB", OURS, LABELS[RAW], FLOOR], rows())
+    return markdown(["CPU seconds per GiB", OURS, LABELS[RAW], FLOOR], rows())
 
 
 def over_read_table(found: Sequence[Run]) -> str:
     """Bytes that each of several processes reads, divided by the bytes that it needs."""
     return markdown(
-        ["bytes read ÷ bytes needed, by four processes", "least of the four", "most"],
+        ["bytes read ÷ bytes needed, each of four processes", "minimum", "maximum"],
         (
             [f"({run['workload']}) onto {layout}", f"{min(by_process):.2f}", f"{max(by_process):.2f}"]
             for run in found

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from jaxckpt._runs.checkpointer import Checkpointer
     from jaxckpt._runs.follow import Step
     from jaxckpt._runs.run import Run
-    from jaxckpt._save.async_saves import PendingSave
+    from jaxckpt._save.pending_save import PendingSave
     from jaxckpt._save.save import save, save_async
     from jaxckpt._save.save_info import SaveInfo
     from jaxckpt.errors import CorruptError, JaxckptError, MismatchError, Preempted
@@ -77,7 +77,7 @@ _MODULES = {
     "_runs.checkpointer": "Checkpointer",
     "_runs.follow": "Step",
     "_runs.run": "Run",
-    "_save.async_saves": "PendingSave",
+    "_save.pending_save": "PendingSave",
     "_save.save": "save save_async",
     "_save.save_info": "SaveInfo",
     "errors": "CorruptError JaxckptError MismatchError Preempted",

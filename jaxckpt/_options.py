@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import operator
-import re
 import reprlib
 import threading
 from collections.abc import Callable, Mapping
@@ -37,11 +36,11 @@ _MAX_BLOSC_CHUNK_BYTES = 1 << 30  # per chunk: blosc's limit is 2 GiB, and a chu
 @explain_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of saves and restores. Every default suits a training job.
+    """Settings of saves and restores. The defaults suit most training jobs.
 
     Attributes:
         object_bytes: Approximate largest size of a stored object (a file); 64 MiB by default. Larger pieces are split.
-            Small leaves are packed together up to the smaller of this size and 16 MiB.
+            Small leaves are packed together, up to this size or 16 MiB, whichever is smaller.
         chunk_bytes: Approximate largest size of a chunk, the unit that is read and checksummed; 512 KiB by default.
         compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
             bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
@@ -55,45 +54,42 @@ class Options:
             the speed of the restore (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; 256 MiB
             by default. Larger leaves are moved in boxes. `save_async` may also use `staging_bytes`.
-        staging_bytes: Host memory in bytes that `save_async` may use for copies of arrays on accelerators and of NumPy
-            arrays. If this is not enough, `save_async` returns only when the rest fits. None: as much as this process
-            writes.
-        max_bytes_per_second: Limit of the rate at which each process writes in `save_async` and reads in `verify`,
+        staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
+            accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
+            process writes.
+        max_bytes_per_second: Limit on the rate at which each process writes in `save_async` and reads in `verify`,
             averaged over a few objects, for example to leave bandwidth for data loading. None: no limit. `save` is not
             limited.
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
-        reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again.
-            "auto": objects of a Checkpointer with the same bytes as in its last save, or for its first save as in the
-            newest step. If all leaves of an object are the same jax.Array objects as before, nothing is read from the
-            devices. Other objects are compared by a 128-bit digest, which is also recorded in the manifest. It is
-            computed in the first save, and later only if a sample of the object has not changed since the last save.
-            "content": the same, but the digests of all objects are computed in every save, also of `save`, which
-            compares with the checkpoint that is overwritten. "identity": only objects whose leaves are all the same
-            jax.Array objects. None: every object is written, as always on object stores.
-        cast: Which casts to another dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may also
-            lose precision and range, except to float4_e2m1fn, which has no NaN. Whole numbers of up to 64 KiB a leaf,
-            and single numbers, are also cast by a restore to a dtype that holds only some of their values, if it holds
-            those that are there. "unsafe": all NumPy casts. By leaf, as for `dtype=`: a pytree prefix of these, such as
-            `{"opt": {"count": "unsafe"}}`, or a function of (path, leaf); "safe" for all other leaves.
+        reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again. "auto":
+            objects of a Checkpointer with the same bytes as in its last save or, for its first save, as in the newest
+            step. If all leaves of an object are the same jax.Array objects as before, nothing is read from the devices.
+            Other objects are compared by a 128-bit digest, which the manifest also records. It is computed in the first
+            save, and later only if a sample of the object has not changed since the last save. "content": the same, but
+            every save computes the digests of all objects; `save` does too, and compares with the checkpoint that it
+            overwrites. "identity": only objects whose leaves are all the same jax.Array objects. None: every object is
+            written, as always on object stores.
+        cast: Which casts to a different dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may
+            also lose precision and range, except to float4_e2m1fn, which has no NaN. A restore also casts single
+            numbers, and leaves of whole numbers of up to 64 KiB, to a dtype that holds only some values of the saved
+            dtype, if it holds all that are stored. "unsafe": all NumPy casts. By leaf, as for `dtype=`: a pytree prefix
+            of these, such as `{"opt": {"count": "unsafe"}}`, or a function of (path, leaf); "safe" for all other
+            leaves.
         indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
             dimension is not split over devices.
-        timeout_seconds: How long one process waits for another before it raises `PeerTimeoutError`, which names the
-            other process. A process that is still working sends heartbeats and does not time out; one that stops
-            during a save or a restore times out after 60 s at most. JAX itself aborts all processes 100 s after one
-            has stopped (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): use less than that to get the
-            error even if the process stopped before its call. This is also how long a call waits while
-            storage moves no data, for example because a network file system has lost its server. Then it raises
-            `StorageError`, and the other processes raise `PeerFailedError`.
+        timeout_seconds: How long a process waits for another before it raises `PeerTimeoutError`, which names the other
+            process. A process that is still working sends heartbeats and does not time out; one that stops during a
+            save or a restore times out after 60 s at most. 300 s by default, because a process may also reach its call
+            late, for example from a long compilation. If a process stops before its call, JAX aborts the others after
+            100 s (`heartbeat_timeout_seconds` of `jax.distributed.initialize`): with less than that, they raise this
+            error first. A call also waits this long while storage moves no data, for example because a network file
+            system has lost its server. It then raises `StorageError`, and the other processes raise `PeerFailedError`.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
             "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
-        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, also
+        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, even
             if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
-        manifest_sha256: For reading: the expected SHA-256 of manifest.json, in hexadecimal digits (see
-            `SaveInfo.manifest_sha256`). It guarantees the structure, shapes, Python values and metadata. It guarantees
-            arrays only through their crc32c digests, which detect damage but not deliberate forgery
-            (docs/security.md).
         progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
             stderr if that is off). A function is called with a `Progress` as bytes move, in the thread that moves them.
             None shows nothing.
@@ -120,7 +116,6 @@ class Options:
     timeout_seconds: float = 300.0
     storage: Mapping[str, Any] | None = field(default=None, repr=False)
     retry_seconds: float = 60.0
-    manifest_sha256: str | None = None
     progress: bool | Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
@@ -148,9 +143,6 @@ class Options:
                 f"Options.cast must be one of {CAST_POLICIES}, a pytree prefix of these, or a function of (path, leaf),"
                 f" found {self.cast!r}"
             )
-        digest = cast("object", self.manifest_sha256)
-        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
-            raise InputError(f"Options.manifest_sha256 must be 64 hexadecimal digits, found {self.manifest_sha256!r}")
         if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
         if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):

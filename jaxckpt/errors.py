@@ -38,10 +38,10 @@ class Problem:
     """Path of the leaf; None for a file that holds no leaf's data."""
 
     reason: str
-    """What is wrong: a phrase to follow the name of the file, or the name of the leaf if no file is concerned."""
+    """What is wrong: a phrase to follow the name of the file, or of the leaf if no file is concerned."""
 
     remedy: str = ""
-    """What the caller can do about the problem, if anything."""
+    """What the caller can do about it, if anything."""
 
     object: str = ""
     """The file, relative to the checkpoint's path; empty if no file is concerned."""
@@ -73,7 +73,7 @@ class JaxckptError(Exception):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the leaves that `problems` names, each once."""
+        """Paths of the leaves that `problems` names, without duplicates."""
         return tuple(dict.fromkeys(problem.leaf for problem in self.problems if problem.leaf is not None))
 
     @classmethod

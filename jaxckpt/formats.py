@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries that a path alone does not describe, and the interface of additional formats."""
+"""Other libraries' checkpoints that a path alone does not describe, and the interface of additional formats."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._restore.match import is_array_like
 from jaxckpt._restore.restore import restore
-from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.save import save, save_async
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import NativeCheckpoint
@@ -74,12 +74,12 @@ def handler_registry(
     Args:
         options: See `jaxckpt.Options`.
         item_handlers: The handler of each item, or of the only item, in the form that `ocp.CheckpointManager` accepts.
-            A `Handler` replaces Orbax's handlers of pytrees; other handlers are kept.
+            A `Handler` replaces Orbax's pytree handlers; other handlers are kept.
 
     Returns:
-        An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item that is saved or restored with `Save`,
-        `Restore`, `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` or `PyTreeRestore` has a `Handler`. Other
-        items, such as those of `ocp.args.JsonSave`, have Orbax's handlers. You can add more handlers.
+        An `ocp.handlers.DefaultCheckpointHandlerRegistry` in which every item saved or restored with `Save`, `Restore`,
+        `ocp.args.StandardSave`, `StandardRestore`, `PyTreeSave` or `PyTreeRestore` has a `Handler`. Other items, such
+        as those of `ocp.args.JsonSave`, have Orbax's handlers. You can add more handlers.
 
     Examples:
         >>> import numpy as np, orbax.checkpoint as ocp, jaxckpt.orbax
@@ -110,8 +110,8 @@ class Handler(ocp.AsyncCheckpointHandler):
 
     Use it in an `ocp.CheckpointManager` or an `ocp.CompositeCheckpointHandler`: through `handler_registry`, or as
     `item_handlers={"state": Handler()}`, with the arguments `Save` and `Restore`. It also works in an
-    `ocp.Checkpointer` or `ocp.AsyncCheckpointer`. A Handler has no state, so one can serve several items. The items of
-    a step are written one after the other, and all except the last before `CheckpointManager.save` returns.
+    `ocp.Checkpointer` or `ocp.AsyncCheckpointer`. A Handler has no state, so it can serve several items. A step's items
+    are written one after the other, and all except the last before `CheckpointManager.save` returns.
 
     Args:
         options: See `jaxckpt.Options`; `when_busy` is always "wait".
@@ -121,7 +121,7 @@ class Handler(ocp.AsyncCheckpointHandler):
         self._options = dataclasses.replace(options_or_default(options), when_busy="wait")
 
     async def async_save(self, directory: Path, args: Any) -> list[Any]:
-        """Start to save `args.item`. Returns when the caller may donate, delete or overwrite its arrays."""
+        """Start to save `args.item`. Returns as soon as it is safe to donate, delete or overwrite its arrays."""
         # Orbax creates the folder in a thread. Wait for it without an await: Orbax starts the items of a step in the
         # order of their names, and every process must make its collective calls in that order.
         CommitFutureAwaitingContractedSignals(_nothing()).result()
@@ -185,7 +185,7 @@ class V1Handler:
     options = Options()
 
     async def save(self, directory: Any, checkpointable: Tree) -> Awaitable[None]:
-        """Start to save. Returns when the caller may donate, delete or overwrite the arrays."""
+        """Start to save. Returns as soon as it is safe to donate, delete or overwrite the arrays."""
         path: Path = directory.path
         turn = _call_in_name_order(
             path,

@@ -1,4 +1,4 @@
-"""Rules between the trees of two libraries: renamed, transposed, stacked, joined and cast leaves.
+"""Rules between the trees of two libraries: they rename, transpose, stack, join and cast leaves.
 
 Pass them as `rename=` to `restore`, `load_numpy`, `open`, `diff` and `convert`.
 """

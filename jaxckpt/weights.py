@@ -27,7 +27,7 @@ from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._runs.checkpointer import Checkpointer
 from jaxckpt._runs.run import Run
-from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt.errors import DataError, InputError
 
 _ANCHOR = "anchor"
@@ -40,12 +40,12 @@ numbers. Metrics are taken from process 0, so the processes need not agree on it
 
 @explain_names
 class Publisher:
-    """Publishes weights as bfloat16 for followers, as differences from the last publication.
+    """Publishes weights for followers: bfloat16, as differences from the last publication.
 
     Every process creates a Publisher with the same arguments, and calls `publish` with the same steps. `subscribe`
-    yields the same bits to each follower. Publications are steps in a separate directory: full weights (an anchor) and
+    yields the same bits to each follower. Publications are steps in a directory of their own: full weights (an anchor),
     then differences. Only the publications of the last two anchors are kept. The last published weights stay on the
-    devices: 2 bytes for each parameter.
+    devices: 2 bytes per parameter.
 
     Args:
         directory: A local path or a URL that no `Checkpointer` uses.
@@ -98,10 +98,10 @@ class Publisher:
 
         Args:
             step: The number of the training step, for followers.
-            weights: A pytree of floating-point arrays. They may be donated as soon as this returns.
+            weights: A pytree of floating-point arrays. It is safe to donate them as soon as this returns.
 
         Returns:
-            Whether the weights are being published: False if they are skipped by `Options.when_busy`.
+            Whether the weights are being published: False if `Options.when_busy` skips them.
 
         Raises:
             InputError: A leaf is not a floating-point array.
@@ -163,14 +163,15 @@ def subscribe(
 
     Args:
         directory: The directory of the `Publisher`.
-        target: As for `jaxckpt.restore`; its dtypes must be bfloat16. It has no leaves that `select` leaves out.
+        target: As for `jaxckpt.restore`; its dtypes must be bfloat16. It has none of the leaves that `select` leaves
+            out.
         mesh: As for `jaxckpt.restore`.
         specs: As for `jaxckpt.restore`.
         select: As for `jaxckpt.restore`: follow only these leaves. The others are not read.
         rename: As for `jaxckpt.restore`: a mapping or a function. `Rules` are an error, because they cannot be applied
             to differences.
         timeout_seconds: End without an error if nothing is published for this many seconds; None: no limit.
-        poll_seconds: Seconds between two checks of the directory.
+        poll_seconds: Seconds between checks of the directory.
         options: See `Options`.
 
     Yields:

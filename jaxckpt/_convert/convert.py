@@ -62,9 +62,9 @@ def convert(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> None:
-    """Convert a checkpoint to another format, mesh or chunk size, or to a subset of its leaves.
+    """Convert a checkpoint to a different format, mesh or chunk size, or to a subset of its leaves.
 
-    Any host can do this: no devices are used, and at most about `options.host_bytes` of memory in addition to Python
+    Any host can do this: it needs no devices, and at most about `options.host_bytes` of memory in addition to Python
     and JAX. In a job of several processes, every process makes the call and process 0 writes.
 
     Args:
@@ -75,9 +75,9 @@ def convert(
             with an index); "npz"; "zarr" (a group with one array per leaf); "orbax". By default the destination's
             suffix decides: .safetensors, .npz, .zarr, or "jaxckpt" without a suffix. Any other suffix, such as .pt or
             .h5, is an error unless `format` is given.
-        mesh: For "jaxckpt", the mesh that leaves are laid out for: axis sizes such as {"data": 4, "model": 2}, or a
+        mesh: For "jaxckpt", the mesh for which leaves are laid out: axis sizes such as {"data": 4, "model": 2}, or a
             Mesh or AbstractMesh, of which only the axis sizes count. It decides how leaves are cut into objects, and
-            the specs that they are restored with. By default the layout stays the same.
+            the specs with which they are restored. By default the layout stays the same.
         specs: With `mesh`, the PartitionSpec of each array: one for all, a pytree prefix, or a function of (path,
             leaf). By default each leaf keeps its own spec, mapped by axis name; if the mesh has none of these axes, a
             SpecError is raised.
@@ -86,7 +86,7 @@ def convert(
             `restore`. The tree becomes nested dicts.
         chunk_bytes: As `Options.chunk_bytes`.
         overwrite: Replace an existing `destination`: a checkpoint of any format, a file, or an empty folder. A folder
-            with other files, with several steps, or that contains the source is never deleted.
+            that has other files or several steps, or that contains the source, is never deleted.
         options: See `Options`.
 
     Raises:

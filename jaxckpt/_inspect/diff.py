@@ -46,7 +46,7 @@ class LeafDelta:
 
     size: int = 0
     """Elements that were compared. 0 if the shapes differ, if one side is a Python value and the other an array, or if
-    one is missing."""
+    one side is missing."""
 
     differing: int = 0
     """Elements that differ: in any bit if the dtypes are equal, otherwise in value."""
@@ -132,7 +132,7 @@ def diff(
 
     Meshes, specs, weak types, chunks and objects are not compared.
 
-    Any single process may call it; no JAX backend is started. Both checkpoints are read in boxes, within
+    Any single process may call this; no JAX backend is started. Both checkpoints are read in boxes, within
     `options.host_bytes`.
 
     Args:
@@ -140,7 +140,7 @@ def diff(
         path_b: The other checkpoint.
         select: Compare only these leaves, as for `restore`: those of a by their paths after `rename`.
         rename: Renames the leaves of a, as for `restore`.
-        options: See `Options`; `manifest_sha256` is not used.
+        options: See `Options`.
 
     Returns:
         Whether the structures agree, and for each leaf the kinds, dtypes and shapes, how many elements differ, and by
@@ -193,7 +193,7 @@ class _Side:
 
     @classmethod
     def at(cls, path: Location, options: Options, rename: Renaming | None = None) -> _Side:
-        source = renamed_source(source_at(path, replace(options, manifest_sha256=None)), rename)
+        source = renamed_source(source_at(path, options), rename)
         manifest = source.manifest
         return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 

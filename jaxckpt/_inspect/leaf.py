@@ -91,13 +91,12 @@ class LazyLeaf:
         """NumPy indexing, with an array or a scalar as the result.
 
         Integers, slices, Ellipsis and None read only the chunks that they touch. An index array reads the whole range
-        from its smallest to its largest index, and a boolean mask reads the full length of each dimension that it
-        indexes.
+        from its smallest to its largest index; a boolean mask reads the full length of each dimension that it indexes.
 
         Raises:
             IndexError: The index does not fit the shape.
             DataError, StorageError: The chunks are damaged or cannot be read.
-            NotACheckpointError: The checkpoint was deleted, or replaced by another one, after it was opened.
+            NotACheckpointError: The checkpoint was deleted or replaced after it was opened.
         """
         if not self._leaf.is_array:
             return np.asarray(self._leaf.value)[index]

@@ -18,6 +18,7 @@ from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._rules.rule_set import view_through
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
 from jaxckpt._sources.open_source import Location, source_at, step_of
 from jaxckpt._sources.source import NativeCheckpoint, Source
@@ -33,7 +34,13 @@ if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
 
 
 @explain_keywords
-def open(path: Location, *, rename: Renaming | None = None, options: Options | None = None) -> Checkpoint:
+def open(
+    path: Location,
+    *,
+    rename: Renaming | None = None,
+    manifest_sha256: str | None = None,
+    options: Options | None = None,
+) -> Checkpoint:
     """Open a checkpoint to inspect it. Only its manifest is read.
 
     Any single process may call this; no JAX backend is started.
@@ -41,6 +48,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
     Args:
         path: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.
         rename: As for `restore`: the checkpoint is shown with these names, or through these rules.
+        manifest_sha256: As for `restore`.
         options: See `Options`.
 
     Returns:
@@ -61,7 +69,7 @@ def open(path: Location, *, rename: Renaming | None = None, options: Options | N
         array([ 8,  9, 10, 11])
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options), rename)
+    source = renamed_source(source_at(path, options, manifest_sha256), rename)
     return Checkpoint(source, options)
 
 
@@ -97,7 +105,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def metadata(self) -> Any:
-        """The JSON value that was given to `save`."""
+        """The JSON value given to `save`."""
         return self._manifest.metadata
 
     @property
@@ -112,7 +120,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Subtrees that the `components=` of a Checkpointer has deleted since the save."""
+        """Subtrees that a Checkpointer's `components=` has deleted since the save."""
         return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
 
     @property
@@ -149,12 +157,12 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         `Checkpointer.delete`, and a save that replaces the step, ignore leases.
 
         Args:
-            term_seconds: How long a lease lasts without its holder; 60 by default. The lease is renewed every eighth of
-                the term, and counts as expired after half of the term without renewal. A process that is suspended for
+            term_seconds: How long a lease outlives its holder; 60 by default. The lease is renewed every eighth of the
+                term, and counts as expired after half of the term without renewal. A process that is suspended for
                 longer loses the lease.
 
         Returns:
-            A context manager, whose value is this checkpoint.
+            A context manager whose value is this checkpoint.
 
         Raises:
             InputError: The checkpoint is not a step in a run's directory; rules delete only those.
@@ -197,7 +205,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         return id(self)
 
     def get(self, path: str, default: Any = None, /) -> Any:
-        """The leaf at a path, or `default` if the checkpoint has none there."""
+        """The leaf at a path, or `default` if there is none."""
         number = self._numbers.get(path)
         return default if number is None else self._leaf(number)
 
@@ -224,6 +232,30 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)
+
+    def restore(
+        self,
+        target: Tree = None,
+        *,
+        mesh: Mesh | None = None,
+        specs: Specs = None,
+        select: Select | None = None,
+        rename: Renaming | None = None,
+        strict: bool = True,
+        dtype: Dtypes = None,
+        tied: bool = False,
+        options: Options | None = None,
+    ) -> Tree:
+        """Restore this checkpoint. In a job of several processes, every process opens it and calls this.
+
+        The arguments and the errors are those of `jaxckpt.restore`. If the checkpoint was opened with `rename`, all
+        paths are those that it shows.
+        """
+        from jaxckpt._restore.match import RestoreRequest
+        from jaxckpt._restore.restore import run_restore
+
+        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        return run_restore(self.path, request, options or self._options, source=self._source)
 
     def plan(
         self,
@@ -277,5 +309,5 @@ class Checkpoint(Mapping[str, LazyLeaf]):
             target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype, tied=tied
         )
         require_request(request)
-        manifest = self._manifest if request.rules is None else request.rules.over(self._source).manifest
+        manifest = view_through(request.rules, self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options), options)

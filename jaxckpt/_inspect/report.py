@@ -82,7 +82,7 @@ def report(
     """Show a checkpoint as one self-contained HTML document.
 
     The page has a treemap of bytes by subtree, a table of leaves to search and sort, the layout of each leaf on its
-    mesh, and the seconds that each process took for each phase of the save. Any single process may call this.
+    mesh, and the seconds that each process spent in each phase of the save. Any single process may call this.
 
     Args:
         path: A path or URL that `save` wrote, or another checkpoint that `restore` accepts.

@@ -96,7 +96,7 @@ class RestorePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the processes need, summed over processes. A box that several devices of a process need is counted
+        """Bytes that the processes need, summed over processes. A box that several devices of a process need counts
         once."""
         return sum(part.cost.needed_bytes for part in self.processes)
 
@@ -124,7 +124,7 @@ class RestorePlan:
     @property
     def peak_host_bytes(self) -> int:
         """The most host memory that any process needs in addition to the arrays. For a mesh that this machine does not
-        have, it includes data on its way to the devices, which may have their own memory."""
+        have, this includes data on its way to the devices, which may have their own memory."""
         return max((part.cost.peak_host_bytes for part in self.processes), default=0)
 
     def __repr__(self) -> str:

@@ -112,24 +112,27 @@ def _affected_leaves(problems: list[Problem]) -> str:
 
 
 @explain_keywords
-def verify(path: Location, *, quick: bool = False, options: Options | None = None) -> VerifyReport:
+def verify(
+    path: Location, *, quick: bool = False, manifest_sha256: str | None = None, options: Options | None = None
+) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 
-    Any single process may call it; no JAX backend is started. Objects are read in parallel, a few MiB of each at a
+    Any single process may call this; no JAX backend is started. Objects are read in parallel, a few MiB of each at a
     time.
 
     Args:
-        path: A path or URL that `save` wrote. If it is a run's directory (also one of Orbax), all its steps are checked
-            in one report, in which each object's name begins with its step. Other checkpoints that `restore` accepts
-            are read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
+        path: A path or URL that `save` wrote. For a run's directory (also one of Orbax), one report covers all its
+            steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are read and
+            decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
-        options: `progress`, `max_bytes_per_second`, `manifest_sha256` and the storage options; see `Options`.
+        manifest_sha256: As for `restore`. Of a run, the newest step is checked.
+        options: `progress`, `max_bytes_per_second` and the storage options; see `Options`.
 
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
         object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
-        because nothing else can be trusted then. `quick` detects neither flipped bits nor swapped objects of the same
+        because then nothing else can be trusted. `quick` detects neither flipped bits nor swapped objects of the same
         size.
 
     Raises:
@@ -143,11 +146,11 @@ def verify(path: Location, *, quick: bool = False, options: Options | None = Non
         True
     """
     options, quick = options_or_default(options), require_bool(quick, "quick")
-    if isinstance(path, str | os.PathLike) and options.manifest_sha256 is None:  # otherwise one manifest is expected
+    if isinstance(path, str | os.PathLike) and manifest_sha256 is None:  # otherwise one manifest is expected
         steps = steps_of(store_at(path, options)) or ()
         if urls := [step.url for step in steps] or [step.path for step in foreign_steps_of(path, options)]:
             return _verify_steps(os.fspath(path), urls, quick, options)
-    return _verify(path, quick, options)
+    return _verify(path, quick, options, manifest_sha256=manifest_sha256)
 
 
 def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options) -> VerifyReport:
@@ -171,10 +174,12 @@ def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options
     )
 
 
-def _verify(path: Location, quick: bool, options: Options, step: str = "") -> VerifyReport:
+def _verify(
+    path: Location, quick: bool, options: Options, step: str = "", *, manifest_sha256: str | None = None
+) -> VerifyReport:
     """Check one checkpoint, which is not a run's directory. `step` is its name if it is a step of one."""
     try:
-        source = source_at(path, options)
+        source = source_at(path, options, manifest_sha256)
     except CorruptError as error:
         # For a foreign checkpoint, the error names the file.
         problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)

@@ -21,7 +21,7 @@ from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._save.async_saves import PendingSave, finish_at_exit, submit_save
+from jaxckpt._save.async_saves import RunningSave, finish_at_exit, submit_save
 from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath, require_shared
@@ -52,13 +52,13 @@ class Flush:
     owned: Sequence[Object] = ()
     """The objects that this process owns. These and the save id are known when the local save is published."""
 
-    pending: PendingSave | None = None
+    pending: RunningSave | None = None
     is_warned: bool = False
     """Whether skipped local steps have been logged."""
 
-    def begin(self, local: PendingSave) -> PendingSave:
+    def begin(self, local: RunningSave) -> RunningSave:
         """Start to wait for the local save and to copy its files."""
-        self.pending = PendingSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.call.watchdog)
+        self.pending = RunningSave(self.store.url, local.progress.total_bytes, time.perf_counter(), self.call.watchdog)
         self.pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_at_exit()
         work = functools.partial(self._run, local)
@@ -81,7 +81,7 @@ class Flush:
         """Whether its files are still needed."""
         return self.pending is not None and not self.pending.done
 
-    def _run(self, local: PendingSave, pending: PendingSave) -> SaveInfo:
+    def _run(self, local: RunningSave, pending: RunningSave) -> SaveInfo:
         """Wait for the local save, and copy it."""
         call = self.call
         with call, contextlib.ExitStack() as transactions:
@@ -121,7 +121,7 @@ class Flush:
                 self.destination.record_published(manifest.step, manifest.save_id)
         return replace(info, path=self.store.url)
 
-    def _copy(self, manifest: Manifest, pending: PendingSave) -> None:
+    def _copy(self, manifest: Manifest, pending: RunningSave) -> None:
         """Copy the files that this process owns, each checked."""
         created_folders = set[str]()
         indices: dict[int, list[tuple[int, ...]]] = {}

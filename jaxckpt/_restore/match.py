@@ -64,6 +64,9 @@ class RestoreRequest:
     tied: bool = False
     """Whether leaves that were saved as one array are restored as one array."""
 
+    manifest_sha256: str | None = None
+    """The SHA-256 that the manifest must have, if any."""
+
     initial: Callable[[Sequence[int]], Sequence[Any]] | None = None
     """Creates the leaves of the target with these numbers, for leaves that do not come from the checkpoint."""
 

@@ -26,6 +26,7 @@ from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._rules.rule_set import view_through
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, PeersDisagreeError, Problem
@@ -43,31 +44,31 @@ def restore(
     strict: bool = True,
     dtype: Dtypes = None,
     tied: bool = False,
+    manifest_sha256: str | None = None,
     options: Options | None = None,
 ) -> Tree:
     """Restore a checkpoint onto devices. Every process of the job calls this function, with the same arguments.
 
-    Each process reads the chunks that its own devices need, each chunk once. With `Options(read="shared")` the
-    processes share their reads, so the job reads each chunk once. Process 0 logs how many leaves came from the
-    checkpoint (logger "jaxckpt", level INFO).
+    Each process reads the chunks that its own devices need, each chunk once. With `Options(read="shared")`, processes
+    share their reads, so the job reads each chunk once. Process 0 logs how many leaves came from the checkpoint (logger
+    "jaxckpt", level INFO).
 
     Args:
         path: A path or URL that `save` wrote, or of a run: "run" is its newest step, and "run@40", "run@best" or
-            "run@name" one of its steps. Or the local path of another library's checkpoint: Orbax, PyTorch (`torch.save`
-            or DCP), safetensors, npz, MindSpore, OneFlow or ColossalAI. Or the result of `rank_files`,
+            "run@name" is one of its steps. Or the local path of another library's checkpoint: Orbax, PyTorch
+            (`torch.save` or DCP), safetensors, npz, MindSpore, OneFlow or ColossalAI. Or the result of `rank_files`,
             `mindspore_ranks` or `oneflow_ranks`.
-        target: The tree to restore: a pytree, or a pytree prefix, of jax.ShapeDtypeStruct (with or without sharding),
-            of jax.sharding.Sharding, or of arrays, whose shape, dtype, weak type and sharding are used, but not their
-            values. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on `mesh` or on
-            the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object with
-            `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything has
-            been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
-            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves. By default the
-            tree is restored as it was saved.
+        target: The tree to restore; by default, the saved tree. A pytree, or a pytree prefix, of jax.ShapeDtypeStruct
+            (with or without sharding), of jax.sharding.Sharding, or of arrays, of which only shape, dtype, weak type
+            and sharding are used. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on
+            `mesh` or on the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object
+            with `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything
+            has been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
+            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves.
         mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
-            this mesh does not have are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory
-            kind. A sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or
-            on the mesh of jax.set_mesh.
+            this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory kind. A
+            sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the
+            mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved specs.
         select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
@@ -79,29 +80,32 @@ def restore(
             must exist, or a function. Without a target, a renamed tree is restored as nested dicts. A component of a
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and
             cast: the checkpoint then has the leaves that the rules make.
-        strict: Leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are errors. With
-            False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in the tree; a
-            Sharding is still an error), and extra leaves are ignored. Always errors: a target with no leaf in the
-            checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place of a container. For
-            a different dtype, `options.cast` decides.
+        strict: Whether leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are
+            errors. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
+            the tree; a Sharding is still an error), and extra leaves are ignored. These are always errors: a target
+            with no leaf in the checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place
+            of a container. For a different dtype, `options.cast` decides.
         dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
         tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
             sharding at each of their paths. By default each leaf is a separate array, so that all of them can be
             donated.
+        manifest_sha256: The expected SHA-256 of manifest.json, in hexadecimal digits (`SaveInfo.manifest_sha256`), for
+            checkpoints that others could replace. It guarantees the structure, shapes, Python values and metadata, and
+            arrays only through their crc32c digests, which detect damage but not deliberate forgery (docs/security.md).
         options: See `Options`.
 
     Returns:
         A pytree with the structure of the target, or with the saved one. Leaves that were saved from devices are
-        jax.Arrays. All others are what was saved: NumPy arrays and scalars, int, str, and so on.
+        jax.Arrays. All others are as they were saved: NumPy arrays and scalars, int, str, and so on.
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced while it was being read.
-        MismatchError: Leaves are missing, extra, or of another shape, or a cast would lose values; one error lists them
+        MismatchError: Leaves are missing, extra, or differ in shape, or a cast would lose values; one error lists them
             all. Also 64-bit leaves while jax_enable_x64 is off, unless `options.cast` is "unsafe", which restores them
             with 32 bits.
         TreeError: A pattern of `select` or a path of `rename` matches nothing.
         SpecError: A spec does not fit its leaf or the mesh.
-        LayoutError: Without target and mesh: this job does not have the devices of the saved layout.
+        LayoutError: Without target and mesh: this job lacks devices of the saved layout.
         CorruptError: The stored data is not what was saved. The message names the leaf.
         StorageError: An I/O error, or no data has moved for `options.timeout_seconds`.
         PeerError: Another process failed, did not respond, made a different call, or sees a different checkpoint.
@@ -115,7 +119,17 @@ def restore(
     """
     return run_restore(
         path,
-        RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied),
+        RestoreRequest(
+            target,
+            mesh,
+            specs,
+            select,
+            *split_rename(rename),
+            strict,
+            dtype=dtype,
+            tied=tied,
+            manifest_sha256=manifest_sha256,
+        ),
         options,
     )
 
@@ -123,16 +137,16 @@ def restore(
 def run_restore(
     path: Location, request: RestoreRequest, options: Options | None, *, source: Source | None = None
 ) -> Tree:
-    """Restore what is requested. `source` is the checkpoint if it is already open. Every process."""
+    """Restore what is requested. `source` is the checkpoint if it is already open at this path. Every process."""
     start_time = time.perf_counter()
     with Call.of("restore", path, options) as call:
         options = call.options
         with call.rendezvous("opening the checkpoint") as rendezvous:
             require_mesh(request.mesh)
             require_request(request)
-            source = source or source_at(path, options)
+            source = source or source_at(path, options, request.manifest_sha256)
             digest = source.digest
-            source = source if request.rules is None else request.rules.over(source)
+            source = view_through(request.rules, source)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.leaves.values())
             _require_same_checkpoint(rendezvous.gather(f"{digest} {source.url}"), source.url)
@@ -140,9 +154,9 @@ def run_restore(
         with call.rendezvous("restoring") as rendezvous:
             expected, _, url = chosen.partition(" ")
             if digest != expected:  # process 0 found a different newest step
-                source = source_at(url, options)
+                source = source_at(url, options, request.manifest_sha256)
                 _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
-                source = source if request.rules is None else request.rules.over(source)
+                source = view_through(request.rules, source)
                 resolved = resolve(source.manifest, request, options)
             initial = request.initial(resolved.to_initialize) if request.initial else []
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
@@ -237,6 +251,7 @@ def load_numpy(
     select: Select | None = None,
     rename: Renaming | None = None,
     dtype: Dtypes = None,
+    manifest_sha256: str | None = None,
     options: Options | None = None,
 ) -> Tree:
     """Read a checkpoint into host memory, for inference or inspection, without a mesh, devices or a JAX backend.
@@ -246,6 +261,7 @@ def load_numpy(
         select: Only these leaves, as for `restore`.
         rename: As for `restore`.
         dtype: As for `restore`: read leaves in a dtype other than the saved one.
+        manifest_sha256: As for `restore`.
         options: See `Options`.
 
     Returns:
@@ -264,7 +280,7 @@ def load_numpy(
         {'w': array([0, 1, 2])}
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options), rename, select)
+    source = renamed_source(source_at(path, options, manifest_sha256), rename, select)
     resolved = host_leaves(source.manifest, dtype, options)
     _require_lossless(source, resolved, options)
     return resolved.build(fetch(source, resolved.leaves, options), [])

@@ -98,7 +98,7 @@ class MappedSource(ArrayData):
         spans = [tuple(side - taken[axis][0] for side in needed[axis]) for axis in axes]
         picks = [a if axis in self.fixed else slice(a, b) for axis, (a, b) in zip(axes, spans, strict=True)]
         left = [axis for axis in axes if axis not in self.fixed]
-        source = self.rule.computed(source[(*picks, ...)].transpose([left.index(axis) for axis in order]))
+        source = _scaled(source[(*picks, ...)].transpose([left.index(axis) for axis in order]), self.rule)
         assign(target, source)
 
     def _axis_to_split(self, needed: Mapping[str, Interval], taken: Mapping[str, Interval], count: int) -> str | None:
@@ -136,3 +136,11 @@ class MappedData(Tiled, AsyncArrayData):
         if self.is_padded:
             target[...] = 0
         Tiled.read(self, box, target)
+
+
+def _scaled(values: Array, rule: Rule) -> Array:
+    """Scaled and offset values of the target of a rule, before they are cast to its dtype."""
+    if rule.scale == 1 and rule.offset == 0:
+        return values
+    wide = np.result_type(values.dtype, np.float32)
+    return values.astype(wide) * wide.type(rule.scale) + wide.type(rule.offset)

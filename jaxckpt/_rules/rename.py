@@ -14,7 +14,7 @@ from jaxckpt._model.paths import path_prefixes, relative_path
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Rename, Select, Selector, parse_select, rename_paths
 from jaxckpt._model.tree import Structure, nested_dicts, numbers_of, paths_of, prune, structure_of, user_objects_of
-from jaxckpt._rules.rule_set import Rules
+from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt.errors import TreeError, show_path
@@ -39,7 +39,7 @@ def renamed_source(
     Raises MismatchError, TreeError.
     """
     rename, rules = split_rename(rename)
-    view = source if rules is None else rules.over(source)
+    view = view_through(rules, source)
     if rename is None and select is None:
         return view
     return replace(view, manifest=_renamed_manifest(view.manifest, rename, select, selected_from(rules)))

@@ -15,7 +15,6 @@ import numpy as np
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.paths import closest_hint
-from jaxckpt._model.pieces import Array
 from jaxckpt._options import require_whole_number
 from jaxckpt._rules.axis_layouts import AxisLayout, axes_of
 from jaxckpt.errors import InputError
@@ -188,13 +187,6 @@ class Rule:
             raise InputError(
                 f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest_hint(unknown[0], known)}"
             )
-
-    def computed(self, values: Array) -> Array:
-        """Scaled and offset values of the target, before they are cast to its dtype."""
-        if self.scale == 1 and self.offset == 0:
-            return values
-        wide = np.result_type(values.dtype, np.float32)
-        return values.astype(wide) * wide.type(self.scale) + wide.type(self.offset)
 
     def __repr__(self) -> str:
         values = ((own.name, getattr(self, own.name)) for own in fields(self))

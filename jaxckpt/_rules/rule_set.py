@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.paths import closest_hint
@@ -22,15 +22,17 @@ from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, MismatchError, Problem, show_count
 
+_Opened = TypeVar("_Opened", bound=Source)
+
 
 @explain_names
 @dataclass(frozen=True, slots=True)
 class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
-    A checkpoint that is read through rules has only the leaves that the rules make, in nested dicts by path. A rule or
-    `drop` must name every leaf of the source. Data is read only when a value is needed, and only the data for that
-    value. If the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
+    A checkpoint read through rules has only the leaves that the rules make, in nested dicts by path. Every leaf of the
+    source must match a rule or `drop`. Data is read only when a value is needed, and only the data for that value. If
+    the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -46,7 +48,7 @@ class Rules:
     """The rules. Each target path is made by exactly one of them."""
 
     drop: Sequence[str] = ()
-    """Paths of source leaves that the target does not have; `{i}` matches a whole number."""
+    """Paths of source leaves that the target lacks; `{i}` matches a whole number."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -62,57 +64,60 @@ class Rules:
         """The rules from target to source, without the dropped leaves.
 
         Args:
-            dtype: The dtype of the source if a rule casts; None keeps the dtype of the target.
+            dtype: The dtype of the source, for rules that cast. None keeps the dtype of the target.
         """
         tied = [name for rule in self.rules if rule.tied for name in paths_in(rule.target)]
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
 
-    def over(self, source: Source) -> ForeignCheckpoint:
-        """The view of a checkpoint through the rules. Raises a MismatchError that lists all problems."""
-        leaves = SourceLeaves(source)
-        problems: list[Problem] = []
-        targets: dict[str, ForeignArray] = {}
-        claimed: dict[str, Rule] = {}
-        for rule in self.rules:
-            matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
-            if not any(matches):
-                problems.append(
-                    Problem(None, f"{rule} matches nothing{closest_hint(paths_in(rule.source)[0], leaves.paths)}")
-                )
-                continue
-            scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
-            copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
-            own = [*copies] if rule.tied else [*matches, *scales, *copies]
-            paths = [path for matched in own for path in matched.values()]
-            problems += [
-                Problem(path, f"matches both {claimed[path]} and {rule}")
-                for path in paths
-                if claimed.setdefault(path, rule) is not rule
-            ]
-            made, misfits = apply_rule(rule, matches, scales, leaves)
-            problems += [Problem(None, f"{rule}: {misfit}") for misfit in misfits]
-            problems += [
-                Problem(path, f"is made by {rule} and by another rule")
-                for path, array in made
-                if targets.setdefault(path, array) is not array
-            ]
-        dropped: set[str] = set()
-        for name in self.drop:
-            matched = matching_paths(name, leaves.paths).values()
-            dropped.update(matched)
-            if not matched:
-                problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
-        problems += [
-            Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
-        ]
-        named = claimed.keys() | dropped
-        problems += [Problem(path, "matches no rule") for path in leaves.paths if path not in named]
-        if problems:
-            raise MismatchError.of(
-                f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}",
-                problems,
-                "list unwanted leaves in Rules.drop",
+
+def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheckpoint:
+    """The view of a checkpoint through rules, if there are any. Raises a MismatchError that lists all problems."""
+    if rules is None:
+        return source
+    leaves = SourceLeaves(source)
+    problems: list[Problem] = []
+    targets: dict[str, ForeignArray] = {}
+    claimed: dict[str, Rule] = {}
+    for rule in rules.rules:
+        matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
+        if not any(matches):
+            problems.append(
+                Problem(None, f"{rule} matches nothing{closest_hint(paths_in(rule.source)[0], leaves.paths)}")
             )
-        manifest = source.manifest
-        view = compose(source.url, nested_dicts(targets), manifest.format, metadata=manifest.metadata)
-        return replace(view, origin=source)
+            continue
+        scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
+        copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
+        own = [*copies] if rule.tied else [*matches, *scales, *copies]
+        paths = [path for matched in own for path in matched.values()]
+        problems += [
+            Problem(path, f"matches both {claimed[path]} and {rule}")
+            for path in paths
+            if claimed.setdefault(path, rule) is not rule
+        ]
+        made, misfits = apply_rule(rule, matches, scales, leaves)
+        problems += [Problem(None, f"{rule}: {misfit}") for misfit in misfits]
+        problems += [
+            Problem(path, f"is made by {rule} and by another rule")
+            for path, array in made
+            if targets.setdefault(path, array) is not array
+        ]
+    dropped: set[str] = set()
+    for name in rules.drop:
+        matched = matching_paths(name, leaves.paths).values()
+        dropped.update(matched)
+        if not matched:
+            problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
+    problems += [
+        Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
+    ]
+    named = claimed.keys() | dropped
+    problems += [Problem(path, "matches no rule") for path in leaves.paths if path not in named]
+    if problems:
+        raise MismatchError.of(
+            f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}",
+            problems,
+            "list unwanted leaves in Rules.drop",
+        )
+    manifest = source.manifest
+    view = compose(source.url, nested_dicts(targets), manifest.format, metadata=manifest.metadata)
+    return replace(view, origin=source)

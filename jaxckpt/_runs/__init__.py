@@ -1,1 +1,1 @@
-"""A directory of steps: Checkpointer, retention, deletion, preemption, followers, forks and the local tier."""
+"""A directory of steps: Checkpointer, retention, deletion, preemption, followers and forks."""

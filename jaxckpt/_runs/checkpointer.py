@@ -39,8 +39,8 @@ from jaxckpt._runs.saving import Saver
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._runs.settings import compare
 from jaxckpt._runs.step_finder import LocatedStep, StepFinder
-from jaxckpt._save.async_saves import PendingSave
 from jaxckpt._save.describe import describe
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.prepare import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save_info import SaveInfo
@@ -51,63 +51,65 @@ _log = logging.getLogger("jaxckpt")
 
 @explain_names
 class Checkpointer(Run):
-    """A `Run` that writes: saves the steps of a run into a directory, restores them, and deletes old steps by rules.
+    """A `Run` that writes: it saves steps into a directory, restores them, and deletes old steps by rules.
 
     Every process creates a Checkpointer with the same arguments and calls the same methods in the same order, with
     `save` at every step. Each step is an ordinary checkpoint at `<directory>/<step in 8 digits>`. A new Checkpointer
-    deletes half-written and half-deleted steps of a killed run. On an object store they could belong to another running
-    job, so they are deleted once a newer step is published.
+    deletes half-written and half-deleted steps of a killed run. On an object store, these could belong to a job that is
+    still running, so they are deleted once a newer step is published.
 
     A step is saved if `every`, `every_minutes` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
-    or if it is the newest; without rules all steps are kept. Pinned steps (`Run.pin`) and steps that a reader holds
+    or if it is the newest; without rules, all steps are kept. Pinned steps (`Run.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
-    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save: a background
-    thread deletes older steps that no rule keeps; `save` does not wait for it.
-    If the deletion fails, for example without permission, the next `save` that is due, `wait` or `close` raises the
-    error. The manifest is deleted first, so a reader finds either the whole step or none.
+    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save. A background
+    thread deletes older steps that no rule keeps; `save` does not wait for it. If a deletion fails, for example for
+    lack of permission, the next `save` that is due, `wait` or `close` raises the error. The manifest is deleted first,
+    so a reader finds the whole step or none.
 
     Args:
         directory: A local path or a URL, as for `save`.
         every: Save the steps that are multiples of this number; `save` returns False for others. None: every step,
             unless `every_minutes` or `save_if` is given.
-        every_minutes: Save a step when this many minutes have passed since the last save or the start, by the clock of
-            process 0. In a job of several processes the save may be late by up to 1/60 of that time.
+        every_minutes: Save a step when this many minutes have passed since the last save or the start, by process 0's
+            clock. In a job of several processes, the save may be late by up to 1/60 of that time.
         save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
             processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
         keep_every: For each multiple of this number, keep the first step at or after it: the multiple itself if it was
             saved. For the multiple 0, only step 0 is kept.
-        keep_best: (name of a metric, "min" or "max"): keep the step with the best value, the newest of equal ones.
-            (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` do not
-            have that name is an error, and so is a save without `metrics` while no step has it: pass float("nan") for a
-            step that was not measured.
+        keep_best: (name of a metric, "min" or "max"): keep the step with the best value; of equal values, the newest.
+            (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` lack
+            that name is an error, and so is a save without `metrics` until a step has it: pass float("nan") for a step
+            that was not measured.
         keep_for: Keep steps that are younger than this.
         keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
             each step, in a background thread of process 0.
-        components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
-            older steps that are kept lose "opt_state"; the rest of them can still be restored. A path that matches
+        components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1}, only
+            the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that matches
             nothing in the tree is an error when a step is saved.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
-        background: Save with `save_async`. If False, save with `save`, which then waits for the deletion too, as does
-            the first restore.
+        background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
+            first restore.
         fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
             By default the next `save` that is due raises it.
         on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
             the step, due or not; then "exit" raises `Preempted`, a SystemExit, and "continue" returns with `preempted`
             true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
-        preemption_seconds: How long the save of the last step may take after this process was notified of a preemption.
-        local: A folder of this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
-            there first, and survives the process. Each process writes its own objects and copies of objects of other
-            processes, so that the folders of any `copies` failure domains may be lost. A process holds at most two
-            steps; `local_bytes` reports their size. Steps that are due by `every` are also copied to the directory, in
-            the background.
+        preemption_seconds: How long the save of the last step may take once this process has been notified of a
+            preemption.
+        local: A folder on this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
+            there first, and survives the process. Each process writes its own objects and copies of other processes'
+            objects, so that the folders of any `copies` failure domains may be lost. A process holds at most two steps;
+            `local_bytes` reports their size. Steps that are due by `every` are also copied to the directory, in the
+            background.
         local_every: Save the steps that are multiples of this number into the local folders. None: 10.
         copies: How many other failure domains hold a copy of each object. None: 1. Objects that no other domain holds
             by its sharding are sent to one over the devices' interconnect.
-        local_domains: The failure domain of each process, such as its rack: one label for each process. By default
-            each host is a domain; if all processes are on one host, each process is one.
-        local_bytes_per_second: Limit of each process's copying to the directory. None: `Options.max_bytes_per_second`.
+        local_domains: The failure domain of each process, such as its rack: one label per process. By default each host
+            is a domain; if all processes are on one host, each process is.
+        local_bytes_per_second: Limit on the rate at which each process copies to the directory. None:
+            `Options.max_bytes_per_second`.
         options: See `Options`.
 
     Examples:
@@ -257,12 +259,12 @@ class Checkpointer(Run):
 
         Args:
             step: The number of the step, from 0 to 2**62.
-            tree: As for `jaxckpt.save`. Its arrays may be donated as soon as this returns.
+            tree: As for `jaxckpt.save`. It is safe to donate its arrays as soon as this returns.
             mesh: As for `jaxckpt.save`. Not with `local`: each process then writes what its own devices hold.
             specs: As for `jaxckpt.save`: with `mesh`.
             dtype: As for `jaxckpt.save`.
             metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
-            process_state: As for `jaxckpt.save`: state that differs by process.
+            process_state: As for `jaxckpt.save`: state that differs between processes.
             metadata: Any JSON value.
             on_done: As for `jaxckpt.save_async`: called with the result. Not called if this returns False.
             force: Save even if the step is not due.
@@ -273,7 +275,7 @@ class Checkpointer(Run):
 
         Raises:
             Preempted: The job was preempted. The message says whether this step was saved in time.
-            BaseException: The job was preempted, and this is what the program's own handler of SIGTERM has raised.
+            BaseException: The exception that the program's own SIGTERM handler raised when the job was preempted.
             Exception: As `jaxckpt.save_async`; also the error of an earlier background save or deletion.
             CheckpointExistsError: The step exists, and `overwrite` is false.
             InputError: The step is older than the newest, and the rules would delete it immediately; or its folder is a
@@ -297,7 +299,7 @@ class Checkpointer(Run):
         return self._saver.save(step, metrics, destination, request, begin_call, force=force)
 
     def local_bytes(self, tree: Tree) -> LocalBytes:
-        """Bytes that a local step of a tree takes in this process. Computed without saving and without communication.
+        """The bytes that a local step of a tree takes in this process. Nothing is saved or communicated.
 
         Raises:
             InputError: The Checkpointer has no `local=`.
@@ -339,12 +341,13 @@ class Checkpointer(Run):
     @property
     def pending(self) -> PendingSave | None:
         """The last background save, unless it has been waited for."""
-        return self._saver.pending
+        running = self._saver.pending
+        return None if running is None else PendingSave(running)
 
     def wait(self) -> None:
         """Wait until the last save is published and old steps are deleted. Raises the error of either.
 
-        Process 0 deletes, so the other processes of a job do not wait for deletions, and may still list deleted steps.
+        Process 0 deletes, so the other processes of a job do not wait for deletions and may still list deleted steps.
         """
         self._saver.wait()
         self._deletion.wait()
@@ -355,10 +358,10 @@ class Checkpointer(Run):
 
         `follow` ends at that record, and the next Checkpointer that trains removes it. A preempted Checkpointer does
         not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
-        `restore_or_init` does not change it. This also restores the previous handler of SIGTERM.
+        `restore_or_init` leaves it as it is. This also restores the previous SIGTERM handler.
 
         Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
-        of `save`: in a job of one process by SIGTERM. If the program's own handler of SIGTERM has raised, raises that
+        of `save`: in a job of one process, by SIGTERM. If the program's own SIGTERM handler has raised, raises that
         exception instead.
         """
         was_preempted = self._saver.preempted
@@ -414,9 +417,9 @@ class Checkpointer(Run):
 
         The other arguments are those of `jaxckpt.restore`, except `path` and `options`, which the Checkpointer sets.
 
-        It waits for a running save first, which may be the save of this step. With `local`, a step is read from the
-        local folders if together they hold all of it; if a file there is damaged, a copy in another folder or the
-        storage is read instead.
+        It first waits for a running save, which may be of this step. With `local`, a step is read from the local
+        folders if together they hold all of it; if a file there is damaged, a copy in another folder or in storage is
+        read instead.
 
         Raises:
             NotACheckpointError: The step does not exist, or the run has no steps.
@@ -479,8 +482,8 @@ class Checkpointer(Run):
     ) -> tuple[int | None, Tree]:
         """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
 
-        With strict=False, `init` makes the leaves that the checkpoint does not have: a run can continue with a new
-        optimizer, or with an average of the weights that the checkpoint does not contain.
+        With strict=False, `init` makes the leaves that the checkpoint lacks: a run can continue with a new optimizer,
+        or with an average of the weights that was not saved.
 
         Args:
             init: Makes the initial tree. The restored tree has the same structure, dtypes and shardings. A function
@@ -491,7 +494,7 @@ class Checkpointer(Run):
             specs: As for `jaxckpt.restore`.
             rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; `init` makes the other leaves.
-            strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint does not have.
+            strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint lacks.
             dtype: As for `jaxckpt.restore`. It applies to restored leaves, also instead of the dtypes of `init`. Leaves
                 that `init` makes keep their dtypes.
             tied: As for `jaxckpt.restore`.
@@ -521,14 +524,14 @@ class Checkpointer(Run):
             name: One of the names given to `save`.
             step: The step. None: the step that was restored last, otherwise the newest.
             resplit: A function for a job with a different number of processes than the one that saved. It receives the
-                list of saved values and the number of processes now, and returns one value for each process.
+                list of saved values and the current number of processes, and returns one value for each process.
 
         Returns:
             The JSON value or bytes that were saved.
 
         Raises:
             NotACheckpointError: The step does not exist, or the run has no steps.
-            InputError: A different number of processes saved, and `resplit` is not given; or no state has that name.
+            InputError: A different number of processes saved and `resplit` is not given, or no state has that name.
             DataError: The stored state is not what was saved.
         """
         step = self._restored_step if step is None else step
@@ -570,8 +573,8 @@ class Checkpointer(Run):
         return max(self.steps(), default=None) if self._local is None else self._find_step(None).step
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """The best step by a metric, by default of the first rule of `keep_best`; None if no step has the metric.
-        Raises InputError if `keep_best` has no such rule, and no `mode` is given."""
+        """The best step by a metric, by default that of the first rule of `keep_best`; None if no step has the metric.
+        Raises InputError if `keep_best` has no such rule and no `mode` is given."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
         if best is None and metric is not None and mode is not None:

@@ -67,7 +67,7 @@ class Step:
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> Tree:
-        """Restore the step, as `jaxckpt.restore` does with these arguments. The options are those of the `Run`."""
+        """Restore the step, as `jaxckpt.restore` does with these arguments, with the options of the `Run`."""
         request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
         return run_restore(self.path, request, self._options)
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.async_saves import RunningSave
 
 
 class LastSave:
     """The last save of a Checkpointer."""
 
     def __init__(self) -> None:
-        self.pending: PendingSave | None = None
+        self.pending: RunningSave | None = None
         """The save, if it has not been waited for."""
 
         self.step: int | None = None
         """Its step; None if the save failed, or the step was deleted."""
 
-        self._predecessor: PendingSave | None = None
+        self._predecessor: RunningSave | None = None
 
-    def set_pending(self, pending: PendingSave, step: int, predecessor: PendingSave | None = None) -> None:
+    def set_pending(self, pending: RunningSave, step: int, predecessor: RunningSave | None = None) -> None:
         """Note that a save has begun.
 
         An error that it inherited from `predecessor`, the save that it waited for, is not raised again by `wait`.

@@ -39,10 +39,10 @@ StepName = int | str
 
 @explain_names
 class Run:
-    """A run's directory of steps, for reading it: an evaluator, a server, a notebook. It deletes nothing.
+    """A run's directory of steps, to read it from an evaluator, a server or a notebook. It deletes nothing.
 
-    Any single process may use it while a `Checkpointer` trains. Where a method takes a step, that is its number,
-    "latest", "best", or the name of a pin.
+    Any single process may use it while a `Checkpointer` trains. A method's `step` is a number, "latest", "best", or the
+    name of a pin.
 
     Args:
         directory: The directory of a `Checkpointer`: a local path or a URL. It need not exist yet. `steps`,
@@ -83,7 +83,7 @@ class Run:
 
         Raises:
             InputError: The directory is itself a checkpoint.
-            StorageError: The directory cannot be listed, or jaxckpt cannot determine whether a step is published.
+            StorageError: The directory cannot be listed, or jaxckpt cannot tell whether a step is published.
         """
         published, _ = step_folders(self._store)
         if not published:
@@ -96,7 +96,7 @@ class Run:
         return max(self.steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """The best step by a metric; the newest of equal ones. None if no step has a value.
+        """The best step by a metric; of equal values, the newest. None if no step has a value.
 
         Args:
             metric: The name of the metric. None: the first of `Checkpointer(keep_best=…)`.
@@ -139,7 +139,7 @@ class Run:
         return metrics_of(self._store, number, manifest.save_id, manifest.step)
 
     def add_metrics(self, step: StepName, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to a step, or replace metrics that it has. `keep_best` and "best" respect them.
+        """Add metrics to a step, or replace those that it has. `keep_best` and "best" respect them.
 
         A `Checkpointer` reads them after its next save. They belong to this save of the step: if the step is saved
         again, they are ignored.
@@ -167,13 +167,13 @@ class Run:
         Args:
             step: The step.
             name: Letters, digits, "_", "-" and ".", starting with a letter; not "latest" or "best".
-            move: If another step has this name, take it from that step, after this step is protected.
+            move: If a different step has this name, take it from that step, once this step is protected.
 
         Returns:
             The number of the step.
 
         Raises:
-            InputError: `name` is invalid, or another step has it and `move` is false.
+            InputError: `name` is invalid, or a different step has it and `move` is false.
             NotACheckpointError: The step does not exist, or is being deleted.
             StorageError: The run's directory cannot be written to.
 
@@ -194,7 +194,7 @@ class Run:
         return number
 
     def unpin(self, name: str) -> None:
-        """Remove the name of a step. Unless it has other names, the rules of a Checkpointer may then delete it.
+        """Remove a name from its step. If the step has no other name, the rules of a Checkpointer may then delete it.
 
         Raises:
             NotACheckpointError: No step has that name.
@@ -248,19 +248,18 @@ class Run:
 
         A lease holds each step until the loop asks for the next one, so that no `keep_` rule deletes it in the
         meantime. Steps that were deleted before the loop reached them are skipped. Without permission to write to the
-        directory, steps are read without leases, with one warning: if a step is deleted while it is being read, the
-        read raises an error; it never returns wrong data.
+        directory, steps are read without leases, with one warning. If a step is then deleted while it is being read,
+        the read raises an error; it never returns wrong data.
 
         The loop ends after the last step, once `Checkpointer.close` has recorded the end of the run. One process calls
         this; in a job of several processes, one follows and sends `step.path` to the others.
 
         Args:
-            after: Start with the first step above this number; None starts with the oldest step.
+            after: Start with the first step above this number. None: start with the oldest step.
             timeout_seconds: End without an error if no new step is published for this many seconds; None: no limit.
                 Time spent in the loop body does not count.
-            poll_seconds: Seconds between two checks of the directory. Each check is one listing and one small read.
-            term_seconds: How long a lease protects a step, at most, after this process has died; see
-                `Checkpoint.hold`.
+            poll_seconds: Seconds between checks of the directory. Each check is one listing and one small read.
+            term_seconds: How long, at most, a lease protects a step after this process has died; see `Checkpoint.hold`.
 
         Yields:
             A `Step`: `number`, `path`, `metrics`, `held`, `restore(...)`, `open()`.
@@ -290,11 +289,11 @@ class Run:
     def fork(self, new_directory: str | os.PathLike[str], *, step: StepName | None = None) -> int:
         """Start a new run from a step without copying data: the files are hard-linked.
 
-        Each run may delete its step at any time; the other run keeps the data. One process calls it; it takes
-        milliseconds. The metrics, metadata and process states of the step are included; pins are not.
+        Each run may delete its step at any time; the other keeps the data. One process calls this, and it takes
+        milliseconds. The step's metrics, metadata and process states are included; pins are not.
 
         Args:
-            new_directory: The directory of the new run, on the same file system, without any steps.
+            new_directory: The directory of the new run: on the same file system, without any steps.
             step: The step. None: the newest.
 
         Returns:
@@ -302,7 +301,7 @@ class Run:
 
         Raises:
             CheckpointExistsError: `new_directory` has steps, or is itself a checkpoint or a file.
-            InputError: One of the paths is on an object store or on another file system, the file system refused a
+            InputError: One of the paths is on an object store or on a different file system, the file system refused a
                 link, or this is not a run. `jaxckpt.convert` makes a copy instead.
             NotACheckpointError: The step does not exist, or was deleted in the meantime.
             DataError: A file of the step is missing or has the wrong length.

@@ -21,7 +21,7 @@ from jaxckpt._runs.metrics import recorded_metrics
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.schedule import SaveSchedule
-from jaxckpt._save.async_saves import PendingSave, lift_limits
+from jaxckpt._save.async_saves import RunningSave, lift_limits
 from jaxckpt._save.describe import DraftCache
 from jaxckpt._save.prepare import SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
@@ -187,7 +187,7 @@ class Saver:
     # Waiting ---------------------------------------------------------------------------------------------
 
     @property
-    def pending(self) -> PendingSave | None:
+    def pending(self) -> RunningSave | None:
         """The last background save, unless it has been waited for."""
         return self.last_flush.pending or self.last_save.pending
 

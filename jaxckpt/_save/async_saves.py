@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxckpt._keywords import explain_names
 from jaxckpt._pipeline.exit_status import set_exit_status
 from jaxckpt._pipeline.progress import Progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
@@ -35,9 +34,8 @@ from jaxckpt.errors import InputError, PeerError, StorageError
 _log = logging.getLogger("jaxckpt")
 
 
-@explain_names
-class PendingSave:
-    """A save that runs in a background thread: the result of `save_async`."""
+class RunningSave:
+    """A save that this thread runs, or another one."""
 
     def __init__(self, path: str, total_bytes: int, start_time: float, watchdog: Watchdog) -> None:
         self.path = path
@@ -75,19 +73,7 @@ class PendingSave:
         return Progress("save", self._done_bytes, self._total_bytes, seconds)
 
     def wait(self, timeout_seconds: float | None = None) -> SaveInfo:
-        """Wait until the checkpoint is published.
-
-        Args:
-            timeout_seconds: Seconds to wait at most; None: no limit.
-
-        Returns:
-            What was written.
-
-        Raises:
-            TimeoutError: The save is not done yet. It continues.
-            InputError: The save was skipped.
-            Exception: The error of the save; see `save`.
-        """
+        """As `PendingSave.wait`."""
         if self.skipped:
             raise InputError(
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
@@ -179,10 +165,6 @@ class PendingSave:
         """The error of the save, after it has ended."""
         return self._error
 
-    def __repr__(self) -> str:
-        state = "skipped" if self.skipped else "in progress" if not self.done else "failed" if self._error else "done"
-        return f"<PendingSave to {self.path}: {state}>"
-
 
 # The thread -----------------------------------------------------------------------------------------------
 
@@ -191,7 +173,7 @@ class _Job:
     """A queued or running save of the thread."""
 
     def __init__(
-        self, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool, detached: bool
+        self, pending: RunningSave, work: Callable[[RunningSave], SaveInfo], *, awaited: bool, detached: bool
     ) -> None:
         self.pending = pending
         self.awaited = awaited
@@ -200,7 +182,7 @@ class _Job:
         self.detached = detached
         """Whether later saves do not wait for it."""
 
-        self._work: Callable[[PendingSave], SaveInfo] | None = work
+        self._work: Callable[[RunningSave], SaveInfo] | None = work
         self._run_lock = threading.Lock()
 
         self.thread: int | None = None
@@ -237,13 +219,13 @@ _thread_ended: Latch | None = None
 _writer_thread: int | None = None
 """The thread that runs saves."""
 
-_abandoned: list[PendingSave] = []
+_abandoned: list[RunningSave] = []
 """Saves that nothing waits for, not even the end of the program."""
 
 
 def submit_save(
-    pending: PendingSave,
-    work: Callable[[PendingSave], SaveInfo],
+    pending: RunningSave,
+    work: Callable[[RunningSave], SaveInfo],
     *,
     awaited: bool,
     detached: bool = False,
@@ -327,7 +309,7 @@ def _run_alone(job: _Job) -> None:
         _mark_reported(job.pending)
 
 
-def _mark_reported(pending: PendingSave) -> None:
+def _mark_reported(pending: RunningSave) -> None:
     """Note that the end of a save has been reported."""
     for job in _jobs.copy():
         if job.pending is pending:
@@ -335,7 +317,7 @@ def _mark_reported(pending: PendingSave) -> None:
                 _jobs.remove(job)
 
 
-def _abandon_hung_save(pending: PendingSave, error: StorageError) -> None:
+def _abandon_hung_save(pending: RunningSave, error: StorageError) -> None:
     """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
     global _thread_ended, _wakeups
     with _start_lock:
@@ -346,7 +328,7 @@ def _abandon_hung_save(pending: PendingSave, error: StorageError) -> None:
         pending.end(error)
 
 
-def unreported_saves(*, include_detached: bool = False) -> list[PendingSave]:
+def unreported_saves(*, include_detached: bool = False) -> list[RunningSave]:
     """The background saves that have not ended or whose end has not been reported."""
     return [job.pending for job in _jobs.copy() if not job.awaited and include_detached >= job.detached]
 
@@ -391,7 +373,7 @@ def hurry_saves(deadline: float) -> None:
                 _mark_reported(pending)
 
 
-def await_cleanup(pending: PendingSave) -> bool:
+def await_cleanup(pending: RunningSave) -> bool:
     """Wait until a cancelled save has cleaned up. Its caller raises the reason.
 
     Returns whether the save had been submitted.

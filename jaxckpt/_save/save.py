@@ -34,9 +34,10 @@ from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
 from jaxckpt._save import async_saves as background_saves
-from jaxckpt._save.async_saves import PendingSave
+from jaxckpt._save.async_saves import RunningSave
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
+from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.save_info import SaveInfo
@@ -61,10 +62,10 @@ def save(
     process_state: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> SaveInfo:
-    """Write a pytree as a checkpoint. Every process of the job calls this function, with the same arguments.
+    """Save a pytree as a checkpoint. Every process of the job calls this function, with the same arguments.
 
     Each process writes shards that its own devices hold, and the job writes each byte of the tree once. The checkpoint
-    appears at `path` only when it is complete on disk, or not at all.
+    appears at `path` only when it is complete on disk.
 
     Args:
         path: A local path, or a URL that tensorstore accepts ("gs://…", "s3://…", "memory://…", "file://…").
@@ -72,18 +73,18 @@ def save(
             float, complex, bool, str, bytes; None; objects with `state_dict` and `load_state_dict`, or `get_state` and
             `set_state`, whose state is saved; and types that `register_leaf` adds. Host leaves (all but jax.Array) are
             written by process 0; the state of an object must be the same in every process.
-        mesh: Store each jax.Array in its layout on this mesh. By default each array is stored in its current layout.
+        mesh: Store each jax.Array in its layout on this mesh. By default each array keeps its current layout.
         specs: With `mesh`, the PartitionSpec of each leaf: one for all, a pytree prefix of them, or a function of
             (path, leaf). By default each leaf keeps its own spec, mapped by axis name.
-        dtype: Store leaves in another dtype: one for all, a pytree prefix of them, or a function of (path, leaf) that
-            returns a dtype or None. A dtype for the tree or for a container applies to the leaves below it of the same
-            kind of number, so bfloat16 applies to floats only. A dtype at a leaf's own path, or from a function, always
-            applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, and so does
-            float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
+        dtype: Store leaves in a different dtype: one for all, a pytree prefix of them, or a function of (path, leaf)
+            that returns a dtype or None. The dtype of the tree or of a container applies only to leaves below it of the
+            same kind of number, so bfloat16 applies only to floats. A dtype at a leaf's own path, or from a function,
+            always applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, as
+            does float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
         metadata: Any JSON value. Read it with `open(path).metadata`.
-        overwrite: Replace the checkpoint at `path`. The old one is deleted only after the new one is published.
-        process_state: State that differs by process, such as the position of its data iterator: a mapping of names to
-            bytes or JSON values, with the same names in every process. Read it with `open(path).process_states`.
+        overwrite: Replace the checkpoint at `path`. The old one is deleted only once the new one is published.
+        process_state: State that differs between processes, such as the position of a data iterator: a mapping of names
+            to bytes or JSON values, with the same names in every process. Read it with `open(path).process_states`.
         options: Sizes, compression, timeouts, progress; see `Options`.
 
     Returns:
@@ -92,14 +93,14 @@ def save(
     Raises:
         TreeError: A leaf or key that cannot be stored.
         SpecError: A spec that does not fit its leaf or the mesh.
-        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false, or has other files, or is a symbolic
-            link to a checkpoint; or another save published there while this one was writing.
+        CheckpointExistsError: `path` has a checkpoint and `overwrite` is false; it has other files, or is a symbolic
+            link to a checkpoint; or another save published there during this one.
         StorageError: No space, no permission, or an I/O error.
         PeerError: Another process failed, did not respond, made a different call, passed a different tree or different
             values, or does not see `path`.
         InputError: Another argument is invalid, such as `metadata` that is not JSON; or a signal handler or a callback
             made the call from inside another jaxckpt call.
-        KeyboardInterrupt: Ctrl-C. Nothing is published, and an existing checkpoint at `path` stays, unless a note on
+        KeyboardInterrupt: Ctrl-C. Nothing is published, and an existing checkpoint at `path` is kept, unless a note on
             the error says that the new one had just been published.
 
     Examples:
@@ -128,17 +129,17 @@ def save_async(
     on_done: Callable[[SaveInfo], object] | None = None,
     options: Options | None = None,
 ) -> PendingSave:
-    """Start saving a pytree, and return as soon as the caller may donate, delete or overwrite its arrays.
+    """Start saving a pytree, and return as soon as it is safe to donate, delete or overwrite its arrays.
 
-    A background thread writes the data. See `save` for the other arguments; every process makes this call too. On CPU
-    devices the arrays' memory is kept alive and not copied: a step that would donate it gets new memory instead. From
-    other devices the arrays are copied to host memory, at most `options.staging_bytes` ahead of the writing.
+    A background thread writes the data. Every process makes this call too; see `save` for the other arguments. On CPU
+    devices, the arrays' memory is kept alive and not copied: a step that would donate it gets new memory instead. From
+    other devices, the arrays are copied to host memory, at most `options.staging_bytes` ahead of the writing.
 
     Args:
-        on_done: Called once the checkpoint is published, with the result of `wait()` (its times so far). It runs in
-            every process, in the background thread, before `done` is true. It is not called if the save fails or is
-            skipped. It may call `open` and `load_numpy`, but neither `wait()` nor a function that every process must
-            call. If it raises, `wait()` raises the same error, with a note that the checkpoint was published.
+        on_done: Called once the checkpoint is published, with the result of `wait()` (its times so far), in every
+            process, in the background thread, before `done` is true. It is not called if the save fails or is skipped.
+            It may call `open` and `load_numpy`, but not `wait()`, nor a function that every process must call. If it
+            raises, `wait()` raises the same error, with a note that the checkpoint was published.
 
     Returns:
         The running save. A second `save_async` waits for it or is skipped, depending on `options.when_busy`.
@@ -158,19 +159,19 @@ def save_async(
     with Call.of("save_async", path, options) as call:
         destination = SharedPath.at(path, call.options, overwrite=overwrite)
         request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
-        return start(request, call.options, call, background=True)
+        return PendingSave(start(request, call.options, call, background=True))
 
 
 @jax.transfer_guard("allow")  # the caller has asked for these transfers
-def start(request: SaveRequest, options: Options, call: Call, *, background: bool) -> PendingSave:
+def start(request: SaveRequest, options: Options, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time = time.perf_counter()
     if background and request.deadline is None and options.when_busy == "skip" and _is_busy(call):
-        skipped = PendingSave(request.destination.store.url, 0, start_time, call.watchdog)
+        skipped = RunningSave(request.destination.store.url, 0, start_time, call.watchdog)
         skipped.skip()
         return skipped
     save = prepare(request, options, call)
-    pending = PendingSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
+    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
@@ -222,7 +223,7 @@ def start(request: SaveRequest, options: Options, call: Call, *, background: boo
 
 
 def _hand_over(
-    save: PreparedSave, pending: PendingSave, work: Callable[[PendingSave], SaveInfo], *, awaited: bool
+    save: PreparedSave, pending: RunningSave, work: Callable[[RunningSave], SaveInfo], *, awaited: bool
 ) -> None:
     """Submit the save to the thread that writes."""
     is_last_step = save.request.deadline is not None
@@ -282,7 +283,7 @@ def _is_busy(call: Call) -> bool:
 
 
 def run_and_notify(
-    work: Callable[[PendingSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: PendingSave
+    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: RunningSave
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
     info = work(pending)
@@ -297,7 +298,7 @@ def run_and_notify(
 
 @jax.transfer_guard("allow")
 def _carry_out(
-    save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: PendingSave
+    save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: RunningSave
 ) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     call, destination = save.call, save.destination
@@ -343,7 +344,7 @@ def _carry_out(
     return info
 
 
-def _make_report(pending: PendingSave, display: Report) -> Report:
+def _make_report(pending: RunningSave, display: Report) -> Report:
     def report(moved: int) -> None:
         pending.add_done_bytes(moved)
         display(moved)
@@ -415,7 +416,7 @@ def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInf
         stored_bytes=published.stored_bytes,
         reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,
-        seconds=0.0,  # `PendingSave.with_times` sets this and the next field
+        seconds=0.0,  # `RunningSave.with_times` sets this and the next field
         blocked_seconds=0.0,
         phase_seconds=save.call.phases.phase_seconds,
     )

@@ -39,7 +39,7 @@ class SaveInfo:
     """Bytes of the objects that are hard links to an earlier checkpoint and were not written; see `Options.reuse`."""
 
     manifest_sha256: str
-    """SHA-256 of manifest.json, in hexadecimal digits, for `Options.manifest_sha256`."""
+    """SHA-256 of manifest.json, in hexadecimal digits, for `restore(path, manifest_sha256=…)`."""
 
     seconds: float
     """Seconds from the call until this process was notified that the checkpoint is published."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import reprlib
 from collections.abc import Collection, Sequence
 
 from jaxckpt._model.file_names import MANIFEST
@@ -29,8 +31,10 @@ Location = str | os.PathLike[str] | ForeignCheckpoint
 `jaxckpt.formats.rank_files`."""
 
 
-def source_at(location: Location, options: Options) -> NativeCheckpoint | ForeignCheckpoint:
-    """The source at a location.
+def source_at(
+    location: Location, options: Options, manifest_sha256: str | None = None
+) -> NativeCheckpoint | ForeignCheckpoint:
+    """The source at a location. `manifest_sha256` is the SHA-256 that its manifest must have, if any.
 
     A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps. The
     run may be of another library, without "best".
@@ -38,26 +42,38 @@ def source_at(location: Location, options: Options) -> NativeCheckpoint | Foreig
     Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
     hangs for `options.timeout_seconds`.
     """
+    _require_sha256(manifest_sha256)
     if isinstance(location, ForeignCheckpoint):
+        if manifest_sha256 is not None:
+            raise NotACheckpointError(f"{location.url} has no manifest.json that could have an expected SHA-256")
         return location
     store = store_at(location, options)
-    return run_watched(f"opening {store.url}", options.timeout_seconds, lambda: _open_source(location, store, options))
+    return run_watched(
+        f"opening {store.url}",
+        options.timeout_seconds,
+        lambda: _open_source(location, store, options, manifest_sha256),
+    )
+
+
+def _require_sha256(digest: object) -> None:
+    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest)):
+        raise InputError(f"manifest_sha256 must be 64 hexadecimal digits, found {reprlib.repr(digest)}")
 
 
 def _open_source(
-    location: str | os.PathLike[str], store: Store, options: Options
+    location: str | os.PathLike[str], store: Store, options: Options, manifest_sha256: str | None
 ) -> NativeCheckpoint | ForeignCheckpoint:
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
-        return NativeCheckpoint.at(store, options.manifest_sha256)
+        return NativeCheckpoint.at(store, manifest_sha256)
     except NotACheckpointError:
         for _ in range(_TRIES):
             if (step := resolve_step(store)) is None:
                 break
             with contextlib.suppress(NotACheckpointError):  # a newer step was published, and this one was deleted
-                return NativeCheckpoint.at(step, options.manifest_sha256)
+                return NativeCheckpoint.at(step, manifest_sha256)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
-        foreign = None if options.manifest_sha256 else _open_foreign(location, store, options)
+        foreign = None if manifest_sha256 else _open_foreign(location, store, options)
         if foreign is None:
             raise
         return foreign

@@ -51,7 +51,7 @@ def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
         raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
-            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by Options.manifest_sha256:"
+            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by manifest_sha256=:"
             " it is a different checkpoint, or the file was changed"
         )
     return decode(content, store.url), content

@@ -382,7 +382,7 @@ def commands_of(page: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for block in re.findall(r"^```console\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            line, _, shown = part.partition("\n")
+            line, _, shown = re.sub(r" \\\n +", " ", part).partition("\n")
             found.append((line, shown))
     return found
 

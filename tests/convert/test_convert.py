@@ -297,7 +297,7 @@ def test_manifest_sha256_refuses_a_format_without_a_manifest(tmp_path: Path) -> 
     jaxckpt.save(tmp_path / "from", {"w": np.zeros(3)})
     jaxckpt.convert(tmp_path / "from", tmp_path / "w.safetensors")
     with pytest.raises(jaxckpt.errors.NotACheckpointError):
-        jaxckpt.open(tmp_path / "w.safetensors", options=jaxckpt.Options(manifest_sha256="0" * 64))
+        jaxckpt.open(tmp_path / "w.safetensors", manifest_sha256="0" * 64)
     assert "safetensors>" in repr(jaxckpt.open(tmp_path / "w.safetensors"))
 
 

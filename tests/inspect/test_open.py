@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import RunPython
+from processes import PASSED, PROGRAMS, RunProcesses, RunPython
 
 import jaxckpt
 from jaxckpt._store.folder import Folder
@@ -475,6 +475,31 @@ def test_a_plan_refuses_what_the_restore_would_refuse(weights: tuple[Path, dict[
 
 
 # Without a backend ----------------------------------------------------------------------------------------
+
+
+def test_an_open_checkpoint_is_restored_as_it_is_shown(tmp_path: Path, mesh: Mesh) -> None:
+    placed = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("data", "model")))
+    info = jaxckpt.save(tmp_path / "c", {"params": {"w": placed}, "step": 3})
+    checkpoint = jaxckpt.open(tmp_path / "c", manifest_sha256=info.manifest_sha256)
+    restored = checkpoint.restore(mesh=mesh)
+    assert restored["step"] == 3
+    assert restored["params"]["w"].sharding.spec == P("data", "model")
+    renamed = jaxckpt.open(tmp_path / "c", rename={"params": "model"})
+    tree = renamed.restore({"model": {"w": np.empty((8, 8), np.float16)}}, select="model", dtype=np.float16)
+    np.testing.assert_array_equal(tree["model"]["w"], np.asarray(placed, np.float16))
+    again = renamed.restore(rename={"model": "net"}, select="net", mesh=mesh)
+    np.testing.assert_array_equal(again["net"]["w"], placed)
+    with pytest.raises(jaxckpt.errors.TreeError, match="'params' matches none"):
+        renamed.restore(select="params")
+    jaxckpt.save(tmp_path / "c", {"params": {"w": placed + 1}, "step": 4}, overwrite=True)
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced"):
+        checkpoint.restore(mesh=mesh)
+
+
+def test_processes_restore_the_same_open_checkpoint(tmp_path: Path, run_processes: RunProcesses) -> None:
+    run_processes(
+        PROGRAMS / "opened_in_two.py", processes=2, devices_per_process=1, args=str(tmp_path / "run"), word=PASSED
+    )
 
 
 def test_inspecting_and_loading_start_no_jax_backend(path: Path, run_python: RunPython) -> None:

@@ -177,7 +177,7 @@ def require_seal(content: bytes) -> None:
 
 def zarr_json(stack: dict[str, Any]) -> bytes:
     """The page's text for zarr.json, with the members that vary filled in."""
-    template = re.search(r'^    (\{"zarr_format".*\})$', FORMAT_PAGE, re.MULTILINE)
+    template = re.search(r'^    (\{"zarr_format".*?\})\n\n', FORMAT_PAGE, re.MULTILINE | re.DOTALL)
     assert template is not None
     record = json.loads(template.group(1))
     dtype = stack["dtype"]

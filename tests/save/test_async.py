@@ -33,6 +33,7 @@ from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import async_saves as _background
 from jaxckpt._save import describe as _draft
 from jaxckpt._save import shared_path as _shared_path
+from jaxckpt._save.async_saves import RunningSave
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileWriter
 
@@ -83,7 +84,7 @@ def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
     gate.error = jaxckpt.errors.StorageError(28, "no space")
     gate.opened.set()
     pending = jaxckpt.save_async(path, TREE)
-    assert pending._ended.wait(60)
+    assert pending._save._ended.wait(60)
     gate.error = None
     return pending
 
@@ -640,13 +641,13 @@ def test_a_save_in_its_own_thread_is_tracked_until_it_ends(tmp_path: Path) -> No
     gates, started = ([threading.Event() for _ in range(3)] for _ in range(2))
     info = jaxckpt.save(tmp_path / "a", TREE)
 
-    def submit(number: int, *, awaited: bool) -> jaxckpt.PendingSave:
-        def work(_: jaxckpt.PendingSave) -> jaxckpt.SaveInfo:
+    def submit(number: int, *, awaited: bool) -> RunningSave:
+        def work(_: RunningSave) -> jaxckpt.SaveInfo:
             started[number].set()
             assert gates[number].wait(60)
             return info
 
-        pending = jaxckpt.PendingSave(str(number), 0, 0.0, Watchdog(60))
+        pending = RunningSave(str(number), 0, 0.0, Watchdog(60))
         _background.submit_save(pending, work, awaited=awaited)
         return pending
 
