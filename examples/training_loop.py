@@ -85,7 +85,7 @@ def train(folder: Path, steps: int) -> None:
 
     batches = iter(windows())
     with jaxckpt.Checkpointer(
-        folder, every=5, keep_last=2, keep_best=("loss", "min"), components={"opt_state": 1}
+        folder, every=5, keep_last=2, keep_best=("loss", "min"), keep_last_of={"opt_state": 1}
     ) as checkpoints:
         last, state = checkpoints.restore_or_init(jax.jit(init, out_shardings=shardings))
         if last is not None:

@@ -67,17 +67,20 @@ _OTHER_MEANING = {
     "create": "the directory is created if it does not exist",
     "enable_background_delete": "old steps are always deleted in the background",
     "keep_checkpoints_without_metrics": "keep_if= of jaxckpt.Checkpointer decides by step and metrics",
-    "keep_time_interval": "keep_if= of jaxckpt.Checkpointer decides by step and metrics; keep_for= keeps recent steps",
+    "keep_time_interval": (
+        "keep_every_seconds=interval.total_seconds() of jaxckpt.Checkpointer keeps a step of each interval"
+    ),
     "multiprocessing_options": "all processes of jax.distributed take part in every call",
     "partial_restore": "strict=False restores the leaves that both have, and select= some of them",
     "preservation_policy": (
-        "the rules are arguments of jaxckpt.Checkpointer: keep_last=, keep_every=, keep_best=, keep_for= and keep_if="
+        "the rules are arguments of jaxckpt.Checkpointer: keep_last=, keep_last_seconds=, keep_every=,"
+        " keep_every_seconds=, keep_best= and keep_if="
     ),
     "read_only": "jaxckpt.Run(directory) only reads",
     "restore_kwargs": "pass target=, mesh=, specs= or dtype= themselves",
     "save_args": "pass dtype= to cast the leaves",
     "save_decision_policy": (
-        "the conditions are arguments of jaxckpt.Checkpointer: every=, every_minutes= and save_if="
+        "the conditions are arguments of jaxckpt.Checkpointer: every=, every_seconds= and save_if="
     ),
     "save_kwargs": "pass dtype=, metadata= or overwrite= themselves",
     "save_on_steps": "save_if=lambda step, metrics: step in steps, of jaxckpt.Checkpointer",
@@ -98,16 +101,14 @@ _ATTRIBUTES = {
         "item_metadata": "use open(step): its leaves have shapes, dtypes and specs",
         "latest": "use latest_step()",
         "load": "use restore(step, target)",
-        "metadata": "use open(step).metadata",
         "reload": "it is not needed, because every call reads the directory",
-        "save": "a Run only reads: use jaxckpt.Checkpointer(directory)",
+        **dict.fromkeys(("save", "should_save"), "a Run only reads: use jaxckpt.Checkpointer(directory)"),
     },
     "Checkpointer": {
         "check_for_errors": "wait() raises the error of a background save, and so does the next save",
         "is_saving_in_progress": "use pending, which is None or a PendingSave with done",
         "reached_preemption": "save handles preemption; preempted is true afterwards",
         "save_async": "save already writes in the background: see Checkpointer(background=…)",
-        "should_save": "save decides, and returns whether the step is being saved: see Checkpointer(save_if=…)",
         "wait_until_finished": "use wait()",
     },
     "PendingSave": {

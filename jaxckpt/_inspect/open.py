@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Subtrees that a Checkpointer's `components=` has deleted since the save."""
+        """Subtrees that a Checkpointer's `keep_last_of=` has deleted since the save."""
         return () if self._manifest.step is None else tuple(self._manifest.step.dropped)
 
     @property

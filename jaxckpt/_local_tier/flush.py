@@ -118,7 +118,7 @@ class Flush:
                 rendezvous.broadcast("")
             if transaction is not None:
                 transaction.close()
-                self.destination.record_published(manifest.step, manifest.save_id)
+                self.destination.record_published(manifest.step, manifest.save_id, manifest.created)
         return replace(info, path=self.store.url)
 
     def _copy(self, manifest: Manifest, pending: RunningSave) -> None:

@@ -189,9 +189,9 @@ class ProcessFolders:
             transaction.commit(content, sync=save.options.sync)
         with phases.timed("barrier"):
             rendezvous.barrier()  # until all have published, the loss of one folder could lose the only manifest
-        return PublishResult(stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest())
+        return PublishResult(stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest(), manifest.created)
 
-    def finish(self, save: PreparedSave, begun: Begun) -> None:
+    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
         self._tier.record_saved(self._step, begun.save_id)
         if self._flush is not None:
             self._flush.set_source(begun.save_id, _plan(save).own)

@@ -13,11 +13,12 @@ from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError, StorageError
 
 RUN = "_run"
-"""The folder in a run's directory for notes on the run: leases, pins, whether the run has ended, and which metric
-decides "best"."""
+"""The folder in a run's directory for notes on the run: leases, pins, metadata, whether the run has ended, and which
+metric decides "best"."""
 
 BEST = "best.json"
 ENDED = "ended.json"
+METADATA = "metadata.json"
 PIN = "pin-"
 
 TRASH = "_trash"

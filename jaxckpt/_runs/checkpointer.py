@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
+import hashlib
+import json
 import logging
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from jax.sharding import Mesh
 
@@ -18,6 +20,7 @@ from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalTier
+from jaxckpt._model.manifest import require_json
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
@@ -58,7 +61,7 @@ class Checkpointer(Run):
     deletes half-written and half-deleted steps of a killed run. On an object store, these could belong to a job that is
     still running, so they are deleted once a newer step is published.
 
-    A step is saved if `every`, `every_minutes` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
+    A step is saved if `every`, `every_seconds` or `save_if` asks for it. A step is kept if any keep_ rule asks for it,
     or if it is the newest; without rules, all steps are kept. Pinned steps (`Run.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
@@ -70,24 +73,26 @@ class Checkpointer(Run):
     Args:
         directory: A local path or a URL, as for `save`.
         every: Save the steps that are multiples of this number; `save` returns False for others. None: every step,
-            unless `every_minutes` or `save_if` is given.
-        every_minutes: Save a step when this many minutes have passed since the last save or the start, by process 0's
+            unless `every_seconds` or `save_if` is given.
+        every_seconds: Save a step when this many seconds have passed since the last save or the start, by process 0's
             clock. In a job of several processes, the save may be late by up to 1/60 of that time.
         save_if: Save a step if this function of (step, metrics) returns True. Process 0 decides; in a job of several
             processes, all wait for its decision at each step.
         keep_last: How many of the newest steps to keep.
+        keep_last_seconds: Keep steps that were saved less than this many seconds ago.
         keep_every: For each multiple of this number, keep the first step at or after it: the multiple itself if it was
             saved. For the multiple 0, only step 0 is kept.
+        keep_every_seconds: Of the steps saved in each interval of this many seconds, keep the first: with 3600, the
+            first step of each hour. Intervals are counted in UTC, and steps have times in whole seconds.
         keep_best: (name of a metric, "min" or "max"): keep the step with the best value; of equal values, the newest.
             (name, mode, 3) keeps the best three; a list of rules keeps the steps of each. A save whose `metrics` lack
             that name is an error, and so is a save without `metrics` until a step has it: pass float("nan") for a step
             that was not measured.
-        keep_for: Keep steps that are younger than this.
         keep_if: Keep steps for which this function of (step, metrics) returns True. It is called after each save, for
             each step, in a background thread of process 0.
-        components: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1}, only
-            the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that matches
-            nothing in the tree is an error when a step is saved.
+        keep_last_of: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
+            only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
+            matches nothing in the tree is an error when a step is saved.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.
@@ -97,7 +102,7 @@ class Checkpointer(Run):
             the step, due or not; then "exit" raises `Preempted`, a SystemExit, and "continue" returns with `preempted`
             true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
         preemption_seconds: How long the save of the last step may take once this process has been notified of a
-            preemption.
+            preemption. 20 by default, because Kubernetes and Slurm end a process 30 s after SIGTERM by default.
         local: A folder on this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
             there first, and survives the process. Each process writes its own objects and copies of other processes'
             objects, so that the folders of any `copies` failure domains may be lost. A process holds at most two steps;
@@ -110,6 +115,9 @@ class Checkpointer(Run):
             is a domain; if all processes are on one host, each process is.
         local_bytes_per_second: Limit on the rate at which each process copies to the directory. None:
             `Options.max_bytes_per_second`.
+        metadata: Any JSON object that describes the run, such as its configuration: `metadata()` returns it. The first
+            Checkpointer of the directory that is given one writes it. Later ones keep that, and log a warning if
+            theirs differs. In a job of several processes, every process must give the same.
         options: See `Options`.
 
     Examples:
@@ -129,32 +137,42 @@ class Checkpointer(Run):
         directory: str | os.PathLike[str],
         *,
         every: int | None = None,
-        every_minutes: float | None = None,
+        every_seconds: float | None = None,
         save_if: Predicate | None = None,
         keep_last: int | None = None,
+        keep_last_seconds: float | None = None,
         keep_every: int | None = None,
+        keep_every_seconds: float | None = None,
         keep_best: BestRule | Sequence[BestRule] | None = None,
-        keep_for: datetime.timedelta | None = None,
         keep_if: Predicate | None = None,
-        components: Mapping[str, int] | None = None,
+        keep_last_of: Mapping[str, int] | None = None,
         trash: bool = False,
         background: bool = True,
         fail_fast: bool = False,
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
-        preemption_seconds: float = 30.0,
+        preemption_seconds: float = 20.0,
         local: str | os.PathLike[str] | None = None,
         local_every: int | None = None,
         copies: int | None = None,
         local_domains: Sequence[str | int] | None = None,
         local_bytes_per_second: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
         options: Options | None = None,
     ) -> None:
         with Call.of("Checkpointer", directory, options) as call:
             if on_preemption not in ("exit", "continue", "ignore"):
                 raise InputError(f'on_preemption must be "exit", "continue" or "ignore", found {on_preemption!r}')
             self._options = options_or_default(options)
-            rules = RetentionPolicy.of(keep_last, keep_every, keep_best, keep_for, keep_if, components)
-            self._due = SaveSchedule(every, every_minutes, save_if, call.count)
+            rules = RetentionPolicy.of(
+                keep_last=keep_last,
+                keep_last_seconds=keep_last_seconds,
+                keep_every=keep_every,
+                keep_every_seconds=keep_every_seconds,
+                keep_best=keep_best,
+                keep_if=keep_if,
+                keep_last_of=keep_last_of,
+            )
+            self._due = SaveSchedule(every, every_seconds, save_if, call.count)
             self._directory = Directory(directory, rules, self._options)
             self._store = self._directory.store
             self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
@@ -185,15 +203,15 @@ class Checkpointer(Run):
             self._is_training = False
             self._exited_cleanly = True
             self._is_process_0 = call.index == 0
-            run_uninterrupted(functools.partial(self._open, call))
+            run_uninterrupted(functools.partial(self._open, call, _require_metadata(metadata)))
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call: Call, metadata: dict[str, Any] | None) -> None:
         with call.rendezvous("opening the directory of steps") as rendezvous:
             local = self._local.settings(call.count) if self._local else {"local": None}
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
-            hosts = compare(rendezvous, {**local, **self._due.settings, **calls})
+            hosts = compare(rendezvous, {**local, **self._due.settings, **calls, "metadata": _summary(metadata)})
             if self._is_process_0:
-                self._deletion.open(self._directory.open())
+                self._deletion.open(self._directory.open(metadata))
             terms = rendezvous.broadcast(
                 self._local.terms(hosts, self._directory.store) if self._local and hosts else ""
             )
@@ -298,6 +316,46 @@ class Checkpointer(Run):
         begin_call = functools.partial(self._begin_call, "Checkpointer.save")
         return self._saver.save(step, metrics, destination, request, begin_call, force=force)
 
+    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None, overwrite: bool = False) -> bool:
+        """Whether `save` would save this step now. Every process calls this at every step, and gets the same answer.
+
+        For a loop that must prepare what it saves: it may call `save` only if this returns True. The rules are those of
+        `save`, and so is the communication; for a due step process 0 also lists the directory. The next `save` of this
+        step follows the decision, even if some time has passed. It may still skip the step by `Options.when_busy`.
+
+        Args:
+            step: The number of the step, from 0 to 2**62.
+            metrics: Numbers by name, for `save_if`. Those of process 0 count. None: no metrics.
+            overwrite: Whether `save` is called with overwrite=True.
+
+        Returns:
+            True if the step is due, in the directory or in local folders, and does not exist yet. Also True if the job
+            was preempted and stops at this step: `save` must then be called. False in all other cases.
+
+        Raises:
+            InputError: An argument is invalid, or `save_if` does not return True or False.
+            Exception: With `fail_fast`, the error of an earlier background save; also what `save_if` raises.
+
+        Examples:
+            >>> import shutil, jaxckpt
+            >>> shutil.rmtree("/tmp/jaxckpt-doc/due", ignore_errors=True)
+            >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/due", every=10) as checkpointer:
+            ...     for step in range(1, 35):
+            ...         if checkpointer.should_save(step):
+            ...             saved = checkpointer.save(step, {"average": step / 2})
+            >>> checkpointer.steps()
+            [10, 20, 30]
+        """
+        self._begin_training()
+        step = self._require_step(step, "Checkpointer.should_save")
+        begin_call = functools.partial(self._begin_call, "Checkpointer.should_save")
+        try:
+            overwrite = require_bool(overwrite, "overwrite")
+        except InputError:
+            with begin_call():
+                raise
+        return self._saver.should_save(step, metrics, begin_call, overwrite=overwrite)
+
     def local_bytes(self, tree: Tree) -> LocalBytes:
         """The bytes that a local step of a tree takes in this process. Nothing is saved or communicated.
 
@@ -307,7 +365,7 @@ class Checkpointer(Run):
         """
         if self._local is None:
             raise InputError("local_bytes(tree) needs Checkpointer(local=…)")
-        draft = describe(tree, None, None, self._options, tuple(self._directory.policy.components))
+        draft = describe(tree, None, None, self._options, tuple(self._directory.policy.keep_last_of))
         return self._local.plan(draft, self._options)
 
     def delete(self, step: int) -> None:
@@ -592,3 +650,16 @@ class Checkpointer(Run):
         if saved is not None:
             return metrics_of(self._store, number, saved.save_id, saved.record)
         return self._step_finder.metrics(number)
+
+
+def _require_metadata(metadata: object) -> dict[str, Any] | None:
+    """The metadata of a run as plain JSON. Raises InputError."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InputError(f"metadata must be a mapping of names to JSON values, found {reprlib.repr(metadata)}")
+    return None if metadata is None else require_json(dict(cast("Mapping[Any, Any]", metadata)), "metadata")
+
+
+def _summary(metadata: dict[str, Any] | None) -> str | None:
+    """What processes compare of their metadata. It is short, because process 0 receives it from all."""
+    text = None if metadata is None else json.dumps(metadata, sort_keys=True)
+    return text if text is None or len(text) < 200 else f"<SHA-256 {hashlib.sha256(text.encode()).hexdigest()}>"

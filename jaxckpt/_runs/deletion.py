@@ -20,7 +20,7 @@ from jaxckpt._run_folder.added_metrics import remove_added_metrics
 from jaxckpt._run_folder.leases import Leases
 from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, step_name
 from jaxckpt._runs.directory import Directory
-from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep
+from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.transaction import republish
 from jaxckpt.errors import CorruptError, InputError, NotACheckpointError
@@ -85,9 +85,10 @@ class Deletion:
         """End the protection of a step that is not saved."""
         self._saving_step = None
 
-    def handle_published(self, saved: StepRecord, save_id: str) -> None:
-        """Start to delete the steps that the rules do not keep, after a step was published."""
-        self._directory.remember(SavedStep(saved.number, datetime.datetime.now(datetime.UTC), saved, save_id))
+    def handle_published(self, saved: StepRecord, save_id: str, created: str) -> None:
+        """Start to delete the steps that the rules do not keep, after a step was published. `created` is the time in
+        its manifest, so that the rules decide about it as after a restart."""
+        self._directory.remember(SavedStep(saved.number, creation_time(created), saved, save_id))
         self._saving_step = None
         self._has_saved = self._are_rules_applied = True
         self._newest_saved = max(self._newest_saved, saved.number)

@@ -7,15 +7,18 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._run_folder.added_metrics import read_added_metrics
+from jaxckpt._run_folder.run_metadata import encode_metadata, read_metadata
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import (
     BEST,
     ENDED,
+    METADATA,
     RUN,
     is_link,
     pinned_steps,
@@ -32,6 +35,7 @@ from jaxckpt._store.store_path import run_at
 from jaxckpt.errors import (
     CheckpointExistsError,
     CorruptError,
+    DataError,
     InputError,
     JaxckptError,
     NotACheckpointError,
@@ -213,8 +217,8 @@ class Directory:
 
     # Notes on the run (process 0) ------------------------------------------------------------------------
 
-    def open(self) -> list[str]:
-        """Note the meaning of "best". Returns the names of existing notes.
+    def open(self, metadata: dict[str, Any] | None) -> list[str]:
+        """Note the meaning of "best", and the metadata of a new run. Returns the names of existing notes.
 
         Raises InputError if the directory is itself a checkpoint, which a restore of its path would return, or has
         steps of another library, which would seem to be lost.
@@ -227,7 +231,30 @@ class Directory:
         if self.policy.keep_best:
             best = self.policy.keep_best[0]
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
+        if metadata is not None and not (METADATA in notes and self._has_metadata(metadata)):
+            self._write_note(METADATA, encode_metadata(metadata))
         return notes
+
+    def _has_metadata(self, metadata: dict[str, Any]) -> bool:
+        """Whether the run has metadata, which stays. Logs how this metadata differs from it."""
+        try:
+            recorded = read_metadata(self.store)
+        except DataError as error:
+            _log.warning("%s. It is written again", error)
+            return False
+        if recorded is None:
+            return False
+        missing = object()
+        names = [
+            name for name in {**recorded, **metadata} if recorded.get(name, missing) != metadata.get(name, missing)
+        ]
+        if names:
+            _log.warning(
+                "%s keeps the metadata that its first Checkpointer has written, but metadata= differs in %s",
+                self.url,
+                ", ".join(map(repr, names)),
+            )
+        return True
 
     def _require_no_name_of_a_step(self) -> None:
         """Raise InputError for a path such as "run@40" of another run, which nothing could resume."""

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 import msgspec
 
 from jaxckpt._model.records import Manifest, StepRecord
-from jaxckpt._options import require_bool, require_whole_number
+from jaxckpt._options import require_bool, require_seconds, require_whole_number
 from jaxckpt._run_folder.steps import Mode, best_of
 from jaxckpt.errors import InputError
 
@@ -43,19 +43,24 @@ class SavedStep:
     def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:
         return cls(
             number,
-            _creation_time(manifest.created),
+            creation_time(manifest.created),
             manifest.step or StepRecord(number),
             manifest.save_id,
             (*undroppable,),
         )
 
 
-def _creation_time(created: str) -> datetime.datetime:
-    """The time at which a step was saved. If its manifest has no valid time, the step always counts as new."""
+_EPOCH = datetime.datetime.fromtimestamp(0, datetime.UTC)
+UNDATED = datetime.datetime.max.replace(tzinfo=datetime.UTC)
+"""The time of a step whose manifest has no valid time: it always counts as new."""
+
+
+def creation_time(created: str) -> datetime.datetime:
+    """The time at which a step was saved, from its manifest."""
     try:
         found = datetime.datetime.fromisoformat(created)
     except ValueError:
-        found = datetime.datetime.max
+        return UNDATED
     return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
 
 
@@ -112,27 +117,34 @@ class RetentionPolicy:
     """Which steps, and which subtrees of them, are kept."""
 
     keep_last: int | None = None
+    keep_last_seconds: float | None = None
     keep_every: int | None = None
+    keep_every_seconds: float | None = None
     keep_best: tuple[KeepBest, ...] = ()
-    keep_for: datetime.timedelta | None = None
     keep_if: Predicate | None = None
-    components: Mapping[str, int] = field(default_factory=dict[str, int])
+    keep_last_of: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     def of(
         cls,
-        keep_last: object,
-        keep_every: object,
-        keep_best: object,
-        keep_for: object,
-        keep_if: object,
-        components: object,
+        *,
+        keep_last: object = None,
+        keep_last_seconds: object = None,
+        keep_every: object = None,
+        keep_every_seconds: object = None,
+        keep_best: object = None,
+        keep_if: object = None,
+        keep_last_of: object = None,
     ) -> Self:
         """The policy from the caller's arguments. Raises InputError."""
         if keep_last is not None:
             keep_last = require_whole_number(keep_last, "keep_last", minimum=1)
+        if keep_last_seconds is not None:
+            keep_last_seconds = require_seconds(keep_last_seconds, "keep_last_seconds")
         if keep_every is not None:
             keep_every = require_whole_number(keep_every, "keep_every", minimum=1)
+        if keep_every_seconds is not None:
+            keep_every_seconds = require_seconds(keep_every_seconds, "keep_every_seconds")
         # A list of rules, or one rule, which begins with a name.
         several = isinstance(keep_best, list | tuple) and not any(
             isinstance(part, str) for part in cast("list[Any]", keep_best)
@@ -140,18 +152,22 @@ class RetentionPolicy:
         bests = tuple(
             map(KeepBest.of, cast("list[Any]", keep_best) if several else () if keep_best is None else [keep_best])
         )
-        if keep_for is not None and not (
-            isinstance(keep_for, datetime.timedelta) and keep_for >= datetime.timedelta(0)
-        ):
-            raise InputError(f"keep_for must be a datetime.timedelta, and not below zero, found {keep_for!r}")
         counts: dict[str, int] = {}
-        if components is not None and not isinstance(components, Mapping):
-            raise InputError(f'components must be a mapping such as {{"opt_state": 1}}, found {components!r}')
-        for path, count in cast("Mapping[object, object]", components or {}).items():
+        if keep_last_of is not None and not isinstance(keep_last_of, Mapping):
+            raise InputError(f'keep_last_of must be a mapping such as {{"opt_state": 1}}, found {keep_last_of!r}')
+        for path, count in cast("Mapping[object, object]", keep_last_of or {}).items():
             if not isinstance(path, str):
-                raise InputError(f"components must have paths of subtrees for keys, found {path!r}")
-            counts[path] = require_whole_number(count, f"components[{path!r}]", minimum=1)
-        return cls(keep_last, keep_every, bests, keep_for, require_predicate(keep_if, "keep_if"), counts)
+                raise InputError(f"keep_last_of must have paths of subtrees for keys, found {path!r}")
+            counts[path] = require_whole_number(count, f"keep_last_of[{path!r}]", minimum=1)
+        return cls(
+            keep_last,
+            keep_last_seconds,
+            keep_every,
+            keep_every_seconds,
+            bests,
+            require_predicate(keep_if, "keep_if"),
+            counts,
+        )
 
     def decide(self, steps: Sequence[SavedStep], now: datetime.datetime) -> list[Decision]:
         """The decision about each published step. Steps are in order, oldest first."""
@@ -180,14 +196,20 @@ class RetentionPolicy:
         found: dict[str, set[int]] = {}
         if self.keep_last is not None:
             found[f"keep_last={self.keep_last}"] = {step.number for step in steps[-self.keep_last :]}
+        if self.keep_last_seconds is not None:
+            found[f"keep_last_seconds={self.keep_last_seconds:.15g}"] = {
+                step.number for step in steps if (now - step.created).total_seconds() < self.keep_last_seconds
+            }
         if self.keep_every is not None:
             found[f"keep_every={self.keep_every}"] = first_at_multiples(
                 [step.number for step in steps], self.keep_every
             )
+        if self.keep_every_seconds is not None:
+            found[f"keep_every_seconds={self.keep_every_seconds:.15g}"] = first_in_intervals(
+                steps, self.keep_every_seconds
+            )
         for best in self.keep_best:
             found[str(best)] = {*best.steps(steps)}
-        if self.keep_for is not None:
-            found[f"keep_for={self.keep_for}"] = {step.number for step in steps if now - step.created < self.keep_for}
         if self.keep_if is not None:
             found["keep_if"] = {
                 step.number for step in steps if evaluate_predicate(self.keep_if, "keep_if", step.record)
@@ -197,7 +219,7 @@ class RetentionPolicy:
     def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
         """For each kept step, oldest first, the subtrees that must be dropped."""
         found: dict[int, tuple[str, ...]] = {}
-        for path, count in self.components.items():
+        for path, count in self.keep_last_of.items():
             for step in steps[:-count]:
                 if path not in step.record.dropped and path not in step.undroppable:
                     found[step.number] = (*found.get(step.number, ()), path)
@@ -217,6 +239,23 @@ def first_at_multiples(numbers: Iterable[int], every: int) -> set[int]:
             chosen.add(number)
             last_multiple = number // every
     return chosen
+
+
+def first_in_intervals(steps: Iterable[SavedStep], seconds: float) -> set[int]:
+    """Of the steps that were saved in each interval of this length, the first; also all steps without a valid time.
+
+    The intervals are counted from 1970 in UTC, so that they are the same after a restart. "First" is by number, so that
+    a host whose clock is behind does not take the place of a step that was chosen before. A step stays chosen when
+    others that are not chosen are removed.
+    """
+    first: dict[float, int] = {}
+    undated = set[int]()
+    for step in steps:
+        if step.created == UNDATED:
+            undated.add(step.number)
+        else:  # times are in whole seconds, so a shorter interval contains the same steps as one second
+            first.setdefault((step.created - _EPOCH).total_seconds() // max(seconds, 1.0), step.number)
+    return {*first.values()} | undated
 
 
 def require_predicate(given: object, name: str) -> Predicate | None:

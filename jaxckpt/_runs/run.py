@@ -21,6 +21,7 @@ from jaxckpt._restore.restore import run_restore
 from jaxckpt._rules.rename import Renaming, split_rename
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
+from jaxckpt._run_folder.run_metadata import read_metadata
 from jaxckpt._run_folder.run_paths import best_published_step, best_rule, resolve_name
 from jaxckpt._run_folder.steps import Mode, pins, require_no_checkpoint, require_step, step_folders, step_name
 from jaxckpt._runs.follow import Step, follow_steps
@@ -126,6 +127,25 @@ class Run:
         if not steps:
             raise NotACheckpointError(f"{self._store.url} has no steps")
         return resolve_name(self._store, step, steps)
+
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the run, from its first `Checkpointer(metadata=…)`; empty if there is none. One small read.
+
+        For the metadata of a step, see `open(step).metadata`.
+
+        Raises:
+            DataError: The file is damaged.
+            StorageError: The file cannot be read.
+
+        Examples:
+            >>> import shutil, jaxckpt
+            >>> shutil.rmtree("/tmp/jaxckpt-doc/described", ignore_errors=True)
+            >>> config = {"model": "gpt-small", "layers": 12}
+            >>> jaxckpt.Checkpointer("/tmp/jaxckpt-doc/described", metadata=config).close()
+            >>> jaxckpt.Run("/tmp/jaxckpt-doc/described").metadata()
+            {'model': 'gpt-small', 'layers': 12}
+        """
+        return read_metadata(self._store) or {}
 
     # Metrics ---------------------------------------------------------------------------------------------
 
@@ -290,7 +310,7 @@ class Run:
         """Start a new run from a step without copying data: the files are hard-linked.
 
         Each run may delete its step at any time; the other keeps the data. One process calls this, and it takes
-        milliseconds. The step's metrics, metadata and process states are included; pins are not.
+        milliseconds. The step's metrics, metadata and process states are included; pins and the run's metadata are not.
 
         Args:
             new_directory: The directory of the new run: on the same file system, without any steps.

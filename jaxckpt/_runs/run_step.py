@@ -38,6 +38,6 @@ class RunStep(SharedPath):
         self._directory.require_same_folder()
         return super().claim(stacks, save_id)
 
-    def record_published(self, step: StepRecord | None, save_id: str) -> None:
+    def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
         assert step is not None, "a Checkpointer saves steps"
-        self._deletion.handle_published(step, save_id)
+        self._deletion.handle_published(step, save_id, created)

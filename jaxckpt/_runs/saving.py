@@ -31,6 +31,19 @@ from jaxckpt.errors import JaxckptError, Preempted
 _log = logging.getLogger("jaxckpt")
 
 
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """Whether a step is saved; the same in all processes."""
+
+    is_last_step: bool
+    """Whether the job was preempted and stops at this step."""
+
+    to_storage: bool
+    """Whether it is saved in the directory of the run, and not only in local folders."""
+
+    due: bool
+
+
 @dataclass(slots=True)
 class Saver:
     """Saves the steps of a run. Every process creates one."""
@@ -65,15 +78,10 @@ class Saver:
         force: bool,
     ) -> bool:
         """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
-        is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
-        to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call)
-        if not (to_storage or (self.local is not None and self.local.is_due(step))):
-            # Only for a step that is not due: for a due step all processes must make the same calls, even if only some
-            # of them know of a failure yet.
-            for last in (self.last_save, self.last_flush) if self.fail_fast else ():
-                if last.pending is not None and last.pending.done:
-                    last.wait()
+        decision = self._decide(step, metrics, begin_call, force=force)
+        if not decision.due:
             return False
+        is_last_step, to_storage = decision.is_last_step, decision.to_storage
         saved = False
         if is_last_step:
             self.preempted = True
@@ -106,6 +114,39 @@ class Saver:
             self._finish_preempted(step, saved)
         return saved
 
+    def should_save(
+        self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[..., Call], *, overwrite: bool
+    ) -> bool:
+        """Whether `save` would save a step. The next `save` of the step follows the decision. Every process."""
+        decision = self._decide(step, metrics, begin_call, remember=True)
+        if decision.is_last_step or not decision.due or overwrite:
+            return decision.due
+        with begin_call(step) as call, call.rendezvous("looking for a step") as rendezvous:
+            rendezvous.gather("")
+            exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps())
+            return rendezvous.broadcast("exists" if exists else "new") == "new"
+
+    def _decide(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        begin_call: Callable[..., Call],
+        *,
+        force: bool = False,
+        remember: bool = False,
+    ) -> _Decision:
+        """Decide whether to save a step. With `remember`, the next decision about the same step is the same."""
+        is_last_step = self.on_preemption != "ignore" and not self.preempted and self.preemption.is_last_step(step)
+        to_storage = force or is_last_step or self.schedule.is_due(step, metrics, begin_call, remember=remember)
+        due = to_storage or (self.local is not None and self.local.is_due(step))
+        if not due and self.fail_fast:
+            # Only for a step that is not due: for a due step all processes must make the same calls, even if only some
+            # of them know of a failure yet.
+            for last in (self.last_save, self.last_flush):
+                if last.pending is not None and last.pending.done:
+                    last.wait()
+        return _Decision(is_last_step, to_storage, due)
+
     def _begin(
         self,
         step: int,
@@ -132,7 +173,7 @@ class Saver:
             request = replace(
                 request,
                 step=StepRecord(step, recorded_metrics(metrics)),
-                components=tuple(self.directory.policy.components),
+                subtrees=tuple(self.directory.policy.keep_last_of),
                 draft_cache=self.draft_cache,
                 reuse_cache=self.reuse_cache if self.local is None else None,
                 deadline=self.preemption.deadline if is_last_step else None,

@@ -14,7 +14,7 @@ from jaxckpt._runs.metrics import recorded_metrics
 from jaxckpt._runs.retention import evaluate_predicate, require_predicate
 
 _CLOCK_CHECKS = 60
-"""How often several processes check process 0's clock during `every_minutes`, if their steps are short enough."""
+"""How often several processes check process 0's clock during `every_seconds`, if their steps are short enough."""
 
 
 class SaveSchedule:
@@ -26,16 +26,15 @@ class SaveSchedule:
     rendezvous.
     """
 
-    def __init__(self, every: object, every_minutes: object, save_if: object, processes: int) -> None:
+    def __init__(self, every: object, every_seconds: object, save_if: object, processes: int) -> None:
         """Takes the arguments of a Checkpointer, and the number of processes. Raises InputError."""
-        if every is None and every_minutes is None and save_if is None:
+        if every is None and every_seconds is None and save_if is None:
             every = 1
         self._every = None if every is None else require_whole_number(every, "every", minimum=1)
-        minutes = None if every_minutes is None else require_seconds(every_minutes, "every_minutes")
-        self._seconds = None if minutes is None else 60 * minutes
+        self._seconds = None if every_seconds is None else require_seconds(every_seconds, "every_seconds")
         self._save_if = require_predicate(save_if, "save_if")
         is_given = "a function" if self._save_if else None
-        self.settings = {"every": self._every, "every_minutes": minutes, "save_if": is_given}
+        self.settings = {"every": self._every, "every_seconds": self._seconds, "save_if": is_given}
         """The arguments as JSON values, which all processes must give alike."""
 
         self._is_single_process = processes == 1
@@ -44,13 +43,28 @@ class SaveSchedule:
         self._steps_since_rendezvous = 0
         self._steps_to_rendezvous = 1
         self._previous_prefix = ""
+        self._decided: tuple[int, bool] | None = None
+        """A step and the decision about it, until the step is saved or skipped."""
 
     def record_save(self) -> None:
-        """Note that a save has begun, and restart the count of minutes."""
+        """Note that a save has begun, and restart the count of seconds."""
         self._saved_at = self._clock()
+        self._decided = None
 
-    def is_due(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call]) -> bool:
-        """Whether to save a step. Every process calls this at every step."""
+    def is_due(
+        self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call], *, remember: bool = False
+    ) -> bool:
+        """Whether to save a step. Every process calls this at every step.
+
+        With `remember`, the next call for the same step returns the same decision, without communication.
+        """
+        decided, self._decided = self._decided, None
+        due = decided[1] if decided and decided[0] == step else self._decide(step, metrics, begin_call)
+        if remember:
+            self._decided = step, due
+        return due
+
+    def _decide(self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call]) -> bool:
         if self._every is not None and step % self._every == 0:
             return True
         if self._seconds is None and self._save_if is None:

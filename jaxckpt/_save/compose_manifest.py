@@ -52,6 +52,9 @@ class PublishResult(msgspec.Struct, frozen=True):
 
     manifest_sha256: str
 
+    created: str
+    """The time in the manifest."""
+
 
 def gather_shares(rendezvous: Rendezvous, share: Share) -> list[Share]:
     """The shares of all processes, in process 0. The others cannot cancel any more, because it may publish then."""

@@ -35,7 +35,7 @@ _REASONS = {
     "leaves": "the leaves of the tree, their shapes or their dtypes",
     "ties": "which leaves share one array",
     "shardings": "the shardings of the leaves",
-    "options": "Options or Checkpointer components",
+    "options": "Options or Checkpointer keep_last_of",
     "metadata": "metadata",
     "process_state": "the names in process_state",
 }

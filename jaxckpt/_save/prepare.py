@@ -43,7 +43,7 @@ class SaveRequest:
     step: StepRecord | None = None
     """The record of a Checkpointer. Its metrics are taken from process 0."""
 
-    components: tuple[str, ...] = ()
+    subtrees: tuple[str, ...] = ()
     """Paths of subtrees that are stored separately, so that they can be dropped later."""
 
     draft_cache: DraftCache | None = None
@@ -125,7 +125,7 @@ def prepare(request: SaveRequest, options: Options, call: Call) -> PreparedSave:
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
         require_readable(state or b"", "process_state")
         draft = request.draft or describe(
-            request.tree, request.mesh, request.specs, options, request.components, request.draft_cache, request.dtype
+            request.tree, request.mesh, request.specs, options, request.subtrees, request.draft_cache, request.dtype
         )
         plan = _cached_plan(draft, destination, options, call)
         reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)

@@ -327,7 +327,7 @@ def _carry_out(
             with save.call.phases.timed("publish"):
                 if transaction is not None:
                     transaction.close()
-                destination.finish(save, begun)
+                destination.finish(save, begun, published)
         info = _info(save, begun.save_id, published)
     seconds = pending.with_times(info).seconds
     record_event(

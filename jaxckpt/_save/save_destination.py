@@ -87,5 +87,5 @@ class Destination(Protocol):
         """Publish the manifest after all have written their share."""
         ...
 
-    def finish(self, save: PreparedSave, begun: Begun) -> None:
+    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
         """Do what follows from the publication, before the save counts as done."""

@@ -97,7 +97,7 @@ class SharedPath:
         call, phases = save.call, save.call.phases
         with phases.timed("barrier"):
             shares = gather_shares(rendezvous, share)
-        result = PublishResult(0, 0, "")  # replaced by the result of process 0
+        result = PublishResult(0, 0, "", "")  # replaced by the result of process 0
         if transaction is not None:
             manifest = build_manifest(begun.save_id, save, shares)
             if save.options.sync:
@@ -110,19 +110,23 @@ class SharedPath:
                 with call.watchdog.operation(f"publishing {self.store.url}"):
                     transaction.commit(content, sync=save.options.sync)
             linked_bytes = sum(share.linked_bytes for share in shares)
-            result = PublishResult(stored_bytes(manifest), linked_bytes, hashlib.sha256(content).hexdigest())
+            digest = hashlib.sha256(content).hexdigest()
+            result = PublishResult(stored_bytes(manifest), linked_bytes, digest, manifest.created)
             unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
             for reason, n_bytes in unlinked.items():
                 log_unlinked(self.store.url, n_bytes, reason)
         with phases.timed("barrier"):
             return msgspec.json.decode(rendezvous.broadcast(msgspec.json.encode(result).decode()), type=PublishResult)
 
-    def finish(self, save: PreparedSave, begun: Begun) -> None:
+    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
         if save.call.index == 0:
-            self.record_published(save.request.step, begun.save_id)
+            self.record_published(save.request.step, begun.save_id, published.created)
 
-    def record_published(self, step: StepRecord | None, save_id: str) -> None:
-        """Do what follows from the publication of a checkpoint, which may be a step of a run. Process 0."""
+    def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
+        """Do what follows from the publication of a checkpoint, which may be a step of a run. Process 0.
+
+        `created` is the time in its manifest.
+        """
 
 
 _ORBAX_NOTE = "_CHECKPOINT_METADATA"

@@ -67,8 +67,8 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     is_exchanged: bool = False
     """Whether the processes must first exchange its data, collectively."""
 
-    component: int = 0
-    """A bit for each component that it belongs to. Leaves that differ in it never share a stack, so that one component
+    subtree: int = 0
+    """A bit for each subtree that it belongs to. Leaves that differ in it never share a stack, so that one subtree
     can be dropped and the others stay."""
 
 
@@ -129,7 +129,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes."""
     groups: dict[tuple[str, tuple[int, ...], Layout, bool, int], list[int]] = {}
     for leaf in leaves:
-        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.component), []).append(
+        groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.subtree), []).append(
             leaf.number
         )
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
@@ -148,7 +148,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
 
 
 _Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
-"""Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and components."""
+"""Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and subtrees."""
 
 
 def _plan_for_sizes(

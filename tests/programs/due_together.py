@@ -11,7 +11,7 @@ import jaxckpt
 
 options = jaxckpt.Options(sync=False, timeout_seconds=30)
 by_clock = list[int]()
-with jaxckpt.Checkpointer(f"{args}/clock", every_minutes=0.01, options=options) as checkpoints:
+with jaxckpt.Checkpointer(f"{args}/clock", every_seconds=0.6, options=options) as checkpoints:
     for step in range(1, 301):
         time.sleep(0.01 if process_id == step % 3 else 0.005)
         if checkpoints.save(step, {"x": step}):

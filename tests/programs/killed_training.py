@@ -27,7 +27,7 @@ losses = [abs((step * 7919) % 1009 - 300.5) for step in range(10 * steps)]
 
 def checkpointer():
     return jaxckpt.Checkpointer(
-        folder, every=2, keep_last=3, keep_every=100, keep_best=("loss", "min"), components={"opt": 2}
+        folder, every=2, keep_last=3, keep_every=100, keep_best=("loss", "min"), keep_last_of={"opt": 2}
     )
 
 

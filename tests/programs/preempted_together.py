@@ -1,6 +1,7 @@
 """Trains in two processes, and saves every `stride` steps; one of them gets SIGTERM before the seventh save.
 
-With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM.
+With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM. With "asks", it calls `save`
+only if `should_save` returns True.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ with jaxckpt.Checkpointer(folder, every=1000 * stride) as checkpoints:
         if step == 7 * stride and process_id == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         try:
+            if handler == ["asks"] and not checkpoints.should_save(step):
+                time.sleep(0.02 * (1 + process_id))
+                continue
             checkpoints.save(step, {"x": x, "step": step}, process_state={"at": step})
         except SystemExit:
             print("last", step, flush=True)

@@ -188,12 +188,12 @@ def test_changes_after_save_async_returns_are_not_saved(tmp_path: Path) -> None:
 
 def test_a_checkpointer_resumes_an_object(tmp_path: Path) -> None:
     loader = Loader()
-    with jaxckpt.Checkpointer(tmp_path / "run", components={"data": 1}) as steps:
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"data": 1}) as steps:
         for step in range(3):
             loader.epoch = step
             steps.save(step, {"w": jnp.full(4, float(step)), "data": loader})
     fresh = Loader()
-    with jaxckpt.Checkpointer(tmp_path / "run", components={"data": 1}) as steps:
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"data": 1}) as steps:
         last, state = steps.restore_or_init(lambda: {"w": jnp.zeros(4), "data": fresh})
     assert last == 2
     assert state["data"] is fresh

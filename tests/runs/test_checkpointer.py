@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import threading
 import time
@@ -72,10 +73,10 @@ def test_steps_are_kept_by_last_interval_and_best(tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(checkpoints.path(14))["step"] == 14
 
 
-def test_without_rules_all_steps_are_kept_and_with_keep_for_recent_ones(tmp_path: Path) -> None:
+def test_without_rules_all_steps_are_kept_and_with_keep_last_seconds_recent_ones(tmp_path: Path) -> None:
     assert filled(tmp_path / "a", range(5)).steps() == [0, 1, 2, 3, 4]
-    assert filled(tmp_path / "b", range(5), keep_for=datetime.timedelta(hours=1)).steps() == [0, 1, 2, 3, 4]
-    assert filled(tmp_path / "c", range(5), keep_for=datetime.timedelta(0)).steps() == [4]
+    assert filled(tmp_path / "b", range(5), keep_last_seconds=3600).steps() == [0, 1, 2, 3, 4]
+    assert filled(tmp_path / "c", range(5), keep_last_seconds=1e-9).steps() == [4]
 
 
 def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
 # When the rules apply --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"components": {"opt_state": 1}, "keep_last": 1}], ids=str)
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_last_of": {"opt_state": 1}, "keep_last": 1}], ids=str)
 def test_rules_apply_only_after_the_first_save_or_restore(tmp_path: Path, rules: Any) -> None:
     filled(tmp_path, range(5)).close()
     checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST, **rules)
@@ -230,7 +231,7 @@ def test_a_deletion_that_fails_after_a_restore_is_logged(
 
 
 def test_old_steps_lose_subtrees_and_their_data(tmp_path: Path) -> None:
-    checkpoints = filled(tmp_path, range(4), components={"opt_state": 2})
+    checkpoints = filled(tmp_path, range(4), keep_last_of={"opt_state": 2})
     for step in range(4):
         tree = jaxckpt.load_numpy(checkpoints.path(step))
         np.testing.assert_array_equal(tree["params"]["w"], np.full((4, 4), step))
@@ -247,14 +248,14 @@ def test_old_steps_lose_subtrees_and_their_data(tmp_path: Path) -> None:
 
 def test_subtrees_that_are_not_stored_separately_are_kept(tmp_path: Path) -> None:
     filled(tmp_path, range(3))
-    checkpoints = apply_rules(tmp_path, components={"opt_state": 1, "nothing": 1})
+    checkpoints = apply_rules(tmp_path, keep_last_of={"opt_state": 1, "nothing": 1})
     assert all("opt_state" in jaxckpt.load_numpy(checkpoints.path(step)) for step in range(3))
 
 
-def test_components_may_overlap(tmp_path: Path) -> None:
+def test_subtrees_may_overlap(tmp_path: Path) -> None:
     """The leaves have equal shapes, so they share a stack unless a component separates them."""
-    components = {"opt": 3, "opt/mu": 1, "**/b": 2}
-    with jaxckpt.Checkpointer(tmp_path, components=components, background=False, options=FAST) as checkpoints:
+    keep_last_of = {"opt": 3, "opt/mu": 1, "**/b": 2}
+    with jaxckpt.Checkpointer(tmp_path, keep_last_of=keep_last_of, background=False, options=FAST) as checkpoints:
         for step in range(4):
             leaf = np.full((4, 4), step)
             tree = {"params": {"w": leaf, "b": leaf + 1}, "opt": {"mu": {"w": leaf, "b": leaf + 2}, "nu": leaf + 3}}
@@ -274,8 +275,8 @@ def test_a_subtree_that_cannot_be_dropped_does_not_keep_the_others(tmp_path: Pat
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         for step in range(2):
             checkpoints.save(step, tree)
-    components = {"a": 1, "c": 1, "d": 2}  # "a" shares its stack with "b"
-    checkpoints = apply_rules(tmp_path, components=components, background=False)
+    keep_last_of = {"a": 1, "c": 1, "d": 2}  # "a" shares its stack with "b"
+    checkpoints = apply_rules(tmp_path, keep_last_of=keep_last_of, background=False)
     assert [{*jaxckpt.open(checkpoints.path(step))} for step in range(2)] == [{"a", "b", "d"}, {*tree}]
     checkpoints.save(2, tree)
     assert [{*jaxckpt.open(checkpoints.path(step))} for step in range(2)] == [{"a", "b"}, {"a", "b", "d"}]
@@ -288,7 +289,7 @@ def test_subtrees_that_share_a_stack_with_each_other_are_dropped_together(tmp_pa
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
         for step in range(2):
             checkpoints.save(step, {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(5)})
-    apply_rules(tmp_path, components={"a": 1, "b": 1}).close()
+    apply_rules(tmp_path, keep_last_of={"a": 1, "b": 1}).close()
     assert {*jaxckpt.open(tmp_path / "00000000")} == {"c"}
 
 
@@ -301,7 +302,7 @@ def test_a_crash_between_dropping_a_subtree_and_deleting_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
     steps = tmp_path / "steps"
-    filled(steps, range(4), components={"opt_state": 4})
+    filled(steps, range(4), keep_last_of={"opt_state": 4})
     calls = 0
 
     def trim(*_: Any) -> None:
@@ -315,10 +316,10 @@ def test_a_crash_between_dropping_a_subtree_and_deleting_its_data(
         # The start trims each of the four steps once; the next calls trim steps that lose a subtree.
         calls = -4
         with pytest.raises(Crash):
-            apply_rules(steps, components={"opt_state": 1})
+            apply_rules(steps, keep_last_of={"opt_state": 1})
     for step in range(4):
         assert jaxckpt.load_numpy(steps / f"{step:08d}")["step"] == step
-    apply_rules(steps, components={"opt_state": 1})
+    apply_rules(steps, keep_last_of={"opt_state": 1})
     for step in range(4):
         assert len(list(steps.glob(f"{step:08d}/data-*/*/zarr.json"))) == (2 if step == 3 else 1)
 
@@ -367,7 +368,7 @@ def test_listing_reads_only_manifests(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_steps_in_memory(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}-steps"
-    checkpoints = jaxckpt.Checkpointer(url, keep_last=2, components={"opt_state": 1})
+    checkpoints = jaxckpt.Checkpointer(url, keep_last=2, keep_last_of={"opt_state": 1})
     for step in range(4):
         checkpoints.save(step, state(step), process_state={"at": step})
     checkpoints.wait()
@@ -877,8 +878,8 @@ def test_metrics(tmp_path: Path) -> None:
         {"keep_last": 0},
         {"keep_last": 1.5},
         {"keep_every": -1},
-        {"components": {"x": 0}},
-        {"components": {"every": 1}, "every": 0},
+        {"keep_last_of": {"x": 0}},
+        {"keep_last_of": {"every": 1}, "every": 0},
         {"keep_best": ("loss", "least")},
         {"keep_best": "loss"},
         {"keep_best": "lmin"},
@@ -890,17 +891,19 @@ def test_metrics(tmp_path: Path) -> None:
         {"keep_best": {"loss": "min"}},
         {"keep_if": "loss < 1"},
         {"save_if": 10},
-        {"every_minutes": 0},
-        {"every_minutes": True},
-        {"every_minutes": "5"},
+        {"every_seconds": 0},
+        {"every_seconds": True},
+        {"every_seconds": "5"},
         {"trash": "trash"},
         {"trash": None},
         {"keep_best": (0, "min")},
-        {"keep_for": 3600},
-        {"keep_for": datetime.timedelta(-1)},
-        {"components": ["opt_state"]},
-        {"components": {0: 1}},
-        {"components": {"opt_state": True}},
+        {"keep_last_seconds": 0},
+        {"keep_last_seconds": datetime.timedelta(hours=1)},
+        {"keep_every_seconds": -1.0},
+        {"keep_every_seconds": math.nan},
+        {"keep_last_of": ["opt_state"]},
+        {"keep_last_of": {0: 1}},
+        {"keep_last_of": {"opt_state": True}},
         {"every": True},
         {"every": "5"},
         {"preemption_seconds": "30"},
@@ -919,7 +922,7 @@ def test_invalid_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
 
 
 def test_numpy_integers_are_accepted_as_arguments(tmp_path: Path) -> None:
-    rules: dict[str, Any] = {"every": np.int64(5), "keep_last": np.int32(2), "components": {"opt_state": np.uint8(1)}}
+    rules: dict[str, Any] = {"every": np.int64(5), "keep_last": np.int32(2), "keep_last_of": {"opt_state": np.uint8(1)}}
     with filled(tmp_path, range(21), **rules, preemption_seconds=np.float32(7)) as checkpoints:
         assert checkpoints.steps() == [15, 20]
         assert checkpoints.restore(np.int64(20))["step"] == 20  # pyright: ignore
@@ -1020,24 +1023,24 @@ def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path)
 
 
 def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    checkpoints = jaxckpt.Checkpointer(tmp_path, components={"opt_stat": 1}, options=FAST)
+    checkpoints = jaxckpt.Checkpointer(tmp_path, keep_last_of={"opt_stat": 1}, options=FAST)
     with pytest.raises(
         jaxckpt.errors.TreeError, match=r"'opt_stat', but the tree has nothing at that path; did you mean 'opt_state"
     ):
         checkpoints.save(0, state(0))
     assert list(tmp_path.iterdir()) == []
-    for components in (
+    for keep_last_of in (
         {"opt_state": 1},
         {"*_state": 1},
         {"opt_state/0": 1, "opt_state": 1},
         {"opt_state": 1, "**/m": 1},
     ):
         for step, opt_state in enumerate(([{"m": np.ones(3)}], [(), {}], None, [{"m": 3}])):
-            if "**/m" in components and step in (1, 2):
+            if "**/m" in keep_last_of and step in (1, 2):
                 continue
-            if "opt_state/0" in components and step == 2:
+            if "opt_state/0" in keep_last_of and step == 2:
                 continue
-            with jaxckpt.Checkpointer(tmp_path / str(components), components=components) as checkpoints:
+            with jaxckpt.Checkpointer(tmp_path / str(keep_last_of), keep_last_of=keep_last_of) as checkpoints:
                 assert checkpoints.save(step, {"params": np.ones(2), "opt_state": opt_state})
 
 

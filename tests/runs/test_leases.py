@@ -75,7 +75,7 @@ def test_a_held_step_is_kept_and_deleted_after_its_release(run: str, clock: Cloc
 
 
 def test_a_held_step_loses_no_subtree(tmp_path: Path, clock: Clock) -> None:
-    with jaxckpt.Checkpointer(tmp_path, components={"opt_state": 1}, background=False, options=FAST) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, keep_last_of={"opt_state": 1}, background=False, options=FAST) as checkpoints:
         checkpoints.save(1, state(1))
         with jaxckpt.open(tmp_path).hold():
             checkpoints.save(2, state(2))

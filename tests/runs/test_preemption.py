@@ -21,15 +21,15 @@ from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
 
 
-@pytest.mark.parametrize("stride", [1, 10])
+@pytest.mark.parametrize(("stride", "asks"), [(1, []), (10, []), (10, ["asks"])])
 def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
-    run_processes: RunProcesses, tmp_path: Path, stride: int
+    run_processes: RunProcesses, tmp_path: Path, stride: int, asks: list[str]
 ) -> None:
     done = run_processes(
         PROGRAMS / "preempted_together.py",
         processes=2,
         devices_per_process=2,
-        args=[str(tmp_path / "s"), stride],
+        args=[str(tmp_path / "s"), stride, *asks],
         timeout=90,
         check=False,
     )

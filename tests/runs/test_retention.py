@@ -29,7 +29,7 @@ from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._run_folder import leases
 from jaxckpt._runs.deletion import Deletion
-from jaxckpt._runs.retention import RetentionPolicy, SavedStep, first_at_multiples
+from jaxckpt._runs.retention import RetentionPolicy, SavedStep, first_at_multiples, first_in_intervals
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
 
@@ -58,6 +58,10 @@ class Kept:
     whole: bool = True
     """Whether it still has the subtree "opt"."""
 
+    @property
+    def age_seconds(self) -> float:
+        return 86400.0 * self.days + 1
+
 
 def is_first_at_a_multiple(step: int, steps: Iterable[int], every: int) -> bool:
     """Whether no other step is as near to a multiple below it. Of the multiple 0, only step 0 is."""
@@ -65,9 +69,15 @@ def is_first_at_a_multiple(step: int, steps: Iterable[int], every: int) -> bool:
     return step == 0 or any(step == min(other for other in steps if other >= multiple) for multiple in multiples)
 
 
+def is_first_in_its_interval(step: int, steps: Mapping[int, Kept], seconds: float) -> bool:
+    """Whether no step of a lower number was saved in the same interval."""
+    interval = {other: (NOW.timestamp() - kept.age_seconds) // seconds for other, kept in steps.items()}
+    return step == min(other for other in steps if interval[other] == interval[step])
+
+
 def wanted(steps: Mapping[int, Kept], rules: Mapping[str, Any]) -> set[int]:
     """The steps that the rules keep, decided for each step separately."""
-    given = {name: value for name, value in rules.items() if value is not None and name != "components"}
+    given = {name: value for name, value in rules.items() if value is not None and name != "keep_last_of"}
     bests = given.get("keep_best", ())
     if not given or any(all(best[0] not in kept.metrics for kept in steps.values()) for best in bests):
         return {*steps}
@@ -90,7 +100,8 @@ def wanted(steps: Mapping[int, Kept], rules: Mapping[str, Any]) -> set[int]:
         if sum(other > step for other in steps) < given.get("keep_last", 1)
         or ("keep_every" in given and is_first_at_a_multiple(step, steps, given["keep_every"]))
         or any(among_best(step, *best) for best in bests)
-        or ("keep_for" in given and kept.days < given["keep_for"].days)
+        or ("keep_last_seconds" in given and kept.age_seconds < given["keep_last_seconds"])
+        or ("keep_every_seconds" in given and is_first_in_its_interval(step, steps, given["keep_every_seconds"]))
         or ("keep_if" in given and given["keep_if"](step, kept.metrics))
     }
 
@@ -106,7 +117,8 @@ RULES = st.fixed_dictionaries(
         "keep_last": st.one_of(st.none(), st.integers(1, 4)),
         "keep_every": st.one_of(st.none(), st.integers(2, 4)),
         "keep_best": st.one_of(st.none(), st.lists(BESTS, min_size=1, max_size=2)),
-        "keep_for": st.one_of(st.none(), st.integers(0, 4).map(lambda days: datetime.timedelta(days=days))),
+        "keep_last_seconds": st.one_of(st.none(), st.just(1e-9), st.integers(1, 4).map(lambda days: 86400.0 * days)),
+        "keep_every_seconds": st.one_of(st.none(), st.just(1e9)),
         "keep_if": st.one_of(st.none(), st.just(odd_or_two)),
     }
 )
@@ -119,14 +131,18 @@ METRICS = st.fixed_dictionaries({}, optional={"loss": VALUES, "accuracy": VALUES
 @given(
     steps=st.dictionaries(st.integers(0, 60), st.tuples(METRICS, st.integers(0, 5)), min_size=1, max_size=20),
     rules=RULES,
+    keep_every_seconds=st.sampled_from([None, 0.5, 43200.0, 86400.0, 2 * 86400, 1e9]),
 )
-def test_the_rules(steps: dict[int, tuple[dict[str, float | None], int]], rules: dict[str, Any]) -> None:
+def test_the_rules(
+    steps: dict[int, tuple[dict[str, float | None], int]], rules: dict[str, Any], keep_every_seconds: float | None
+) -> None:
+    """The ages of the steps are in no order, as if the clocks of the hosts that saved them differed."""
+    rules = {**rules, "keep_every_seconds": keep_every_seconds}
     found = [
-        SavedStep(step, NOW - datetime.timedelta(days=days), StepRecord(step, metrics))
+        SavedStep(step, NOW - datetime.timedelta(days=days, seconds=1), StepRecord(step, metrics))
         for step, (metrics, days) in sorted(steps.items())
     ]
-    order = ("keep_last", "keep_every", "keep_best", "keep_for", "keep_if")
-    verdicts = RetentionPolicy.of(*map(rules.get, order), None).decide(found, NOW)
+    verdicts = RetentionPolicy.of(**rules).decide(found, NOW)
     assert [verdict.step for verdict in verdicts] == found
     expected = wanted({step: Kept(*known) for step, known in steps.items()}, rules)
     assert {verdict.step.number for verdict in verdicts if verdict.kept} == expected
@@ -148,10 +164,41 @@ def test_each_multiple_keeps_the_first_step_at_or_after_it(gaps: list[int], firs
     assert {*left} - {numbers[-1]} == expected - {numbers[-1]}
 
 
-def test_steps_that_are_due_by_minutes_are_kept_near_the_multiples(tmp_path: Path) -> None:
+@given(
+    gaps=st.lists(st.integers(-900, 900), min_size=1, max_size=40),
+    seconds=st.sampled_from([0.1, 1.0, 60.0, 600.0]),
+)
+@hypothesis.example(gaps=[50] * 40, seconds=60.0)
+def test_each_interval_keeps_its_first_step_whatever_the_clock_does(gaps: list[int], seconds: float) -> None:
+    """The clock may go back. A step stays chosen after later saves, also if the others are deleted in the meantime."""
+    at = itertools.accumulate(gaps, initial=1_800_000_000)
+    saved = [
+        SavedStep(step, datetime.datetime.fromtimestamp(when, datetime.UTC), StepRecord(step))
+        for step, when in enumerate(at)
+    ]
+    left: list[SavedStep] = []
+    for step in saved:
+        chosen = first_in_intervals([*left, step], seconds)
+        assert {known.number for known in left} <= chosen
+        left = [known for known in (*left, step) if known.number in chosen]
+    assert {step.number for step in left} == first_in_intervals(saved, seconds)
+    intervals = [step.created.timestamp() // max(seconds, 1) for step in saved]
+    assert sorted({*intervals}) == sorted(intervals[step.number] for step in left), "one step for each interval"
+
+
+def test_the_rules_count_the_time_in_the_manifest_as_a_restart_does(tmp_path: Path) -> None:
+    """The save of step 1 begins in one interval and is known as published in the next."""
+    with jaxckpt.Checkpointer(tmp_path, keep_every_seconds=3600, background=False, options=FAST) as checkpoints:
+        checkpoints.save(1, {"w": 1})
+        saved = checkpoints._directory.saved_step(1)
+    manifest, _ = load_manifest(store_at(tmp_path / "00000001", jaxckpt.Options()))
+    assert saved == SavedStep.of(1, manifest)
+
+
+def test_steps_that_are_due_by_time_are_kept_near_the_multiples(tmp_path: Path) -> None:
     minutes = 0.0
     with jaxckpt.Checkpointer(
-        tmp_path, every_minutes=3, keep_last=1, keep_every=7, background=False, options=FAST
+        tmp_path, every_seconds=180, keep_last=1, keep_every=7, background=False, options=FAST
     ) as checkpoints:
         checkpoints._due._clock = lambda: 60 * minutes
         checkpoints._due.record_save()
@@ -163,9 +210,35 @@ def test_steps_that_are_due_by_minutes_are_kept_near_the_multiples(tmp_path: Pat
     assert checkpoints.steps() == [9, 15, 21, 30, 36, 39]
 
 
+def test_orbaxs_policies_as_the_docs_write_them(tmp_path: Path) -> None:
+    """docs/coming-from-orbax.md."""
+    run = jaxckpt.Run(tmp_path / "a")
+    latest = "step % 100 == 0 and step > run.latest_step() - 500"
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-orbax.md").read_text()
+    assert f"keep_if=lambda step, metrics: {latest}`" in page
+    assert "keep_if=lambda step, metrics: not metrics`" in page
+    keep_if = eval(f"lambda step, metrics: {latest}", {"run": run})
+    with jaxckpt.Checkpointer(tmp_path / "a", keep_if=keep_if, background=False, options=FAST) as checkpoints:
+        for step in range(0, 1000, 50):
+            checkpoints.save(step, {"w": step})
+        assert checkpoints.steps() == [500, 600, 700, 800, 900, 950]
+    with jaxckpt.Checkpointer(
+        tmp_path / "b",
+        keep_best=("loss", "min"),
+        keep_if=lambda step, metrics: not metrics,
+        background=False,
+        options=FAST,
+    ) as checkpoints:
+        for step, loss in enumerate([3, 1, None, 2, None, 5, 4]):
+            checkpoints.save(step, {"w": step}, metrics=None if loss is None else {"loss": loss})
+        assert checkpoints.steps() == [1, 2, 4, 6]
+
+
 def test_a_verdict_gives_its_reason() -> None:
     found = [SavedStep(step, NOW, StepRecord(step, {"loss": float(step)})) for step in range(6)]
-    rules = RetentionPolicy.of(2, 3, [("loss", "min", 2)], None, lambda step, metrics: step == 3, None)
+    rules = RetentionPolicy.of(
+        keep_last=2, keep_every=3, keep_best=[("loss", "min", 2)], keep_if=lambda step, metrics: step == 3
+    )
     assert [verdict.why for verdict in rules.decide(found, NOW)] == [
         "keep_every=3, keep_best=('loss', 'min', 2)",
         "keep_best=('loss', 'min', 2)",
@@ -174,23 +247,23 @@ def test_a_verdict_gives_its_reason() -> None:
         "keep_last=2",
         "keep_last=2",
     ]
-    assert [verdict.why for verdict in RetentionPolicy.of(None, 4, None, None, None, None).decide(found, NOW)][-2:] == [
+    assert [verdict.why for verdict in RetentionPolicy.of(keep_every=4).decide(found, NOW)][-2:] == [
         "keep_every=4",
         "the newest",
     ]
     assert {verdict.why for verdict in RetentionPolicy().decide(found, NOW)} == {"no rule"}
-    unmeasured = RetentionPolicy.of(1, None, ("accuracy", "max"), None, None, None).decide(found, NOW)
+    unmeasured = RetentionPolicy.of(keep_last=1, keep_best=("accuracy", "max")).decide(found, NOW)
     assert {verdict.why for verdict in unmeasured} == {
         "keep_best=('accuracy', 'max', 1), while no step has that metric"
     }
-    assert RetentionPolicy.of(1, None, None, None, None, None).decide([], NOW) == []
+    assert RetentionPolicy.of(keep_last=1).decide([], NOW) == []
 
 
 @given(ages=st.lists(st.booleans(), min_size=1, max_size=8), count=st.integers(1, 4))
 def test_subtrees_are_dropped_once_from_all_but_the_newest(ages: list[bool], count: int) -> None:
     found = [SavedStep(n, NOW, StepRecord(n, dropped=["opt"] if gone else [])) for n, gone in enumerate(ages)]
     expected = {n for n, gone in enumerate(ages) if n < len(ages) - count and not gone}
-    verdicts = RetentionPolicy(components={"opt": count}).decide(found, NOW)
+    verdicts = RetentionPolicy(keep_last_of={"opt": count}).decide(found, NOW)
     assert {
         verdict.step.number: verdict.dropped_subtrees for verdict in verdicts if verdict.dropped_subtrees
     } == dict.fromkeys(expected, ("opt",))
@@ -208,11 +281,11 @@ class Run(RuleBasedStateMachine):
 
     @initialize(
         rules=RULES,
-        components=st.one_of(st.none(), st.integers(1, 2)),
+        keep_last_of=st.one_of(st.none(), st.integers(1, 2)),
         due=st.fixed_dictionaries(
             {
                 "every": st.one_of(st.none(), st.integers(1, 3)),
-                "every_minutes": st.one_of(st.none(), st.just(10)),
+                "every_seconds": st.one_of(st.none(), st.just(600)),
                 "save_if": st.one_of(st.none(), st.just(odd_or_two)),
             }
         ),
@@ -220,13 +293,13 @@ class Run(RuleBasedStateMachine):
         background=st.booleans(),
     )
     def start(
-        self, rules: dict[str, Any], components: int | None, due: dict[str, Any], where: str, background: bool
+        self, rules: dict[str, Any], keep_last_of: int | None, due: dict[str, Any], where: str, background: bool
     ) -> None:
         leases.TERM_SECONDS = 3600.0  # readers are checked only in the model
         self.folder = tempfile.mkdtemp()
         self.url = f"memory://retention/{uuid.uuid4().hex}" if where == "bucket" else f"{self.folder}/run"
         self.rules = rules
-        self.components = components
+        self.keep_last_of = keep_last_of
         self.due = due
         self.trash = where == "folder with trash"
         self.background = background
@@ -244,7 +317,7 @@ class Run(RuleBasedStateMachine):
             self.url,
             **self.rules,
             **self.due,
-            components=None if self.components is None else {"opt": self.components},
+            keep_last_of=None if self.keep_last_of is None else {"opt": self.keep_last_of},
             trash=self.trash,
             background=self.background,
             options=FAST,
@@ -265,8 +338,8 @@ class Run(RuleBasedStateMachine):
 
     def apply(self) -> None:
         kept = wanted(self.steps, self.rules)
-        if self.components is not None:
-            for step in sorted(kept)[: -self.components]:
+        if self.keep_last_of is not None:
+            for step in sorted(kept)[: -self.keep_last_of]:
                 self.steps[step].whole &= step in self.spared()
         gone = {*self.steps} - kept - self.spared()
         self.trashed += sorted(gone)
@@ -291,11 +364,11 @@ class Run(RuleBasedStateMachine):
     def save_the_next(self, ahead: int, metrics: Metrics, force: bool, minutes: int) -> None:
         self.minutes += minutes
         step = max(self.steps, default=0) + ahead
-        every, after, save_if = map(self.due.get, ("every", "every_minutes", "save_if"))
+        every, after, save_if = map(self.due.get, ("every", "every_seconds", "save_if"))
         due = (
             force
             or (every is not None and step % every == 0)
-            or (after is not None and self.minutes - self.saved_at >= after)
+            or (after is not None and 60 * (self.minutes - self.saved_at) >= after)
             or (save_if is not None and save_if(step, metrics))
             or (every, after, save_if) == (None, None, None)
         )
@@ -489,7 +562,7 @@ def test_a_step_whose_save_is_refused_is_deleted_when_its_reader_has_ended(tmp_p
 
 
 def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
-    with jaxckpt.Checkpointer(tmp_path, keep_last=2, components={"opt": 1}, background=False) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, keep_last=2, keep_last_of={"opt": 1}, background=False) as checkpoints:
         for step in range(1, 5):
             checkpoints.save(step, {"w": np.full(3, step), "opt": np.full(5, step)})
             if step == 1:
@@ -557,6 +630,19 @@ def test_a_step_without_a_date_counts_as_new(tmp_path: Path, created: str, kept:
             checkpoints.save(step, {"w": step})
     manifest, _ = load_manifest(store_at(tmp_path / "00000001", jaxckpt.Options()))
     (tmp_path / "00000001/manifest.json").write_bytes(encode(msgspec.structs.replace(manifest, created=created)))
-    with jaxckpt.Checkpointer(tmp_path, keep_for=datetime.timedelta(hours=1), background=False) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path, keep_last_seconds=3600, background=False) as checkpoints:
         checkpoints.restore()
         assert checkpoints.steps() == ([1, 2] if kept else [2])
+
+
+def test_two_steps_without_a_date_are_kept_in_addition_to_the_first_of_the_interval(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, {"w": step})
+    for step, created in ((1, ""), (2, "2026-01-01T00:00:00"), (3, ""), (4, "2026-01-01T00:59:59+00:00")):
+        manifest, _ = load_manifest(store_at(tmp_path / f"0000000{step}", jaxckpt.Options()))
+        content = encode(msgspec.structs.replace(manifest, created=created))
+        (tmp_path / f"0000000{step}/manifest.json").write_bytes(content)
+    with jaxckpt.Checkpointer(tmp_path, keep_every_seconds=3600, background=False) as checkpoints:
+        checkpoints.restore()
+        assert checkpoints.steps() == [1, 2, 3, 5]

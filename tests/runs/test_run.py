@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import errors
@@ -113,3 +116,72 @@ def test_wrong_and_damaged_metrics_are_errors(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(errors.DataError, match="a metric that was added to a step, is damaged"):
         run.metrics(1)
+
+
+# Metadata of the run ---------------------------------------------------------------------------------------
+
+
+def test_metadata_of_a_run_is_written_once(run: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"model": "gpt-µ", "lr": 1e-3, "layers": [12, None, {"big": 2**70}], "ok": True}
+    assert jaxckpt.Run(run).metadata() == {}
+    with jaxckpt.Checkpointer(run, options=FAST) as checkpointer:
+        assert checkpointer.metadata() == {}
+    with jaxckpt.Checkpointer(run, metadata=MappingProxyType(config), options=FAST) as checkpointer:
+        checkpointer.save(1, {"x": 1}, metadata="of the step")
+        assert checkpointer.metadata() == config
+    for again in (dict(reversed(config.items())), None):
+        jaxckpt.Checkpointer(run, metadata=again, options=FAST).close()
+    assert "metadata" not in caplog.text
+    other = {"model": "gpt-µ", "lr": 2e-3, "layers": None, "ok": True, "seed": 0}
+    with jaxckpt.Checkpointer(run, metadata=other, options=FAST) as checkpointer:
+        assert checkpointer.metadata() == config
+    assert "but metadata= differs in 'lr', 'layers', 'seed'" in caplog.text
+    found = jaxckpt.Run(run)
+    assert (found.metadata(), found.steps(), found.open(1).metadata) == (config, [1], "of the step")
+    assert jaxckpt.verify(run).ok
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"null", b'{"a": 1', b'{"a": ' + b"[" * 9999 + b"]" * 9999 + b"}"])
+def test_damaged_metadata_is_an_error_for_readers_and_is_written_again(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, metadata={"a": 1})
+    (tmp_path / "_run" / "metadata.json").write_bytes(content)
+    with pytest.raises(errors.DataError, match=r"metadata\.json, the metadata of the run, is damaged: "):
+        jaxckpt.Run(tmp_path).metadata()
+    jaxckpt.Checkpointer(tmp_path, options=FAST).close()
+    with jaxckpt.Checkpointer(tmp_path, metadata={"a": 2}, options=FAST) as checkpointer:
+        assert "is written again" in caplog.text
+        assert checkpointer.metadata() == {"a": 2}
+        assert checkpointer.restore()["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", [[], "config", 1, {1: 2}, {"a": (1,)}, {"a": math.nan}, {"a": {1}}, {"a": "\ud800"}])
+def test_metadata_of_a_run_is_a_json_object(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(errors.InputError, match="metadata must be"):
+        jaxckpt.Checkpointer(tmp_path / "run", metadata=wrong)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fork_describes_itself(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, metadata={"lr": 1})
+    jaxckpt.Run(tmp_path / "a").fork(tmp_path / "b")
+    assert jaxckpt.Run(tmp_path / "b").metadata() == {}
+    save(tmp_path / "b", 2, metadata={"lr": 2})
+    assert [jaxckpt.Run(tmp_path / name).metadata() for name in "ab"] == [{"lr": 1}, {"lr": 2}]
+
+
+def test_all_processes_give_the_same_metadata(run_processes: RunProcesses, tmp_path: Path) -> None:
+    program = """
+import jaxckpt
+for case in ([{"lr": 1}, {"lr": 2}], [{"lr": 1}, None], [{"a": "x" * 500}, {"a": "y" * 500}]):
+    try:
+        jaxckpt.Checkpointer(args, metadata=case[process_id])
+    except jaxckpt.errors.PeersDisagreeError as error:
+        print("process 1 created the Checkpointer with metadata=" in str(error), len(str(error)) < 400)
+assert jaxckpt.Run(args).metadata() == {}
+with jaxckpt.Checkpointer(args, metadata={"a": 1, "b": 2} if process_id else {"b": 2, "a": 1}) as checkpointer:
+    print(checkpointer.metadata())
+"""
+    done = run_processes(program, processes=2, devices_per_process=1, args=str(tmp_path / "s"), timeout=90)
+    assert [one.stdout for one in done] == ["True True\n" * 3 + "{'b': 2, 'a': 1}\n"] * 2

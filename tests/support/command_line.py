@@ -30,7 +30,7 @@ SAVED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 def fill(folder: Path) -> None:
     """Make a run of three steps, with the remains of killed jobs and files of other libraries."""
     with contextlib.chdir(folder):
-        with jaxckpt.Checkpointer("run1", components={"opt_state": 1}, background=False) as steps:
+        with jaxckpt.Checkpointer("run1", keep_last_of={"opt_state": 1}, background=False) as steps:
             for step in (100, 200, 300):
                 steps.save(step, state(step), metrics={"loss": 1 / step, "accuracy": 0.5 + step / 1000, "bad": np.nan})
         for step in (100, 200, 300):
