@@ -67,6 +67,7 @@ check: $(READY)
 lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 84 README.md docs/*.md
 
 types:
 	$(BIN)/basedpyright
