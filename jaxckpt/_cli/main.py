@@ -29,8 +29,8 @@ from jaxckpt._cli.arguments import (
     mesh_option,
     output_option,
     overwrite_option,
-    parse_bytes,
     parse_rename,
+    parse_size,
     rules_option,
     select_option,
     similar_path_hint,
@@ -194,7 +194,7 @@ def cat() -> None:
     "results",
     location("path"),
     click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
-    click.option("--rate", type=parse_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
+    click.option("--rate", type=parse_size, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
 )
 def verify() -> None:
     """Read and check every byte of a checkpoint or a run. For a run, all steps are checked.
@@ -264,7 +264,7 @@ def plan() -> None:
         help="Rename a leaf or container. May be repeated.",
     ),
     click.option(
-        "--chunk-bytes", type=parse_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
+        "--chunk-bytes", type=parse_size, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
     ),
     overwrite_option,
 )

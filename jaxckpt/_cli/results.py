@@ -14,7 +14,7 @@ from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
 from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._model.units import show_bytes
 from jaxckpt.errors import show_count
 
 if TYPE_CHECKING:
@@ -139,11 +139,9 @@ def _plan_record(plan: RestorePlan) -> dict[str, Any]:
 
 
 def _print_plan(plan: RestorePlan) -> None:
-    devices = sum(len(process.device_bytes) for process in plan.processes)
-    click.echo(
-        f"{show_count(len(plan.leaves), 'array')} onto {show_count(devices, 'device')} of"
-        f" {show_count(len(plan.processes), 'process')}"
-    )
+    from jaxckpt._inspect.restore_plan import plan_headline  # imports JAX
+
+    click.echo(plan_headline(plan))
     click.echo()
     titles = ["process", "needed", "read", "over-read", "requests", "host memory", "each device"]
     rows = [_process_row(process) for process in plan.processes[:_SHOWN_ROWS]]

@@ -32,7 +32,7 @@ from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.grid import show_axes, show_spec
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._model.units import show_bytes
 from jaxckpt.errors import InputError, show_count
 
 _SHOWN_BYTES = 16 << 20

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxckpt._model.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._model.units import show_bytes
 
 T = TypeVar("T")
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from jaxckpt._model.units import show_bytes, show_rate
+
 _log = logging.getLogger("jaxckpt")
 
 
@@ -45,22 +47,12 @@ class Progress:
     def __str__(self) -> str:
         """`save: 1.2 GiB of 4.0 GiB, 350.0 MiB/s, 8 s left`."""
         left = "" if self.remaining_seconds is None else f", {self.remaining_seconds:.0f} s left"
-        rate = f"{show_bytes(self.bytes_per_second)}/s"
         moved = f"{show_bytes(self.done_bytes)} of {show_bytes(self.total_bytes)}"
-        return f"{_title(self.verb, self.step)}: {moved}, {rate}{left}"
+        return f"{_title(self.verb, self.step)}: {moved}, {show_rate(self.bytes_per_second)}{left}"
 
 
 def _title(verb: str, step: str) -> str:
     return f"{verb} {step}" if step else verb
-
-
-def show_bytes(size: float) -> str:
-    """A size as people read it: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 Report = Callable[[int], None]
@@ -123,19 +115,22 @@ class _LineLogger:
 
 @contextmanager
 def _bar(title: str, total_bytes: int) -> Generator[Report]:
+    """A bar that disappears when the block ends. The result of the call says the rest."""
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.text import Text
 
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+    class Figures(ProgressColumn):
+        """Rich's own columns show sizes in GiB, but rates in GB/s."""
+
+        def render(self, task: Task) -> Text:
+            moved = f"{show_bytes(task.completed)} of {show_bytes(total_bytes)}"
+            return Text(f"{moved}, {show_rate(task.speed)}" if task.speed else moved)
+
+    columns = ("{task.description}", BarColumn(), Figures(), TimeRemainingColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(f"{title:>8}"), total=total_bytes)
         yield lambda moved: bar.advance(task, moved)
