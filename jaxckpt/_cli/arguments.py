@@ -22,6 +22,9 @@ SpecRule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
 LAYOUTS = ("plain", "scan", "maxtext")
 """Values of `--rules`."""
 
+SORTS = ("name", "bytes")
+"""Values of `show --sort`."""
+
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
 """The formats that `convert` writes without other packages, for completion."""
 
@@ -206,6 +209,15 @@ back_to_option = click.option(
 )
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+
+progress_option = click.option(
+    "--no-progress",
+    "progress",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Show no progress: neither a bar nor, without a terminal, lines.",
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import SpecRule
+from jaxckpt._cli.terminal import printable
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._model.paths import closest_hint
@@ -24,16 +25,19 @@ from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError
 
 
-def options_with_progress() -> Options:
+def progress_options(progress: bool) -> Options:
     """Options that draw a progress bar if stderr is a terminal. Otherwise a long command prints a line every
-    `LINE_SECONDS`; the time counts from the start of the command, which may read several checkpoints."""
+    `LINE_SECONDS`; the time counts from the start of the command, which may read several checkpoints. With
+    `progress=False`, a command shows neither."""
+    if not progress:
+        return Options()
     next_line = time.monotonic() + LINE_SECONDS
 
     def print_line(progress: Progress) -> None:
         nonlocal next_line
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"jaxckpt: {progress}", err=True)
+            click.echo(printable(f"jaxckpt: {progress}"), err=True)
 
     return Options(progress=sys.stderr.isatty() or print_line)
 
