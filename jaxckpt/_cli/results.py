@@ -73,8 +73,9 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
 
 
 def _print_delta(delta: Delta) -> None:
-    if delta.identical:
-        click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit")
+    if not delta.differing:
+        structure = "" if delta.same_structure else "; the containers differ"
+        click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit{structure}")
         return
     structure = "" if delta.same_structure else "; the containers differ too"
     click.echo(f"{len(delta.differing):,} of {show_count(len(delta.leaves), 'leaf')} differ{structure}")

@@ -11,7 +11,7 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from jaxckpt._cli.inputs import progress_options, resolve_leaf, rules_of, selected
+from jaxckpt._cli.inputs import progress_options, require_outside, resolve_leaf, rules_of, selected
 from jaxckpt._cli.terminal import (
     Column,
     natural_key,
@@ -263,8 +263,10 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 
 
 def cat(path: str, leaf: str, save: str | None, progress: bool, as_json: bool) -> None:
-    lazy_leaf, index = resolve_leaf(open_checkpoint(path), leaf)
+    checkpoint = open_checkpoint(path)
+    lazy_leaf, index = resolve_leaf(checkpoint, leaf)
     if save is not None:
+        require_outside(save, checkpoint.path)
         dtype, shape = _save_npy(lazy_leaf, index, save, progress_options(progress))
         size = math.prod(shape) * dtype.itemsize
         loss = "" if dtype == lazy_leaf.dtype else f" as {dtype}, without loss"

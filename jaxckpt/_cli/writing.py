@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import functools
-import os
 from collections.abc import Mapping, Sequence
 
 import click
 
 from jaxckpt._cli.arguments import SpecRule, require_mesh
-from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree
+from jaxckpt._cli.inputs import progress_options, require_outside, rules_of, spec_tree
 from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
@@ -19,13 +17,12 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import is_link, step_name
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.pins import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
-from jaxckpt._store.store_path import local_path, store_at
+from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError
 
 
@@ -73,23 +70,12 @@ def report(
     as_json: bool,
 ) -> None:
     require_mesh(mesh, specs)
-    _require_outside(output, path)
+    require_outside(output, path)
     tree = spec_tree(open_checkpoint(path), specs) if specs else None
     page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=progress_options(progress))
     with replacing_file(output) as file:
         file.write(page.encode())
     print_done(output, {"path": path, "output": output}, as_json, written=output)
-
-
-def _require_outside(output: str, path: str) -> None:
-    """Raise InputError if a file would overwrite the checkpoint at a path, or would be written into its folder."""
-    folder = local_path(path)
-    if folder is None:
-        return
-    resolve = functools.partial(os.path.realpath, folder)
-    folder, written = run_watched(f"looking at {path}", Options().timeout_seconds, resolve), os.path.realpath(output)
-    if written == folder or written.startswith(os.path.join(folder, "")):
-        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
 
 
 def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, progress: bool, as_json: bool) -> None:

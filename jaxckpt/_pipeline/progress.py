@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -63,6 +64,11 @@ def report_nothing(moved: int) -> None:
     """Report nothing."""
 
 
+def draws_bars() -> bool:
+    """Whether stderr is a terminal that can erase what it shows. Elsewhere, progress is shown as lines."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 @contextmanager
 def display_progress(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str = ""
@@ -75,7 +81,7 @@ def display_progress(
         yield _make_report(verb, total_bytes, progress, step)
     elif not progress or not total_bytes:
         yield report_nothing
-    elif sys.stderr.isatty():
+    elif draws_bars():
         with _bar(_title(verb, step), total_bytes) as report:
             yield report
     else:
@@ -119,8 +125,9 @@ def _bar(title: str, total_bytes: int) -> Generator[Report]:
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, ProgressColumn, Task, TimeRemainingColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.table import Column
     from rich.text import Text
 
     class Figures(ProgressColumn):
@@ -130,7 +137,13 @@ def _bar(title: str, total_bytes: int) -> Generator[Report]:
             moved = f"{show_bytes(task.completed)} of {show_bytes(total_bytes)}"
             return Text(f"{moved}, {show_rate(task.speed)}" if task.speed else moved)
 
-    columns = ("{task.description}", BarColumn(), Figures(), TimeRemainingColumn())
+    one_line = Column(no_wrap=True)  # a narrow terminal shortens the bar first
+    columns = (
+        TextColumn("{task.description}", table_column=one_line.copy()),
+        BarColumn(),
+        Figures(one_line.copy()),
+        TimeRemainingColumn(table_column=one_line.copy()),
+    )
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(f"{title:>8}"), total=total_bytes)
         yield lambda moved: bar.advance(task, moved)

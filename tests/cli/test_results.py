@@ -78,6 +78,13 @@ def test_a_long_command_prints_lines_in_a_pipe(here: Path, monkeypatch: pytest.M
     )
 
 
+def test_only_the_containers_differ(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": [np.zeros(2)], "n": {}})
+    jaxckpt.save(tmp_path / "b", {"w": (np.zeros(2),), "n": []})
+    compared = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), code=1)
+    assert compared.stdout == "identical: 1 leaf, bit by bit; the containers differ\n"
+
+
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_layers_stay_distinct_in_narrow_tables(tmp_path: Path, width: int) -> None:
     shapes = (3, 4, 5)  # so that no layers share a row of a plan

@@ -256,6 +256,65 @@ def test_cat_reports_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
+def test_cat_never_writes_into_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with jaxckpt.Checkpointer("run") as steps:
+        steps.save(3, {"w": np.zeros(3)})
+    run("convert", "run@3", "w.safetensors")
+    for path, output in (
+        ("run", "run/00000003/manifest.json"),
+        ("run@3", "run/00000003/w.npy"),
+        ("w.safetensors", "w.safetensors"),
+    ):
+        assert "is in the checkpoint" in run("cat", path, "w", "--save", output, code=2).stderr
+    assert jaxckpt.verify("run").ok
+    assert jaxckpt.load_numpy("w.safetensors")["w"].tolist() == [0, 0, 0]
+
+
+ODD = [
+    "[bold]x",
+    "[/]",
+    "[red",
+    "a b",
+    " lead",
+    "new\nline",
+    "x\x1b[31m",
+    "-dash",
+    "*",
+    "a[0]",
+    "ünï",
+    "日本",
+    "..",
+    "\u202eq",
+]
+
+
+def test_leaves_with_odd_names(tmp_path: Path) -> None:
+    """Their names are printed as they are, without control characters, and find the leaves again."""
+    path = str(tmp_path / "sp ace [bold]\nx")
+    jaxckpt.save(path, {name: np.array([n]) for n, name in enumerate(ODD)})
+    shown = run("show", path, "--sort", "name").stdout
+    assert "[bold]x" in shown
+    assert "new\\nline" in shown
+    assert not re.search(r"[^\x20-\uffff\n]|\u202e", shown)
+    for leaf in run_json("show", path)["leaves"]:
+        number = ODD.index(leaf["path"].replace("~1", "/"))
+        assert run("cat", path, "--", leaf["path"]).stdout == f"[{number}]\n"
+        assert run("cat", path, "--", f"{leaf['path']}[0]").stdout == f"{number}\n"
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 200])
+def test_trees_without_leaves_and_with_thousands(tmp_path: Path, width: int) -> None:
+    jaxckpt.save(tmp_path / "none", {"a": {}, "b": []})
+    assert "0 leaves" in "".join(run("show", str(tmp_path / "none"), width=max(width, 20)).stdout.split("\n")[1])
+    run("show", str(tmp_path / "none"), width=width)
+    assert run_json("show", str(tmp_path / "none"), "--sort", "bytes")["leaves"] == []
+    names = [f"block_{n}_of_the_decoder/norm_{kind}_scale" for n in range(1700) for kind in "abc"]
+    jaxckpt.save(tmp_path / "many", dict.fromkeys(names, np.zeros(2)))
+    rows = run("show", str(tmp_path / "many"), "--all", width=width).stdout.splitlines()[4:]
+    assert len({row.split("  ")[0] for row in rows}) == len(rows) == len(names)
+
+
 @pytest.mark.child
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_a_file_written_to_stdout_is_not_mixed_with_text(tmp_path: Path, options: list[str]) -> None:

@@ -91,6 +91,27 @@ def test_a_bar_has_binary_units_and_disappears(
     assert drawn.endswith("\x1b[1A\x1b[2K")  # the cursor goes up, and the line is erased
 
 
+def test_a_bar_in_a_narrow_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "24")
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True)
+    with _progress.display_progress("verify", 4 << 20, True) as report:
+        report(1 << 20)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_erase_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True)
+    with _progress.display_progress("verify", 4 << 20, True) as report:
+        report(4 << 20)
+    assert capsys.readouterr().err.startswith("jaxckpt: verify: 4.0 MiB of 4.0 MiB, ")
+
+
 @pytest.mark.child
 def test_without_a_terminal_a_line_goes_to_stderr(tmp_path: Path) -> None:
     done = finish(PROGRAM, tmp_path / "c")
