@@ -14,7 +14,7 @@ from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree
 from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
-from jaxckpt._model.units import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import show_count
 
 if TYPE_CHECKING:

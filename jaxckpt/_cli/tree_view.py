@@ -33,9 +33,9 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.grid import show_axes, show_spec
 from jaxckpt._model.short_names import shorten_end, shorten_names
-from jaxckpt._model.units import show_bytes
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import display_progress
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import InputError, show_count
 
 _SHOWN_BYTES = 16 << 20

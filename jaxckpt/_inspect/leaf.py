@@ -13,8 +13,8 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._model.grid import Box, Spec, show_axes
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
-from jaxckpt._model.units import show_bytes
 from jaxckpt._options import Options
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.read_loop import StoredArray, host_value, read_box
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import show_path

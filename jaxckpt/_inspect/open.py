@@ -15,8 +15,8 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree, unflatten
-from jaxckpt._model.units import show_bytes
 from jaxckpt._options import Options, options_or_default, require_whole_number
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
 from jaxckpt._sources.open_source import Location, source_at, step_of

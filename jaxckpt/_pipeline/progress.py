@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from jaxckpt._model.units import show_bytes, show_rate
+from jaxckpt._pipeline.units import show_bytes, show_rate
 
 _log = logging.getLogger("jaxckpt")
 

@@ -28,12 +28,12 @@ from jaxckpt._job.call import Call
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
-from jaxckpt._model.units import show_bytes
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import record_event
 from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.async_saves import PendingSave
 from jaxckpt._save.compose_manifest import PublishResult
