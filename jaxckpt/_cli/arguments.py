@@ -14,11 +14,16 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from jaxckpt._pipeline.units import parse_bytes
+
 SpecRule = tuple[str | None, tuple[str | tuple[str, ...] | None, ...]]
 """(glob of its leaves, or None for all; the entries of their PartitionSpec)."""
 
 LAYOUTS = ("plain", "scan", "maxtext")
 """Values of `--rules`."""
+
+SORTS = ("name", "bytes")
+"""Values of `show --sort`."""
 
 FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
 """The formats that `convert` writes without other packages, for completion."""
@@ -58,12 +63,12 @@ def _is_entry(entry: object) -> bool:
     return entry is None or all(isinstance(axis, str) for axis in axes)
 
 
-def parse_bytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """A number of bytes: 65536, 64KiB, 1MiB."""
-    match = re.fullmatch(r"(\d+)\s*(|[KMG]iB)", text.strip(), re.IGNORECASE)
-    if match is None or not int(match[1]):
-        raise click.BadParameter(f"{text!r}: expected bytes, such as 65536, 64KiB or 1MiB")
-    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2][:1].lower()]
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def parse_rename(text: str) -> tuple[str, str]:
@@ -204,6 +209,15 @@ back_to_option = click.option(
 )
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+
+progress_option = click.option(
+    "--no-progress",
+    "progress",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Show no progress: neither a bar nor, without a terminal, lines.",
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

@@ -1,10 +1,11 @@
-"""Resolves arguments of a command against a checkpoint: leaves, indices, specs."""
+"""Resolves arguments of a command against a checkpoint: leaves, indices, specs, files to write."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,30 +13,35 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import SpecRule
+from jaxckpt._cli.terminal import printable
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import LINE_SECONDS, Progress
+from jaxckpt._pipeline.progress import LINE_SECONDS, Progress, draws_bars
+from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError
 
 
-def options_with_progress() -> Options:
+def progress_options(progress: bool) -> Options:
     """Options that draw a progress bar if stderr is a terminal. Otherwise a long command prints a line every
-    `LINE_SECONDS`; the time counts from the start of the command, which may read several checkpoints."""
+    `LINE_SECONDS`; the time counts from the start of the command, which may read several checkpoints. With
+    `progress=False`, a command shows neither."""
+    if not progress:
+        return Options()
     next_line = time.monotonic() + LINE_SECONDS
 
     def print_line(progress: Progress) -> None:
         nonlocal next_line
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"jaxckpt: {progress}", err=True)
+            click.echo(printable(f"jaxckpt: {progress}"), err=True)
 
-    return Options(progress=sys.stderr.isatty() or print_line)
+    return Options(progress=draws_bars() or print_line)
 
 
 def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
@@ -83,6 +89,17 @@ def _index_entry(text: str) -> Any:
     if ":" not in text:
         return int(text)
     return slice(*(int(bound) if bound.strip() else None for bound in text.split(":")))
+
+
+def require_outside(output: str, path: str) -> None:
+    """Raise InputError if a file would overwrite the checkpoint at a path, or would be written into its folder."""
+    folder = local_path(path)
+    if folder is None:
+        return
+    resolve = functools.partial(os.path.realpath, folder)
+    folder, written = run_watched(f"looking at {path}", Options().timeout_seconds, resolve), os.path.realpath(output)
+    if written == folder or written.startswith(os.path.join(folder, "")):
+        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
 
 
 def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequence[str] = ()) -> Tree:

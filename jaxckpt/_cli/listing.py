@@ -24,7 +24,7 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._run_folder.steps import is_step, pins
 from jaxckpt._sources.open_source import foreign_steps_of
@@ -80,7 +80,7 @@ def ls(path: str, as_json: bool) -> None:
         return
     numbers = map(number_column, ("steps", "leaves", "size", "age"))
     texts = (Column(title, 10) for title in ("metrics", "dropped", "pinned"))
-    columns = [Column("name", 16, middle=True), Column("format"), *numbers, *texts]
+    columns = [Column("name", 16, is_name=True), Column("format"), *numbers, *texts]
     rows = [_row(entry) for entry in entries]
     shown = [at for at, column in enumerate(columns) if column.title not in _RARE or any(r[at] for r in rows)]
     print_table([columns[at] for at in shown], [[row[at] for at in shown] for row in rows])

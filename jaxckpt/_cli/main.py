@@ -19,6 +19,7 @@ import click
 
 from jaxckpt._cli.arguments import (
     FORMATS,
+    SORTS,
     LocalPath,
     back_to_option,
     complete_format,
@@ -29,8 +30,9 @@ from jaxckpt._cli.arguments import (
     mesh_option,
     output_option,
     overwrite_option,
-    parse_bytes,
     parse_rename,
+    parse_size,
+    progress_option,
     rules_option,
     select_option,
     similar_path_hint,
@@ -159,6 +161,12 @@ def ls() -> None:
     back_to_option,
     click.option("--depth", type=click.IntRange(min=1), help="Show at most this many levels of containers."),
     click.option("--all", "every", is_flag=True, help="Show identical containers, such as layers, one by one."),
+    click.option(
+        "--sort",
+        type=click.Choice(SORTS),
+        help="Sort the children of each container: by name, numbers by value, or by bytes, largest first. With --json,"
+        " sort all leaves. By default, they are in the order of the saved tree.",
+    ),
 )
 def show() -> None:
     """Show the tree: shapes, dtypes, specs and bytes. No arrays are read.
@@ -176,6 +184,7 @@ def show() -> None:
     click.option(
         "--save", type=LocalPath(dir_okay=False, path_type=str), help="Write the array to this .npy file instead."
     ),
+    progress_option,
 )
 def cat() -> None:
     """Print a leaf or a part of it. Only the necessary chunks are read.
@@ -194,7 +203,8 @@ def cat() -> None:
     "results",
     location("path"),
     click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
-    click.option("--rate", type=parse_bytes, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
+    click.option("--rate", type=parse_size, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
+    progress_option,
 )
 def verify() -> None:
     """Read and check every byte of a checkpoint or a run. For a run, all steps are checked.
@@ -203,7 +213,7 @@ def verify() -> None:
     """
 
 
-@_command("results", location("a"), location("b"), select_option, rules_option, back_to_option)
+@_command("results", location("a"), location("b"), select_option, rules_option, back_to_option, progress_option)
 def diff() -> None:
     """Compare two checkpoints leaf by leaf. Meshes and formats may differ.
 
@@ -264,9 +274,10 @@ def plan() -> None:
         help="Rename a leaf or container. May be repeated.",
     ),
     click.option(
-        "--chunk-bytes", type=parse_bytes, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
+        "--chunk-bytes", type=parse_size, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
     ),
     overwrite_option,
+    progress_option,
 )
 def convert() -> None:
     """Convert a checkpoint to another format or layout. --select extracts some of its leaves.
@@ -286,6 +297,7 @@ def convert() -> None:
     mesh_option(),
     specs_option,
     click.option("--histograms", is_flag=True, help="Also read the arrays and show the distribution of their values."),
+    progress_option,
 )
 def report() -> None:
     """Write a report on a checkpoint as one self-contained HTML file.
@@ -301,6 +313,7 @@ def report() -> None:
     location("strategy"),
     click.argument("n", type=click.IntRange(min=1)),
     overwrite_option,
+    progress_option,
 )
 def integrate() -> None:
     """Merge MindSpore rank files into one checkpoint.

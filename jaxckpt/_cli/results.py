@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxckpt._cli.arguments import SpecRule
-from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
+from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree
 from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import show_count
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ _SHOWN_ROWS = 40
 # Verifying ------------------------------------------------------------------------------------------------
 
 
-def verify(path: str, quick: bool, rate: int | None, as_json: bool) -> bool:
-    report = verify_checkpoint(path, quick=quick, options=replace(options_with_progress(), max_bytes_per_second=rate))
+def verify(path: str, quick: bool, rate: int | None, progress: bool, as_json: bool) -> bool:
+    options = replace(progress_options(progress), max_bytes_per_second=rate)
+    report = verify_checkpoint(path, quick=quick, options=options)
     if as_json:
         problems = [pick_attributes(problem, "leaf box object reason") for problem in report.problems]
         print_json(
@@ -44,11 +45,13 @@ def verify(path: str, quick: bool, rate: int | None, as_json: bool) -> bool:
 # Comparing ------------------------------------------------------------------------------------------------
 
 
-def diff(a: str, b: str, select: Sequence[str], rules: str | None, back_to: str | None, as_json: bool) -> bool:
+def diff(
+    a: str, b: str, select: Sequence[str], rules: str | None, back_to: str | None, progress: bool, as_json: bool
+) -> bool:
     from jaxckpt._inspect.diff import diff as diff_checkpoints  # imports JAX
 
     rename = rules_of(a, rules, back_to)
-    delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=options_with_progress())
+    delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=progress_options(progress))
     if as_json:
         print_json(_delta_record(delta))
     else:
@@ -70,13 +73,14 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
 
 
 def _print_delta(delta: Delta) -> None:
-    if delta.identical:
-        click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit")
+    if not delta.differing:
+        structure = "" if delta.same_structure else "; the containers differ"
+        click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit{structure}")
         return
     structure = "" if delta.same_structure else "; the containers differ too"
     click.echo(f"{len(delta.differing):,} of {show_count(len(delta.leaves), 'leaf')} differ{structure}")
     numbers = map(number_column, ("elements", "max |a−b|", "relative"))
-    columns = [Column("leaf", 16, middle=True), Column("a", 10), Column("b", 10), *numbers]
+    columns = [Column("leaf", 16, is_name=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
 
 
@@ -139,11 +143,9 @@ def _plan_record(plan: RestorePlan) -> dict[str, Any]:
 
 
 def _print_plan(plan: RestorePlan) -> None:
-    devices = sum(len(process.device_bytes) for process in plan.processes)
-    click.echo(
-        f"{show_count(len(plan.leaves), 'array')} onto {show_count(devices, 'device')} of"
-        f" {show_count(len(plan.processes), 'process')}"
-    )
+    from jaxckpt._inspect.restore_plan import plan_headline  # imports JAX
+
+    click.echo(plan_headline(plan))
     click.echo()
     titles = ["process", "needed", "read", "over-read", "requests", "host memory", "each device"]
     rows = [_process_row(process) for process in plan.processes[:_SHOWN_ROWS]]
@@ -166,7 +168,7 @@ def _print_plan(plan: RestorePlan) -> None:
     if not groups:
         return
     click.echo()
-    columns = [Column("leaf", 20, middle=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
+    columns = [Column("leaf", 20, is_name=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
     rows = [
         [pattern, f"{len(paths)} × {what}", before, goal] if len(paths) > 1 else [paths[0], what, before, goal]
         for (pattern, what, before, goal), paths in groups.items()

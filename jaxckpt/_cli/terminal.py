@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import sys
-import unicodedata
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import click
+
+from jaxckpt._model.short_names import display_width, shorten_end, shorten_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,8 +32,8 @@ class Column:
     min_width: int | None = None
     """The least width to which its texts may be shortened; None if they may not be shortened."""
 
-    middle: bool = False
-    """Whether texts are shortened in the middle, such as paths, whose ends matter most."""
+    is_name: bool = False
+    """Whether texts are names, which are shortened in the middle and stay different."""
 
     right: bool = False
     """Whether its texts are right-aligned."""
@@ -49,7 +50,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     titles = [printable(column.title) for column in columns]
-    widths = [max(map(_display_width, column)) for column in zip(titles, *cells, strict=True)]
+    widths = [max(map(display_width, column)) for column in zip(titles, *cells, strict=True)]
     most = terminal_width()
     while most is not None and sum(widths) + 2 * (len(widths) - 1) > most:
         able = [n for n, column in enumerate(columns) if column.min_width is not None and widths[n] > column.min_width]
@@ -57,14 +58,18 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
             break
         widths[max(able, key=lambda n: widths[n])] -= 1
     color = False if os.environ.get("NO_COLOR") else None  # None: only on a terminal
-    for number, row in enumerate([titles, *cells]):
-        texts: list[str] = []
-        for cell, column, width in zip(row, columns, widths, strict=True):
-            text = elided_middle(cell, width) if column.middle else elided(cell, width)
-            padding = " " * (width - _display_width(text))
-            texts.append(padding + text if column.right else text + padding)
+    lines = zip(*map(_cells, columns, zip(titles, *cells, strict=True), widths), strict=True)
+    for number, texts in enumerate(lines):
         line = "  ".join(texts).rstrip()
         click.echo(line if number else click.style(line, bold=True), color=color)
+
+
+def _cells(column: Column, texts: Sequence[str], width: int) -> Iterator[str]:
+    """The title and the texts of a column, shortened or padded to its width."""
+    short = _shorten_indented(texts, width) if column.is_name else [shorten_end(text, width) for text in texts]
+    for text in short:
+        padding = " " * (width - display_width(text))
+        yield padding + text if column.right else text + padding
 
 
 def terminal_width() -> int | None:
@@ -75,36 +80,18 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _display_width(text: str) -> int:
-    """Width of a text on a terminal."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def elided(text: str, width: int | None) -> str:
-    if width is None or _display_width(text) <= width:
-        return text
-    while text and _display_width(text) > width - 1:
-        text = text[:-1]
-    return f"{text}…"
-
-
-def elided_middle(text: str, width: int | None) -> str:
-    """The two ends of a text, with more of the second, and its indentation."""
-    if width is None or _display_width(text) <= width:
-        return text
-    body = text.lstrip()
-    room = width - (len(text) - len(body))
-    if room < 4:
-        return elided(text, width)
-    head, tail = body[: len(body) // 2], body[len(body) // 2 :]
-    while _display_width(head) + _display_width(tail) > room - 1:
-        if 2 * _display_width(head) > _display_width(tail):
-            head = head[:-1]
-        else:
-            tail = tail[1:]
-    return f"{text[: len(text) - len(body)]}{head}…{tail}"
+def _shorten_indented(names: Sequence[str], width: int) -> list[str]:
+    """Names shortened in the middle. Their indentation stays, except that it takes at most half of the width."""
+    if all(display_width(name) <= width for name in names):
+        return list(names)
+    indents = [min(len(name) - len(name.lstrip(" ")), width // 2) for name in names]
+    short = {
+        indent: iter(
+            shorten_names([n.lstrip(" ") for n, at in zip(names, indents, strict=True) if at == indent], width - indent)
+        )
+        for indent in set(indents)
+    }
+    return [" " * indent + next(short[indent]) for indent in indents]
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -149,8 +136,17 @@ def pick_attributes(value: Any, names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names.split()}
 
 
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(_to_jsonable(value), indent=2, allow_nan=False))
+def print_json(value: Any, *, to_stderr: bool = False) -> None:
+    click.echo(json.dumps(_to_jsonable(value), indent=2, allow_nan=False), err=to_stderr)
+
+
+def print_done(text: str, record: Mapping[str, Any], as_json: bool, *, written: str | None = None) -> None:
+    """Print what a command did. If it wrote a file that is not a regular one, such as /dev/stdout, print to stderr."""
+    to_stderr = written is not None and _is_special(written)
+    if as_json:
+        print_json(record, to_stderr=to_stderr)
+    else:
+        click.echo(printable(text), err=to_stderr)
 
 
 def _to_jsonable(value: Any) -> Any:
@@ -182,11 +178,16 @@ def npy_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"{dtype.name.rstrip('0123456789')}8" if "int" in dtype.name else "float32")
 
 
+def _is_special(path: str) -> bool:
+    """Whether a path is not a regular file, but a pipe at /dev/stdout, for example, which cannot be replaced."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
 @contextlib.contextmanager
 def replacing_file(path: str) -> Generator[IO[bytes]]:
     """A file to write. It replaces an existing file only when it is complete."""
-    path = os.path.realpath(path)
-    special = os.path.exists(path) and not os.path.isfile(path)  # /dev/stdout, for example
+    special = _is_special(path)
+    path = path if special else os.path.realpath(path)
     draft = path if special else f"{path}.{os.getpid()}.tmp"
     try:
         with open(draft, "wb") as file:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import click
 import numpy as np
 
-from jaxckpt._cli.inputs import resolve_leaf, rules_of, selected
+from jaxckpt._cli.inputs import progress_options, require_outside, resolve_leaf, rules_of, selected
 from jaxckpt._cli.terminal import (
     Column,
-    elided,
-    elided_middle,
     natural_key,
     npy_dtype,
     number_column,
     pick_attributes,
+    print_done,
     print_json,
     print_table,
     printable,
@@ -32,7 +32,10 @@ from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.grid import show_axes, show_spec
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._model.short_names import shorten_end, shorten_names
+from jaxckpt._options import Options
+from jaxckpt._pipeline.progress import display_progress
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import InputError, show_count
 
 _SHOWN_BYTES = 16 << 20
@@ -57,6 +60,7 @@ def show(
     back_to: str | None,
     depth: int | None,
     every: bool,
+    sort: str | None,
     as_json: bool,
 ) -> None:
     if as_json and (depth is not None or every):
@@ -64,9 +68,22 @@ def show(
     checkpoint = open_checkpoint(path, rename=rules_of(path, rules, back_to))
     leaves = selected(checkpoint, select)
     if as_json:
-        print_json(_tree_record(checkpoint, leaves))
+        print_json(_tree_record(checkpoint, _sorted_leaves(leaves, sort)))
     else:
-        _print_tree(path, checkpoint, leaves, depth, every)
+        ordered = leaves if sort == "bytes" else _sorted_leaves(leaves, sort)  # rows are sorted by their own bytes
+        view = _View(expand_all=every, by_bytes=sort == "bytes", one_mesh=len(_meshes(leaves)) == 1)
+        _print_tree(path, checkpoint, ordered, depth, view)
+
+
+def _sorted_leaves(leaves: Mapping[str, LazyLeaf], sort: str | None) -> Mapping[str, LazyLeaf]:
+    """The leaves in the order of `--sort`."""
+    match sort:
+        case "name":
+            return dict(sorted(leaves.items(), key=lambda item: [*map(natural_key, item[0].split("/"))]))
+        case "bytes":
+            return dict(sorted(leaves.items(), key=lambda item: -item[1].nbytes))
+        case _:
+            return leaves
 
 
 def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict[str, Any]:
@@ -96,15 +113,28 @@ def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """How a tree is shown."""
+
+    expand_all: bool
+    """Whether identical containers are shown one by one."""
+
+    by_bytes: bool
+    """Whether the children of a container are sorted by their bytes. Otherwise, they keep their order."""
+
+    one_mesh: bool
+    """Whether all leaves have the same mesh, which is then not repeated."""
+
+
 def _print_tree(
-    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, expand_all: bool
+    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, view: _View
 ) -> None:
-    """Lines about a checkpoint, and the tree of some of its leaves. `expand_all` shows identical containers one by
-    one."""
-    width = terminal_width()
-    click.echo(elided_middle(printable(path), width))
-    for line in describe(checkpoint, leaves):
-        click.echo(elided(f"  {printable(line)}", width))
+    """Lines about a checkpoint, and the tree of some of its leaves."""
+    name, about = printable(path), [f"  {printable(line)}" for line in describe(checkpoint, leaves)]
+    if (width := terminal_width()) is not None:
+        (name,), about = shorten_names([name], width), [shorten_end(line, width) for line in about]
+    click.echo("\n".join([name, *about]))
     click.echo()
     tree: _Node = {}
     for name, leaf in leaves.items():
@@ -114,13 +144,12 @@ def _print_tree(
             node = node.setdefault(parent, {})
         node[last] = leaf
     columns = [
-        Column("leaf", 12, middle=True),
+        Column("leaf", 12, is_name=True),
         Column("dtype[shape]", 12),
         Column("layout", 10),
         number_column("bytes"),
     ]
-    one_mesh = len(_meshes(leaves)) == 1
-    print_table(columns, list(_rows(tree, 0, depth, expand_all, one_mesh=one_mesh, is_single=True)))
+    print_table(columns, list(_rows(tree, 0, depth, view, is_single=True)))
 
 
 def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator[str]:
@@ -151,39 +180,41 @@ _Node = dict[str, Any]
 """Children by path component: leaves, or nodes."""
 
 
-def _rows(
-    node: _Node, level: int, depth: int | None, expand_all: bool, *, one_mesh: bool, is_single: bool
-) -> Iterator[list[str]]:
+def _rows(node: _Node, level: int, depth: int | None, view: _View, *, is_single: bool) -> Iterator[list[str]]:
     """The rows of a container's children, down to `depth` levels of containers.
 
     Consecutive identical children share a row, and so does a chain of containers with a single child. `is_single` is
     false for the children of several containers, whose values may differ.
     """
-    for names in [[name] for name in node] if expand_all else _group_runs(node, one_mesh):
+    groups = [[name] for name in node] if view.expand_all else _group_runs(node, view.one_mesh)
+    if view.by_bytes:
+        groups.sort(key=lambda names: -_bytes_below(node, names))
+    for names in groups:
         child, levels_left, alone = node[names[0]], depth, is_single and len(names) == 1
         label, head = "  " * level + _run_label(names), f"{len(names)} × " if len(names) > 1 else ""
-        while not expand_all and isinstance(child, dict) and len(cast("_Node", child)) == 1 and levels_left != 1:
+        while not view.expand_all and isinstance(child, dict) and len(cast("_Node", child)) == 1 and levels_left != 1:
             ((name, child),) = cast("_Node", child).items()
             label, levels_left = f"{label}/{name}", levels_left and levels_left - 1
+        size = show_bytes(_bytes_below(node, names))
         if isinstance(child, dict):
-            below: list[LazyLeaf] = [leaf for name in names for leaf in _leaves_below(node[name])]
-            count = len(below) // len(names)
-            size = show_bytes(sum(leaf.nbytes for leaf in below))
+            count = sum(1 for _ in _leaves_below(cast("_Node", child)))
             yield [f"{label}/", f"{head}{show_count(count, 'leaf')}", "", size]
             if levels_left != 1:
-                rows = _rows(
-                    cast("_Node", child),
-                    level + 1,
-                    levels_left and levels_left - 1,
-                    expand_all,
-                    one_mesh=one_mesh,
-                    is_single=alone,
+                yield from _rows(
+                    cast("_Node", child), level + 1, levels_left and levels_left - 1, view, is_single=alone
                 )
-                yield from rows
         else:
-            what, layout = _leaf_texts(child, one_mesh) if alone or not _is_value(child) else (child.kind, "")
-            size = show_bytes(child.nbytes * len(names)) if child.nbytes or not _is_value(child) else ""
-            yield [label or "(the tree itself)", f"{head}{what}", layout, size]
+            what, layout = _leaf_texts(child, view.one_mesh) if alone or not _is_value(child) else (child.kind, "")
+            yield [
+                label or "(the tree itself)",
+                f"{head}{what}",
+                layout,
+                size if child.nbytes or not _is_value(child) else "",
+            ]
+
+
+def _bytes_below(node: _Node, names: Sequence[str]) -> int:
+    return sum(leaf.nbytes for name in names for leaf in _leaves_below(node[name]))
 
 
 def _leaves_below(node: Any) -> Iterator[LazyLeaf]:
@@ -223,7 +254,7 @@ def _run_label(names: Sequence[str]) -> str:
 def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
     """(dtype and shape, or kind and value; layout)."""
     if _is_value(leaf):
-        return leaf.kind if leaf.nbytes else elided(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
+        return leaf.kind if leaf.nbytes else shorten_end(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
     layout = show_spec(saved_spec(leaf)) if leaf.mesh and one_mesh else leaf.layout
     return f"{'key ' if leaf.kind == 'key' else ''}{show_array(leaf.dtype.name, leaf.shape)}", layout
 
@@ -231,12 +262,17 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 # A leaf ---------------------------------------------------------------------------------------------------
 
 
-def cat(path: str, leaf: str, save: str | None, as_json: bool) -> None:
-    lazy_leaf, index = resolve_leaf(open_checkpoint(path), leaf)
+def cat(path: str, leaf: str, save: str | None, progress: bool, as_json: bool) -> None:
+    checkpoint = open_checkpoint(path)
+    lazy_leaf, index = resolve_leaf(checkpoint, leaf)
     if save is not None:
-        _save_npy(lazy_leaf, index, save)
-        if as_json:
-            print_json({"path": path, "leaf": lazy_leaf.path, "saved": save})
+        require_outside(save, checkpoint.path)
+        dtype, shape = _save_npy(lazy_leaf, index, save, progress_options(progress))
+        size = math.prod(shape) * dtype.itemsize
+        loss = "" if dtype == lazy_leaf.dtype else f" as {dtype}, without loss"
+        record = {"path": path, "leaf": lazy_leaf.path, "saved": save, "dtype": dtype.name, "shape": shape}
+        text = f"{leaf} → {save}: {show_array(lazy_leaf.dtype.name, shape)}{loss}, {show_bytes(size)}"
+        print_done(text, {**record, "bytes": size}, as_json, written=save)
         return
     value = _read_value(lazy_leaf, index, leaf)
     is_array = isinstance(value, np.ndarray)
@@ -273,9 +309,9 @@ def _n_bytes(leaf: LazyLeaf, index: Any) -> int:
         raise InputError(f"leaf {leaf.path!r} of shape {leaf.shape}: {error}") from None
 
 
-def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
-    """Write the part that an index selects, or the whole leaf, as a .npy file. The whole leaf is written in slabs,
-    because it may be larger than memory."""
+def _save_npy(leaf: LazyLeaf, index: Any, path: str, options: Options) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Write the part that an index selects, or the whole leaf, as a .npy file; returns its dtype and shape. The whole
+    leaf is written in slabs, because it may be larger than memory."""
     if leaf.kind in ("str", "bytes"):
         raise InputError(f"leaf {leaf.path!r} is a {leaf.kind}, which is not an array")
     shape, slabs = leaf.shape, leaf.slabs()
@@ -284,10 +320,11 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str) -> None:
         part = np.asarray(leaf[index])
         shape, slabs = part.shape, iter([part])
     dtype = npy_dtype(leaf.dtype)
-    with replacing_file(path) as file:
+    total = math.prod(shape) * leaf.dtype.itemsize
+    with replacing_file(path) as file, display_progress("cat", total, options.progress) as report:
         header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
         np.lib.format.write_array_header_1_0(file, header)
         for slab in slabs:
             file.write(np.ascontiguousarray(slab, dtype).data)
-    if dtype != leaf.dtype:
-        click.echo(f"{leaf.dtype} is saved as {dtype}, without loss", err=True)
+            report(slab.nbytes)
+    return dtype, shape

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import functools
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 
 from jaxckpt._cli.arguments import SpecRule, require_mesh
-from jaxckpt._cli.inputs import options_with_progress, rules_of, spec_tree
-from jaxckpt._cli.terminal import print_json, printable, replacing_file
+from jaxckpt._cli.inputs import progress_options, require_outside, rules_of, spec_tree
+from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
 from jaxckpt._convert.convert import integrate as integrate_ranks
@@ -20,21 +17,13 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import is_link, step_name
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.pins import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
-from jaxckpt._store.store_path import local_path, store_at
+from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError
-
-
-def _print_done(text: str, record: Mapping[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(record)
-    else:
-        click.echo(printable(text))
 
 
 def convert(
@@ -49,6 +38,7 @@ def convert(
     back_to: str | None,
     chunk_bytes: int | None,
     overwrite: bool,
+    progress: bool,
     as_json: bool,
 ) -> None:
     require_mesh(mesh, specs)
@@ -65,37 +55,32 @@ def convert(
         rename=renaming,
         chunk_bytes=chunk_bytes,
         overwrite=overwrite,
-        options=options_with_progress(),
+        options=progress_options(progress),
     )
-    _print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
+    print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
 
 
 def report(
-    path: str, output: str, mesh: Mapping[str, int] | None, specs: Sequence[SpecRule], histograms: bool, as_json: bool
+    path: str,
+    output: str,
+    mesh: Mapping[str, int] | None,
+    specs: Sequence[SpecRule],
+    histograms: bool,
+    progress: bool,
+    as_json: bool,
 ) -> None:
     require_mesh(mesh, specs)
-    _require_outside(output, path)
+    require_outside(output, path)
     tree = spec_tree(open_checkpoint(path), specs) if specs else None
-    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=options_with_progress())
+    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=progress_options(progress))
     with replacing_file(output) as file:
         file.write(page.encode())
-    _print_done(output, {"path": path, "output": output}, as_json)
+    print_done(output, {"path": path, "output": output}, as_json, written=output)
 
 
-def _require_outside(output: str, path: str) -> None:
-    """Raise InputError if a file would overwrite the checkpoint at a path, or would be written into its folder."""
-    folder = local_path(path)
-    if folder is None:
-        return
-    resolve = functools.partial(os.path.realpath, folder)
-    folder, written = run_watched(f"looking at {path}", Options().timeout_seconds, resolve), os.path.realpath(output)
-    if written == folder or written.startswith(os.path.join(folder, "")):
-        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
-
-
-def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, as_json: bool) -> None:
-    integrate_ranks(old, new, strategy, n, overwrite=overwrite)
-    _print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
+def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, progress: bool, as_json: bool) -> None:
+    integrate_ranks(old, new, strategy, n, overwrite=overwrite, options=progress_options(progress))
+    print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
 
 
 def pin(path: str, name: str, move: bool, as_json: bool) -> None:
@@ -106,20 +91,20 @@ def pin(path: str, name: str, move: bool, as_json: bool) -> None:
         run = above or "."
     else:
         run = path.rstrip("/").rpartition("@")[0] if "@" in last else path.rstrip("/")
-    _print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
+    print_done(f"{run}@{name} is step {step}", {"path": path, "name": name, "step": step}, as_json)
 
 
 def unpin(path: str, as_json: bool) -> None:
     store = store_at(path, Options())
     run, name = run_and_name(store) or (store, "")
     unpin_name(run, name)
-    _print_done(f"{path} is no longer pinned", {"path": path}, as_json)
+    print_done(f"{path} is no longer pinned", {"path": path}, as_json)
 
 
 def fork(run: str, new_run: str, as_json: bool) -> None:
     step = fork_step(run, new_run, Options())
     source = run.removesuffix(f"@{step}")
-    _print_done(
+    print_done(
         f"{new_run} starts from step {step} of {source}", {"run": run, "new_run": new_run, "step": step}, as_json
     )
 
@@ -149,7 +134,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
             raise InputError(f"{path} was saved again in the meantime, so it was not deleted")
     if is_link(store):  # its target may belong to another run
         store.remove_link()
-        _print_done(f"deleted the link {path}", {"path": path, "left": []}, as_json)
+        print_done(f"deleted the link {path}", {"path": path, "left": []}, as_json)
         return
     if (manifest := store.read(MANIFEST)) is None:
         raise NotACheckpointError(f"{path} was deleted in the meantime")
@@ -165,6 +150,6 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
             f"{path} is no longer a checkpoint, but {remains[0]} in it could not be deleted completely: check who may"
             " delete its files, then delete it",
         )
-    _print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
+    print_done(f"deleted {path}", {"path": path, "left": left}, as_json)
     if left:
         click.echo(printable(f"kept (not part of this checkpoint): {', '.join(left[:5])}"), err=True)

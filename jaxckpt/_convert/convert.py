@@ -141,13 +141,19 @@ def convert(
 
 
 def integrate(
-    old: str, new: str | os.PathLike[str], strategy: str | os.PathLike[str], n: int, *, overwrite: bool = False
+    old: str,
+    new: str | os.PathLike[str],
+    strategy: str | os.PathLike[str],
+    n: int,
+    *,
+    overwrite: bool = False,
+    options: Options | None = None,
 ) -> None:
     """Merge the files of `n` MindSpore ranks, `./node0/OLD` and so on, into the jaxckpt checkpoint `new`.
 
     The arguments are those of integrate_checkpoint.py in MindSpore's tutorial."""
     ranks = {rank: os.path.join(f"node{rank}", old) for rank in range(n)}
-    convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite)
+    convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite, options=options)
 
 
 @contextlib.contextmanager

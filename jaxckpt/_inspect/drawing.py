@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxckpt._model.grid import Spec, pieces_along, show_axes, show_spec
 from jaxckpt._model.records import MeshRecord
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._model.short_names import shorten_names
+from jaxckpt._pipeline.units import show_bytes
 
 T = TypeVar("T")
 
@@ -342,8 +343,9 @@ def byte_bars(sizes: Mapping[str, int], most: int = 12) -> Markup:
     if len(ranked) > most:
         ranked[most - 1 :] = [(f"… {len(ranked) - most + 1} more", sum(size for _, size in ranked[most - 1 :]))]
     largest = max((size for _, size in ranked), default=1)
+    names = shorten_names([path for path, _ in ranked], 60)
     lines = [
-        Bar(clipped(path, 60), f"{show_bytes(size)}, {size / total:.1%}", ((0, size / largest, f"{path}: {size:,} B"),))
-        for path, size in ranked
+        Bar(name, f"{show_bytes(size)}, {size / total:.1%}", ((0, size / largest, f"{path}: {size:,} B"),))
+        for name, (path, size) in zip(names, ranked, strict=True)
     ]
     return bars("Bytes by subtree", lines)

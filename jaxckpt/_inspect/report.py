@@ -49,8 +49,10 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import pieces_along, show_axes
 from jaxckpt._model.records import LeafRecord, Manifest
+from jaxckpt._model.short_names import shorten_names
 from jaxckpt._options import Options, options_or_default, require_bool
-from jaxckpt._pipeline.progress import display_progress, show_bytes
+from jaxckpt._pipeline.progress import display_progress
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
@@ -354,7 +356,8 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
 def _metrics(manifest: Manifest) -> dict[str, str]:
     """The metrics of a training step, as text."""
     metrics = {} if manifest.step is None else manifest.step.metrics
-    return {clipped(name, 60): "not finite" if value is None else f"{value:.6g}" for name, value in metrics.items()}
+    texts = ["not finite" if value is None else f"{value:.6g}" for value in metrics.values()]
+    return dict(zip(shorten_names(list(metrics), 60), texts, strict=True))
 
 
 def _save_section(manifest: Manifest) -> Markup:

@@ -18,7 +18,7 @@ from jaxckpt._model.grid import Spec, show_axes, show_spec, spec_of, volume
 from jaxckpt._model.leaves import show_layout
 from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.read_plan import ReadCost
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job
@@ -129,7 +129,7 @@ class RestorePlan:
 
     def __repr__(self) -> str:
         count = sum(len(process.device_bytes) for process in self.processes)
-        onto = f"{show_count(len(self.leaves), 'leaf')} onto {show_count(count, 'device')}"
+        onto = f"{show_count(len(self.leaves), 'array')} onto {show_count(count, 'device')}"
         return f"<RestorePlan: {onto}, {show_bytes(self.read_bytes)} read ({self.over_read:.3f} × needed)>"
 
     def _repr_html_(self) -> str:
@@ -140,8 +140,7 @@ class RestorePlan:
         busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
         devices = [size for part in self.processes for size in part.device_bytes.values()]
         lines = [
-            f"{show_count(len(self.leaves), 'leaf')} onto {show_count(len(devices), 'device')} of"
-            f" {show_count(len(self.processes), 'process')}",
+            plan_headline(self),
             f"  needed     {show_bytes(self.needed_bytes)}",
             f"  read       {show_bytes(self.read_bytes)} ({self.over_read:.3f} × needed),"
             f" {show_count(self.requests, 'request')}",
@@ -154,7 +153,9 @@ class RestorePlan:
         if self.value_dependent:
             lines.append(f"  casts      only if no value changes, in {_shown_paths(self.value_dependent)}")
         moves = collections.Counter((leaf.saved.on, leaf.wanted.on) for leaf in self.leaves)
-        lines.extend(f"  {before} → {after}: leaves: {count}" for (before, after), count in moves.most_common())
+        lines.extend(
+            f"  {before} → {after}: {show_count(count, 'array')}" for (before, after), count in moves.most_common()
+        )
         changed = [leaf for leaf in self.leaves if leaf.saved.spec != leaf.wanted.spec]
         width = max((len(leaf.path) for leaf in changed[:20]), default=0)
         lines.extend(
@@ -163,8 +164,17 @@ class RestorePlan:
             for leaf in changed[:20]
         )
         if len(changed) > 20:
-            lines.append(f"  … and {len(changed) - 20} more leaves with another spec")
+            lines.append(f"  … and {len(changed) - 20} more arrays with another spec")
         return "\n".join(lines)
+
+
+def plan_headline(plan: RestorePlan) -> str:
+    """`29 arrays onto 8 devices of 2 processes`."""
+    devices = sum(len(process.device_bytes) for process in plan.processes)
+    return (
+        f"{show_count(len(plan.leaves), 'array')} onto {show_count(devices, 'device')} of"
+        f" {show_count(len(plan.processes), 'process')}"
+    )
 
 
 def _shown_paths(paths: Sequence[str]) -> str:
@@ -205,7 +215,7 @@ def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
             definitions(figures),
             bars("Bytes read by each process", lines, ["needed", "over-read"]),
             *([element("p", f"… and {rest:,} processes that read less")] if rest else []),
-            table(["saved as", "restored as", "leaves"], rows, text_columns=2),
+            table(["saved as", "restored as", "arrays"], rows, text_columns=2),
         ]
     )
 

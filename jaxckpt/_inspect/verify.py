@@ -24,8 +24,9 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.pipeline import Budget, pipeline
-from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
+from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._pipeline.threads import Task
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.workers import StorageThread, Workers
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.read_plan import max_read_bytes

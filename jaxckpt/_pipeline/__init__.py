@@ -1,1 +1,1 @@
-"""Bounded work: the pipeline through which bytes move, threads, the watchdog of storage, rates, phases and progress."""
+"""Bounded work: the pipeline of bytes, threads, the watchdog of storage, rates, phases, progress and units."""

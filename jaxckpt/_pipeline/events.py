@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 
 _log = logging.getLogger("jaxckpt")
 

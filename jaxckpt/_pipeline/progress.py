@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from jaxckpt._pipeline.units import show_bytes, show_rate
 
 _log = logging.getLogger("jaxckpt")
 
@@ -45,22 +48,12 @@ class Progress:
     def __str__(self) -> str:
         """`save: 1.2 GiB of 4.0 GiB, 350.0 MiB/s, 8 s left`."""
         left = "" if self.remaining_seconds is None else f", {self.remaining_seconds:.0f} s left"
-        rate = f"{show_bytes(self.bytes_per_second)}/s"
         moved = f"{show_bytes(self.done_bytes)} of {show_bytes(self.total_bytes)}"
-        return f"{_title(self.verb, self.step)}: {moved}, {rate}{left}"
+        return f"{_title(self.verb, self.step)}: {moved}, {show_rate(self.bytes_per_second)}{left}"
 
 
 def _title(verb: str, step: str) -> str:
     return f"{verb} {step}" if step else verb
-
-
-def show_bytes(size: float) -> str:
-    """A size as people read it: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 Report = Callable[[int], None]
@@ -69,6 +62,11 @@ Report = Callable[[int], None]
 
 def report_nothing(moved: int) -> None:
     """Report nothing."""
+
+
+def draws_bars() -> bool:
+    """Whether stderr is a terminal that can erase what it shows. Elsewhere, progress is shown as lines."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextmanager
@@ -83,7 +81,7 @@ def display_progress(
         yield _make_report(verb, total_bytes, progress, step)
     elif not progress or not total_bytes:
         yield report_nothing
-    elif sys.stderr.isatty():
+    elif draws_bars():
         with _bar(_title(verb, step), total_bytes) as report:
             yield report
     else:
@@ -123,19 +121,29 @@ class _LineLogger:
 
 @contextmanager
 def _bar(title: str, total_bytes: int) -> Generator[Report]:
+    """A bar that disappears when the block ends. The result of the call says the rest."""
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.table import Column
+    from rich.text import Text
 
+    class Figures(ProgressColumn):
+        """Rich's own columns show sizes in GiB, but rates in GB/s."""
+
+        def render(self, task: Task) -> Text:
+            moved = f"{show_bytes(task.completed)} of {show_bytes(total_bytes)}"
+            return Text(f"{moved}, {show_rate(task.speed)}" if task.speed else moved)
+
+    one_line = Column(no_wrap=True)  # a narrow terminal shortens the bar first
     columns = (
-        "{task.description}",
+        TextColumn("{task.description}", table_column=one_line.copy()),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        Figures(one_line.copy()),
+        TimeRemainingColumn(table_column=one_line.copy()),
     )
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(f"{title:>8}"), total=total_bytes)
         yield lambda moved: bar.advance(task, moved)

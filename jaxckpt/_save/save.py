@@ -30,9 +30,10 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import record_event
-from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
+from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.async_saves import RunningSave
 from jaxckpt._save.compose_manifest import PublishResult

@@ -349,7 +349,9 @@ def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
 @pytest.mark.child
 def test_color_and_a_bar_only_on_terminals(here: Path) -> None:
     """On a pseudo-terminal of 70 columns."""
-    assert "verify" in on_terminal(["verify", "run1/00000300"])
+    for args, title in ((["verify", "small"], "  verify "), (["cat", "small", "w", "--save", "w.npy"], "     cat ")):
+        assert title in on_terminal(args)
+        assert title not in on_terminal([*args, "--no-progress"])
     for extra, colored in (({}, True), ({"NO_COLOR": "1"}, False)):
         shown = on_terminal(["show", "run1/00000300"], **extra)
         assert ("\x1b[1m" in shown) == colored

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import run, run_json
 
@@ -60,3 +62,51 @@ def test_a_long_command_prints_lines_in_a_pipe(here: Path, monkeypatch: pytest.M
     assert verified.stderr.startswith("jaxckpt: verify 00000100: ")
     assert "jaxckpt: verify 00000300: " in verified.stderr
     assert compared.stderr.startswith("jaxckpt: diff: ")
+    silent = (
+        run("verify", "run1", "--no-progress", code=1),
+        run("diff", "run1@100", "run1@200", "--no-progress", code=1),
+        run("convert", "run1@100", "copy.npz", "--select", "params/wte", "--no-progress"),
+        run("report", "run1@100", "-o", "page.html", "--histograms", "--no-progress"),
+        run("cat", "run1@100", "params/wte", "--save", "wte.npy", "--no-progress"),
+    )
+    assert {result.stderr for result in silent} == {""}
+    assert run("convert", "run1@100", "copy.npz", "--select", "params/wte", "--overwrite").stderr.startswith(
+        "jaxckpt: convert: "
+    )
+    assert run("cat", "run1@100", "params/wte", "--save", "wte.npy").stderr.startswith(
+        "jaxckpt: cat: 4.0 KiB of 4.0 KiB"
+    )
+
+
+def test_only_the_containers_differ(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": [np.zeros(2)], "n": {}})
+    jaxckpt.save(tmp_path / "b", {"w": (np.zeros(2),), "n": []})
+    compared = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), code=1)
+    assert compared.stdout == "identical: 1 leaf, bit by bit; the containers differ\n"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_layers_stay_distinct_in_narrow_tables(tmp_path: Path, width: int) -> None:
+    shapes = (3, 4, 5)  # so that no layers share a row of a plan
+    for path, value in (("a", 0.0), ("b", 1.0)):
+        layers = {f"transformer_block_{n}": {"norm_scale_parameter": np.full(shapes[n], value)} for n in range(3)}
+        jaxckpt.save(tmp_path / path, {"params": {"decoder": layers}})
+    a, b = (str(tmp_path / path) for path in "ab")
+    planned = run("plan", a, "--mesh", "x=1", width=width).stdout.partition("\nleaf ")[2]
+    compared = run("diff", a, b, width=width, code=1).stdout.partition("\nleaf ")[2]
+    for table in (planned, compared):
+        names = [line.split()[0] for line in table.splitlines()[1:]]
+        assert len(set(names)) == 3
+        assert all(str(n) in name for n, name in enumerate(names)), names
+
+
+def test_a_deep_tree_in_a_narrow_terminal(tmp_path: Path) -> None:
+    tree: dict[str, object] = {"leaf": np.zeros(2), "other": np.zeros(3)}
+    for level in reversed(range(30)):
+        tree = {f"level_{level}": tree, "leaf": np.zeros(2)}
+    jaxckpt.save(tmp_path / "deep", tree)
+    for width in (50, 80):
+        shown = run("show", str(tmp_path / "deep"), width=width).stdout.splitlines()
+        assert max(map(len, shown)) <= width
+        names = [line.split()[0] for line in shown[3:] if re.search(r"\blev|…", line)]
+        assert len(set(names)) == len(names) == 30, names

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import io
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import SAVED, run, run_json
+from command_line import SAVED, command, run, run_json
 
 import jaxckpt
 from jaxckpt._cli import tree_view
@@ -88,6 +90,33 @@ def test_a_chain_of_single_children_is_one_row(tmp_path: Path) -> None:
     assert rows("--all")[-3:] == ["params/ 1 leaf 64 B", "embed/ 1 leaf 64 B", "kernel float64[8] host 64 B"]
     single = run("show", str(tmp_path / "c"), "--select", "layers/**/kernel").stdout
     assert "0 … 2/attn/proj/kernel  3 × float64[4]" in single
+
+
+def test_show_sorts_each_container(tmp_path: Path) -> None:
+    small, large = {"b": np.zeros(2), "w": np.zeros(8)}, {"b": np.zeros(2), "w": np.zeros(99)}
+    layers = {f"layer_{n}": small for n in (0, 1, 2, 3, 10)} | {"layer_5": large}
+    jaxckpt.save(tmp_path / "c", {"head": np.zeros(50), "a": np.zeros(1), "layers": layers, "step": 1})
+
+    def names(*options: str) -> str:
+        rows = run("show", str(tmp_path / "c"), *options).stdout.splitlines()[4:]
+        return " ".join(re.split(r"\s{2,}", row.strip())[0] for row in rows)
+
+    assert names() == "a head layers/ layer_0 … layer_10/ b w layer_5/ b w step"
+    by_name = "a head layers/ layer_0 … layer_3/ b w layer_5/ b w layer_10/ b w step"
+    assert names("--sort", "name") == by_name
+    by_bytes = "layers/ layer_5/ w b layer_0 … layer_10/ w b head a step"
+    assert names("--sort", "bytes") == by_bytes
+    assert names("--sort", "bytes", "--depth", "1") == "layers/ head a step"
+    assert names("--sort", "bytes", "--all").startswith("layers/ layer_5/ w b layer_0/ w b layer_1/ w b layer_10/")
+
+
+def test_json_of_show_sorts_all_leaves(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"x": {"10": np.zeros(1), "9": np.zeros(5)}, "a": np.zeros(3), "b": np.zeros(5)})
+    paths = lambda *options: [leaf["path"] for leaf in run_json("show", str(tmp_path / "c"), *options)["leaves"]]  # noqa: E731
+    assert paths() == ["a", "b", "x/10", "x/9"]
+    assert paths("--sort", "name") == ["a", "b", "x/9", "x/10"]
+    assert paths("--sort", "bytes") == ["b", "x/9", "a", "x/10"]  # equal ones keep their order
+    assert "'size' is not one of 'name', 'bytes'" in run("show", str(tmp_path / "c"), "--sort", "size", code=2).stderr
 
 
 def test_different_containers_are_separate_rows(tmp_path: Path) -> None:
@@ -185,7 +214,7 @@ def test_cat_saves_npy(tmp_path: Path, dtype: str, index: str | None) -> None:
     assert loaded.shape == wanted.shape
     assert np.array_equal(loaded.astype(kind), wanted)
     assert loaded.dtype == {"bfloat16": "float32", "float8_e4m3fn": "float32", "int4": "int8"}.get(dtype, dtype)
-    assert ("without loss" in result.stderr) == (loaded.dtype != kind)
+    assert ("without loss" in result.stdout) == (loaded.dtype != kind)
     assert [path.name for path in tmp_path.iterdir() if "npy" in path.name] == ["w.npy"]
 
 
@@ -209,6 +238,97 @@ def test_cat_saves_an_array_that_is_larger_than_memory(
     run("cat", str(tmp_path / "c"), "w", "--save", str(tmp_path / "w.npy"))
     assert np.array_equal(np.load(tmp_path / "w.npy"), array)
     assert max(sizes) <= host_bytes
+
+
+def test_cat_reports_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    jaxckpt.save("c", {"w": np.zeros((8, 4), ml_dtypes.bfloat16), "v": np.ones(3)})
+    saved = run("cat", "c", "w[2:6, :3]", "--save", "w.npy")
+    assert saved.stdout == "w[2:6, :3] → w.npy: bfloat16[4, 3] as float32, without loss, 48 B\n"
+    assert run("cat", "c", "v", "--save", "v.npy").stdout == "v → v.npy: float64[3], 24 B\n"
+    assert run_json("cat", "c", "w", "--save", "w.npy") == {
+        "path": "c",
+        "leaf": "w",
+        "saved": "w.npy",
+        "dtype": "float32",
+        "shape": [8, 4],
+        "bytes": 128,
+    }
+
+
+def test_cat_never_writes_into_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with jaxckpt.Checkpointer("run") as steps:
+        steps.save(3, {"w": np.zeros(3)})
+    run("convert", "run@3", "w.safetensors")
+    for path, output in (
+        ("run", "run/00000003/manifest.json"),
+        ("run@3", "run/00000003/w.npy"),
+        ("w.safetensors", "w.safetensors"),
+    ):
+        assert "is in the checkpoint" in run("cat", path, "w", "--save", output, code=2).stderr
+    assert jaxckpt.verify("run").ok
+    assert jaxckpt.load_numpy("w.safetensors")["w"].tolist() == [0, 0, 0]
+
+
+ODD = [
+    "[bold]x",
+    "[/]",
+    "[red",
+    "a b",
+    " lead",
+    "new\nline",
+    "x\x1b[31m",
+    "-dash",
+    "*",
+    "a[0]",
+    "ünï",
+    "日本",
+    "..",
+    "\u202eq",
+]
+
+
+def test_leaves_with_odd_names(tmp_path: Path) -> None:
+    """Their names are printed as they are, without control characters, and find the leaves again."""
+    path = str(tmp_path / "sp ace [bold]\nx")
+    jaxckpt.save(path, {name: np.array([n]) for n, name in enumerate(ODD)})
+    shown = run("show", path, "--sort", "name").stdout
+    assert "[bold]x" in shown
+    assert "new\\nline" in shown
+    assert not re.search(r"[^\x20-\uffff\n]|\u202e", shown)
+    for leaf in run_json("show", path)["leaves"]:
+        number = ODD.index(leaf["path"].replace("~1", "/"))
+        assert run("cat", path, "--", leaf["path"]).stdout == f"[{number}]\n"
+        assert run("cat", path, "--", f"{leaf['path']}[0]").stdout == f"{number}\n"
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 200])
+def test_trees_without_leaves_and_with_thousands(tmp_path: Path, width: int) -> None:
+    jaxckpt.save(tmp_path / "none", {"a": {}, "b": []})
+    assert "0 leaves" in "".join(run("show", str(tmp_path / "none"), width=max(width, 20)).stdout.split("\n")[1])
+    run("show", str(tmp_path / "none"), width=width)
+    assert run_json("show", str(tmp_path / "none"), "--sort", "bytes")["leaves"] == []
+    names = [f"block_{n}_of_the_decoder/norm_{kind}_scale" for n in range(1700) for kind in "abc"]
+    jaxckpt.save(tmp_path / "many", dict.fromkeys(names, np.zeros(2)))
+    rows = run("show", str(tmp_path / "many"), "--all", width=width).stdout.splitlines()[4:]
+    assert len({row.split("  ")[0] for row in rows}) == len(rows) == len(names)
+
+
+@pytest.mark.child
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_file_written_to_stdout_is_not_mixed_with_text(tmp_path: Path, options: list[str]) -> None:
+    jaxckpt.save(tmp_path / "c", {"w": np.arange(1000.0)})
+    path = str(tmp_path / "c")
+    for args in (["cat", path, "w", "--save", "/dev/stdout"], ["report", path, "-o", "/dev/stdout"]):
+        child = command(*args, *options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="latin-1")
+        written, message = child.communicate(timeout=120)
+        assert child.returncode == 0, message
+        assert "/dev/stdout" in message
+        if args[0] == "report":
+            assert written.rstrip().endswith("</html>")
+        else:
+            assert np.array_equal(np.load(io.BytesIO(written.encode("latin-1"))), np.arange(1000.0))
 
 
 def test_cat_saves_odd_shapes(tmp_path: Path) -> None:

@@ -444,7 +444,7 @@ def test_a_plan_for_512_devices_needs_no_devices(tmp_path: Path) -> None:
     abstract = checkpoint.plan(mesh=AbstractMesh((64, 8), ("data", "model")), devices_per_process=8)
     assert abstract == plan
     text = str(plan)
-    assert "3 leaves onto 512 devices of 64 processes" in text
+    assert "3 arrays onto 512 devices of 64 processes" in text
     assert "data=2×model=4 → data=64×model=8" in text
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,44 @@ def test_no_bar_without_bytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with _progress.display_progress("verify", 10, True, "[x] {y}") as report:
         report(10)
     assert "verify [x] {y}" in capsys.readouterr().err
+
+
+def test_a_bar_has_binary_units_and_disappears(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, the captured stream is then a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True)
+    with _progress.display_progress("verify", 4 << 20, True) as report:
+        for _ in range(4):
+            report(1 << 20)
+            time.sleep(0.02)
+    drawn = capsys.readouterr().err
+    last = re.findall(r"4\.0 MiB of 4\.0 MiB, [\d.]+ MiB/s", drawn)
+    assert last, drawn
+    assert not re.search(r"[KMG]B/s", drawn)
+    assert drawn.endswith("\x1b[1A\x1b[2K")  # the cursor goes up, and the line is erased
+
+
+def test_a_bar_in_a_narrow_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "24")
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True)
+    with _progress.display_progress("verify", 4 << 20, True) as report:
+        report(1 << 20)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_erase_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True)
+    with _progress.display_progress("verify", 4 << 20, True) as report:
+        report(4 << 20)
+    assert capsys.readouterr().err.startswith("jaxckpt: verify: 4.0 MiB of 4.0 MiB, ")
 
 
 @pytest.mark.child

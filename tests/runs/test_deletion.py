@@ -336,7 +336,7 @@ def test_a_step_that_is_a_link_is_unlinked_and_its_target_stays(tmp_path: Path, 
     for step in (1, 2, 3):
         (tmp_path / "ours" / f"{step:08d}").symlink_to(f"../theirs/{step:08d}")
     with jaxckpt.Checkpointer(
-        tmp_path / "ours", keep_last=2, components={"moments": 1}, trash=trash, options=FAST
+        tmp_path / "ours", keep_last=2, keep_last_of={"moments": 1}, trash=trash, options=FAST
     ) as ours:
         ours.delete(2)
         ours.save(4, {**state(4), "moments": np.ones(3)})

@@ -98,9 +98,9 @@ def test_damage_is_reported_for_both(tmp_path: Path) -> None:
     assert {problem.leaf for problem in report.problems} == {"embed", "head"}
 
 
-def test_droppable_components_are_not_tied_to_other_leaves(tmp_path: Path) -> None:
+def test_droppable_subtrees_are_not_tied_to_other_leaves(tmp_path: Path) -> None:
     w = jnp.arange(9.0)
-    with jaxckpt.Checkpointer(tmp_path / "run", components={"opt": 1}) as run:
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"opt": 1}) as run:
         for step in range(2):
             run.save(step, {"params": {"w": w, "v": w}, "opt": {"w": w}})
     found = jaxckpt.load_numpy(tmp_path / "run@0")
