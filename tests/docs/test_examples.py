@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ROWS = dict(re.findall(r"^\| \[(\S+)\]\(\.\./examples/\1\) (.*)", (ROOT / "docs/examples.md").read_text(), re.MULTILINE))
+PAGE = (ROOT / "docs/examples.md").read_text()
+ROWS = dict(re.findall(r"^\| \[(\S+)\]\(\.\./examples/\1\) (.*)", PAGE, re.MULTILINE))
 PROGRAMS = sorted(path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
 packages_of_modules = functools.cache(packages_distributions)
 
@@ -46,7 +47,7 @@ def imports_of(code: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(code)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None
+            assert node.module is not None
             names = [node.module]
         yield from (name.partition(".")[0] for name in names)
 
