@@ -7,15 +7,16 @@ The id of the save prevents that a value counts for a step that was saved again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
 from jaxckpt._model.records import StepRecord
-from jaxckpt._run_folder.steps import RUN, is_step, step_name
+from jaxckpt._run_folder.steps import RUN, TRASH, is_published, is_step, step_name
 from jaxckpt._store.store import Store
-from jaxckpt.errors import DataError
+from jaxckpt.errors import DataError, NotACheckpointError, StorageError
 
 _PREFIX = "metric-"
 
@@ -31,13 +32,18 @@ AddedMetrics = Mapping[tuple[int, str], Mapping[str, float | None]]
 
 
 def add_metrics(run: Store, step: int, save_id: str, metrics: Mapping[str, float | None], *, sync: bool) -> None:
-    """Add metrics to a step. A metric that was added before is replaced. Raises StorageError."""
+    """Add metrics to a step. A metric that was added before is replaced. Raises NotACheckpointError, StorageError."""
     notes = run.create_child(RUN)
     for name, value in metrics.items():
         content = msgspec.json.encode(_AddedMetric(save_id, name, value))
-        notes.put(_file_name(step, name), content, sync=sync)
+        notes.replace(_file_name(step, name), content, sync=sync)
     if sync:
         run.sync_data(RUN, ())
+    # A deletion unpublishes the step, then deletes its metrics. So either it finds these, or this check fails.
+    if not is_published(run, step):
+        for name in metrics:
+            notes.remove(_file_name(step, name))
+        raise NotACheckpointError(f"{run.url} has no step {step}: it was deleted")
 
 
 def _file_name(step: int, name: str) -> str:
@@ -70,13 +76,29 @@ def remove_added_metrics(run: Store, step: int) -> None:
     """Delete the metrics that were added to a step, which was deleted. Raises StorageError."""
     notes = run.child(RUN)
     for name in notes.names():
-        if _step_of(name) == step:
+        if _step_of(name, incomplete=True) == step:
             notes.remove(name)
 
 
-def _step_of(name: str) -> int | None:
-    """The step of the file of a metric; None for another file."""
-    if not name.startswith(_PREFIX):
+def remove_metrics_of_deleted_steps(run: Store, names: Iterable[str]) -> None:
+    """Delete the metrics, among these names of files, whose step was deleted by a killed run or from the trash.
+
+    Does nothing without permission to write.
+    """
+    step_by_name = {name: step for name in names if (step := _step_of(name, incomplete=True)) is not None}
+    if not step_by_name:
+        return
+    folders = [*run.names(), *(name.partition("-")[0] for name in run.child(TRASH).names())]
+    steps = {int(name) for name in folders if is_step(name)}
+    for name, step in step_by_name.items():
+        if step not in steps:
+            with contextlib.suppress(StorageError):
+                run.child(RUN).remove(name)
+
+
+def _step_of(name: str, *, incomplete: bool = False) -> int | None:
+    """The step of the file of a metric; None for another file, and for one that is incomplete unless `incomplete`."""
+    if not name.startswith(_PREFIX) or not (incomplete or name.endswith(".json")):
         return None
     step = name.removeprefix(_PREFIX).partition("-")[0]
     return int(step) if is_step(step) else None

@@ -39,7 +39,7 @@ _RENEWALS = 8  # per term
 _LEASE, _DELETING = "lease-", "deleting-"
 _DELETION_SECONDS = 10.0
 """How long to wait for a running deletion, which its mark shows. A mark exists until the pass that deletes its step
-ends, or until the next Checkpointer opens if the deleting process was killed."""
+ends, or until the next Checkpointer starts to train if the deleting process was killed."""
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def _require_not_deleted(run: Store, folder: Store, step: int) -> None:
         if time.monotonic() > deadline:
             raise NotACheckpointError(
                 f"step {step} of {run.url} is being deleted, or the process that was deleting it was killed; if so, the"
-                " next Checkpointer of that directory deletes or keeps it"
+                " next Checkpointer that saves into that directory deletes or keeps it"
             )
         time.sleep(0.02)
 
@@ -171,14 +171,14 @@ class Leases:
         for step in steps:
             self._folder.remove(_mark(step))
 
-    def remove_stale_marks(self, names: Collection[str]) -> None:
-        """Remove marks, among these names, that a process left when it was killed while it deleted steps."""
-        for name in names:
-            if name.startswith(_DELETING):
-                try:
-                    self._folder.remove(name)
-                except StorageError as error:
-                    _log.warning("the mark of a deletion that was killed stays, so its step cannot be held: %s", error)
+    def remove_stale_marks(self) -> None:
+        """Remove marks that a process left when it was killed while it deleted steps.
+
+        Raises StorageError."""
+        with contextlib.ExitStack() as removals:  # removes all, even if it cannot remove one
+            for name in self._folder.names():
+                if name.startswith(_DELETING):
+                    removals.callback(self._folder.remove, name)
 
     def _held_steps(self) -> set[int]:
         """The steps with a lease that has not expired; expired leases are removed."""

@@ -90,7 +90,7 @@ def best_of(
 
 def pins(run: Store) -> dict[str, int]:
     """The pinned steps of a run, by name. If two steps have a name, because a program was killed while it moved the
-    name, the newer step counts."""
+    name, or two programs moved it at the same time, the newer step counts."""
     return {name: step for step, name in sorted(all_pins(run))}
 
 

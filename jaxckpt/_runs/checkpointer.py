@@ -237,6 +237,7 @@ class Checkpointer(Run):
         """Note that this Checkpointer trains, and does not only read."""
         if not self._is_training and self._is_process_0:
             run_uninterrupted(self._directory.remove_end)
+            run_uninterrupted(self._deletion.begin_training)
         self._is_training = True
 
     def __enter__(self) -> Self:

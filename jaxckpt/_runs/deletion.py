@@ -16,14 +16,14 @@ from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
-from jaxckpt._run_folder.added_metrics import remove_added_metrics
+from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metrics_of_deleted_steps
 from jaxckpt._run_folder.leases import Leases
 from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.transaction import republish
-from jaxckpt.errors import CorruptError, InputError, NotACheckpointError
+from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, StorageError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -112,7 +112,17 @@ class Deletion:
         """Complete the deletions of killed runs. The rules apply only after the first restore or save."""
         with self._deletion_lock:
             self._sweep()
-            self._leases.remove_stale_marks(notes)
+            remove_metrics_of_deleted_steps(self._store, notes)
+
+    def begin_training(self) -> None:
+        """Remove the marks of a deletion that was killed. A `Checkpointer` that only reads leaves them, because they
+        may belong to a running deletion of the training job."""
+        try:
+            with self._deletion_lock:
+                self._directory.require_same_folder()
+                self._leases.remove_stale_marks()
+        except StorageError as error:
+            _log.warning("the mark of a deletion that was killed stays, so its step cannot be held: %s", error)
 
     def handle_restored(self) -> None:
         """Start to delete the steps that the rules do not keep, after the first restore."""

@@ -170,8 +170,8 @@ class Bucket:
         if not stamp.generation:  # as for a failed condition, although this write has none
             raise StorageError(errno.EIO, f"cannot write {self.url}/{key}: the server refused it (HTTP 412)")
 
-    def replace(self, key: str, content: bytes) -> None:
-        self.put(key, content)
+    def replace(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        self.put(key, content, sync=sync)
 
     def remove(self, key: str) -> None:
         self._await("delete", key, self._keys.write(key, None))

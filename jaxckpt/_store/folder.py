@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -186,11 +187,15 @@ class Folder:
             if sync:
                 os.fsync(file.fileno())
 
-    def replace(self, key: str, content: bytes) -> None:
-        folder, slash, name = key.rpartition("/")
-        temporary = f"{folder}{slash}new-{name}"
-        self.put(temporary, content)
-        self.rename(temporary, key)
+    def replace(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        temporary = f"{key}.new-{uuid.uuid4().hex}"
+        try:
+            self.put(temporary, content, sync=sync)
+            self.rename(temporary, key)
+        except BaseException:
+            with contextlib.suppress(StorageError):  # for example on a full disk
+                self.remove(temporary)
+            raise
 
     def remove(self, key: str) -> None:
         with self._translate_errors("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):

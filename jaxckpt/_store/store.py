@@ -43,8 +43,10 @@ class Store(Protocol):
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         """Write a file into an existing folder. With `sync`, its content is durable; the folder is synced later."""
 
-    def replace(self, key: str, content: bytes) -> None:
-        """Write a small file such that a reader sees the old content or the new, and a hard link keeps the old."""
+    def replace(self, key: str, content: bytes, *, sync: bool = False) -> None:
+        """Write a small file such that a reader sees the old content or the new, and a hard link keeps the old.
+
+        A killed program may leave a file whose name begins with `key`. With `sync`, as `put`."""
 
     def remove(self, key: str) -> None:
         """Delete a small file, if it exists."""

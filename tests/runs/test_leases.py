@@ -171,8 +171,8 @@ def test_a_mark_that_cannot_be_removed_is_an_error_and_the_others_are_removed(
         ):
             pass
         assert [path.name for path in (tmp_path / "_run").iterdir()] == ["deleting-00000002"]
-        jaxckpt.Checkpointer(tmp_path).close()  # it can save, although the mark stays
-    jaxckpt.Checkpointer(tmp_path).close()
+        train(tmp_path, 4)  # it can save, although the mark stays
+    train(tmp_path, 5)
     assert not list((tmp_path / "_run").glob("deleting-*"))
 
 
@@ -185,13 +185,31 @@ def test_a_pin_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: p
     assert jaxckpt.open(f"{tmp_path}@paper").step is None
 
 
-def test_marks_of_a_killed_process_are_removed_by_the_next_checkpointer(tmp_path: Path) -> None:
+def train(path: Path, step: int) -> None:
+    with jaxckpt.Checkpointer(path, options=FAST) as checkpointer:
+        checkpointer.save(step, {"x": step})
+
+
+def test_marks_of_a_killed_process_are_removed_by_the_next_checkpointer_that_saves(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "00000001", {"x": 1}, options=FAST)
     (tmp_path / "_run").mkdir()
     (tmp_path / "_run" / "deleting-00000001").write_bytes(b"{}")
-    jaxckpt.Checkpointer(tmp_path)
-    with jaxckpt.open(tmp_path).hold() as checkpoint:
+    train(tmp_path, 2)
+    with jaxckpt.open(tmp_path / "00000001").hold() as checkpoint:
         assert checkpoint["x"].value == 1
+
+
+def test_a_checkpointer_that_only_reads_leaves_the_marks_of_a_running_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_DELETION_SECONDS", 0.2)
+    train(tmp_path, 1)
+    with Leases(Folder(str(tmp_path), str(tmp_path))).mark_for_deletion([1]) as held:  # as the training job does
+        assert not held
+        with jaxckpt.Checkpointer(tmp_path, options=FAST) as reader:
+            assert reader.restore() == {"x": 1}
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="is being deleted"):
+            jaxckpt.Run(tmp_path).pin(1, "paper")
 
 
 def test_only_steps_can_be_held(tmp_path: Path) -> None:

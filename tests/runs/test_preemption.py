@@ -246,7 +246,7 @@ def test_the_last_step_is_saved_although_another_save_has_failed(
                 FileWriter, "write", lambda *_: (_ for _ in ()).throw(jaxckpt.errors.StorageError(28, "no space"))
             )
             other = jaxckpt.save_async(tmp_path / "other", {"x": np.arange(2)})
-            assert other._ended.wait(60)
+            assert other._save._ended.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(jaxckpt.Preempted, match="step 2 is saved"):
             checkpoints.save(2, {"x": np.arange(2)})

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +17,7 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import errors
+from jaxckpt._store.folder import Folder
 
 FAST = jaxckpt.Options(sync=False)
 
@@ -69,6 +73,29 @@ def test_a_killed_move_leaves_both_steps_protected(tmp_path: Path) -> None:
     assert run.pins() == {}
 
 
+def test_of_two_concurrent_moves_of_a_pin_neither_loses_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 2)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    put, barrier = Folder.put, threading.Barrier(2)
+
+    def put_together(self: Folder, key: str, content: bytes, **options: Any) -> None:
+        put(self, key, content, **options)
+        if key.startswith("pin-"):
+            barrier.wait(30)
+
+    monkeypatch.setattr(Folder, "put", put_together)
+    with ThreadPoolExecutor() as threads:
+        moves = [threads.submit(run.pin, step, "best-so-far", move=True) for step in (1, 2)]
+        assert [move.result(60) for move in moves] == [1, 2]
+    monkeypatch.undo()
+    save(tmp_path, 3, 4, keep_last=1)
+    assert run.steps() == [1, 2, 4]
+    run.pin(4, "best-so-far", move=True)
+    assert [path.name for path in (tmp_path / "_run").glob("pin-*")] == ["pin-00000004-best-so-far"]
+
+
 def test_keep_best_and_best_respect_metrics_that_are_added_later(tmp_path: Path) -> None:
     run = jaxckpt.Run(tmp_path, options=FAST)
     with jaxckpt.Checkpointer(tmp_path, keep_last=1, keep_best=("accuracy", "max"), options=FAST) as checkpointer:
@@ -100,6 +127,61 @@ def test_an_added_metric_does_not_count_for_another_save_of_the_step(tmp_path: P
         checkpointer.save(2, {"w": np.zeros(3)}, metrics={"loss": 5.0}, overwrite=True)
     assert run.metrics(2) == {"loss": 5.0}
     assert run.best_step() == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_metrics_of_a_step_that_is_deleted_meanwhile_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    save(tmp_path, 1, 2)
+    replace = Folder.replace
+
+    def delete_around(self: Folder, key: str, content: bytes, **options: Any) -> None:
+        if when == "after":
+            replace(self, key, content, **options)
+        monkeypatch.undo()
+        save(tmp_path, 3, keep_last=1)
+        if when == "before":
+            replace(self, key, content, **options)
+
+    monkeypatch.setattr(Folder, "replace", delete_around)
+    with pytest.raises(errors.NotACheckpointError, match="no step 1: it was deleted"):
+        jaxckpt.Run(tmp_path, options=FAST).add_metrics(1, {"a": 1})
+    assert not [*(tmp_path / "_run").glob("metric-*")]
+
+
+def test_metrics_of_deleted_steps_are_deleted_when_a_checkpointer_opens(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    for number in (1, 2, 3):
+        run.add_metrics(number, {"a": 1})
+    (tmp_path / "_run" / "metric-00000002-0.json.new-0").touch()  # a program was killed while it added metrics
+    (tmp_path / "00000002" / "manifest.json").unlink()  # and another while it deleted a step
+    shutil.rmtree(tmp_path / "00000002")
+    save(tmp_path, 4, keep_last=2, trash=True)  # moves step 1
+    left = {path.name[:15] for path in (tmp_path / "_run").glob("metric-*")}
+    assert left == {"metric-00000001", "metric-00000003"}
+    shutil.rmtree(tmp_path / "_trash")
+    save(tmp_path, 5)
+    left = {path.name[:15] for path in (tmp_path / "_run").glob("metric-*")}
+    assert left == {"metric-00000003"}
+
+
+def test_a_metric_that_is_added_again_is_never_seen_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the training job could fail with the error of a damaged metric."""
+    save(tmp_path, 1)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    run.add_metrics(1, {"a": 1})
+
+    def killed(self: Folder, key: str, content: bytes, **_: Any) -> None:
+        (Path(self.folder) / key).write_bytes(content[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Folder, "put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.add_metrics(1, {"a": 2})
+    assert run.metrics(1) == {"loss": 1.0, "a": 1.0}
+    assert len([*(tmp_path / "_run").glob("metric-*")]) == 1
 
 
 def test_wrong_and_damaged_metrics_are_errors(tmp_path: Path) -> None:
