@@ -264,7 +264,7 @@ def test_the_error_names_the_difference(cases: Cases) -> None:
         for line, blamed in zip(
             lines[::2],
             (
-                "Options or Checkpointer components",
+                "Options or Checkpointer keep_last_of",
                 "metadata",
                 "the names in process_state",
                 "the shardings of the leaves",
