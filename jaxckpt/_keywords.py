@@ -49,9 +49,11 @@ _SAME_MEANING: dict[str, dict[str, str]] = {
         "state_dict": "save.tree restore.target",
     },
     "": {
+        "exist_ok": "save.overwrite",
         "force_overwrite": "save.overwrite",
         "abstract_tree": "restore.target Checkpointer.restore_or_init.init",
         "pytree_like": "restore.target",
+        **dict.fromkeys(("sharding", "shardings", "template"), "restore.target"),
     },
 }
 """For each library, its arguments that jaxckpt has under another name: <what has it>.<our name>, in any number."""
@@ -204,7 +206,7 @@ def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any]
     elif name in _parameters(owner):
         hint = f": it is an argument of {owner}"
     else:
-        hint = _meaning(name, parameters) or _typo(name, parameters)
+        hint = _meaning(name, parameters) or _argument_of_other(name) or _typo(name, parameters)
     return f"{called} has no argument {name}{hint}"
 
 
@@ -230,6 +232,14 @@ def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
                 return f": {theirs} options=jaxckpt.Options({ours}=…) here"
             return f": {theirs} {ours} of jaxckpt.{home}"
     return ""
+
+
+def _argument_of_other(name: str) -> str:
+    """The function that has this argument; empty if none has."""
+    others = ((other, _public.get(other)) for other in ("restore", "save", "save_async", "convert"))
+    return next(
+        (f": it is an argument of jaxckpt.{o}" for o, f in others if f and name in inspect.signature(f).parameters), ""
+    )
 
 
 def _typo(name: str, parameters: Mapping[str, Any]) -> str:

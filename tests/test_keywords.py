@@ -90,6 +90,23 @@ def test_no_public_callable_takes_any_keyword(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "unknown", "hint"),
+    [
+        ("load_numpy", "target", "it is an argument of jaxckpt.restore"),
+        ("load_numpy", "mesh", "it is an argument of jaxckpt.restore"),
+        ("open", "select", "it is an argument of jaxckpt.restore"),
+        ("restore", "metadata", "it is an argument of jaxckpt.save"),
+        ("restore", "shardings", "use target"),
+        ("load_numpy", "sharding", "use target of jaxckpt.restore"),
+        ("save", "exist_ok", "use overwrite"),
+    ],
+)
+def test_an_argument_of_another_function_is_named(name: str, unknown: str, hint: str) -> None:
+    function = CALLABLES[name]
+    assert message(function, *arguments(function), **{unknown: 1}) == f"{name} has no argument {unknown}: {hint}"
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ("max_to_keep", "Orbax's max_to_keep is keep_last here"),

@@ -188,6 +188,12 @@ def test_a_bad_argument_in_one_process_leaves_the_calls_in_step(cases: Cases) ->
     assert list(map(kinds, cases["a_bad_argument_in_one"])) == [["PeerFailedError", "fine"], ["InputError", "fine"]]
 
 
+def test_an_init_that_fails_in_one_process_leaves_the_calls_in_step(cases: Cases) -> None:
+    first, second = cases["an_init_that_fails_in_one"]
+    assert first == ["PeerFailedError: process 1 failed with TypeError: no initial state", "fine"]
+    assert second == ["TypeError: no initial state", "fine"]
+
+
 def test_an_error_of_only_one_process_leaves_the_calls_in_step(cases: Cases) -> None:
     first, second = cases["bad_arguments_of_a_checkpointer"]
     assert kinds(second[:-1]) == [

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt.errors import SpecError
+from jaxckpt.errors import SpecError, show_count
 
 Box = tuple[tuple[int, int], ...]
 """A rectangular index region: (start, stop) of each dimension, with `stop` excluded."""
@@ -125,7 +125,8 @@ def axis_problem(axes: Mapping[str, int], spec: Spec, shape: Sequence[int]) -> s
     """The reason why `spec` does not fit the axes or the number of dimensions, or None. Lengths are not compared."""
     if len(spec) > len(shape):
         return (
-            f"PartitionSpec {show_spec(spec)} has {len(spec)} entries for the {len(shape)} dimensions of {tuple(shape)}"
+            f"PartitionSpec {show_spec(spec)} has {len(spec)} {'entry' if len(spec) == 1 else 'entries'}, but the shape"
+            f" {tuple(shape)} has {show_count(len(shape), 'dimension')}"
         )
     names = [axis for entry in spec for axis in entry]
     for axis in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -26,7 +26,7 @@ from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
-from jaxckpt._rules.rule_set import view_through
+from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, PeersDisagreeError, Problem
@@ -164,7 +164,7 @@ def run_restore(
                 values = fetch(source, resolved.leaves, options, rendezvous, tied=request.tied)
             result = resolved.build(values, initial)
             states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
-            require_agreement(rendezvous, _global_leaves_digest(resolved.leaves) if call.count > 1 else "")
+            require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
             if states:
                 rendezvous.start_next()
                 for one, state in states:
@@ -206,10 +206,11 @@ def _require_lossless(
         raise lossy_casts_error(problems)
 
 
-def _global_leaves_digest(abstract_leaves: Mapping[int, AbstractLeaf]) -> str:
-    """A digest of the leaves whose arrays span several processes, and of their forms. It must be equal everywhere."""
+def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
+    """A digest of the leaves whose arrays span several processes: their forms, their paths in the restored tree, and
+    the rules that make them. It must be equal everywhere."""
     numbers: dict[int, tuple[AbstractLeaf, list[int]]] = {}  # by the id of the abstract leaf, which many leaves share
-    for number, abstract in abstract_leaves.items():
+    for number, abstract in resolved.leaves.items():
         numbers.setdefault(id(abstract), (abstract, []))[1].append(number)
     found = hashlib.sha256()
     for abstract, leaves in numbers.values():
@@ -217,7 +218,9 @@ def _global_leaves_digest(abstract_leaves: Mapping[int, AbstractLeaf]) -> str:
             isinstance(abstract.sharding, Sharding)
             and len({one.process_index for one in abstract.sharding.device_set}) > 1
         ):
-            found.update(repr((abstract.kind, abstract.cast, abstract.weak, abstract.sharding, leaves)).encode())
+            named = [(number, resolved.paths[number]) for number in leaves]
+            form = (abstract.kind, abstract.cast, abstract.weak, abstract.sharding)
+            found.update(repr((form, named, rules and rules.rules)).encode())
     return found.hexdigest()
 
 

@@ -570,7 +570,11 @@ class Checkpointer(Run):
         self._begin_training()
         new_names, rules = split_rename(rename)
         chosen = self._find_step(None, allow_peers=rules is None)
-        target, initial = (None, None) if chosen.step is None else target_of(init)
+        try:
+            target, initial = (None, None) if chosen.step is None else target_of(init)
+        except BaseException:
+            with self._begin_call("restore", chosen.step):  # in which the other processes are notified
+                raise
         request = RestoreRequest(
             target, mesh, specs, select, new_names, rules, strict, dtype=dtype, tied=tied, initial=initial
         )

@@ -562,8 +562,10 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         supported = ", ".join(f"{known}://" for known in (*SCHEMES, "file"))
         raise InputError(
             f"path {scheme}://… is not a URL that jaxckpt supports: its scheme must be one of {supported}"
-            f"{closest_hint(scheme, SCHEMES)}. To use other storage, mount it and pass the local path"
+            f"{closest_hint(scheme, SCHEMES) or '.'} To use other storage, mount it and pass the local path"
         )
+    if not rest:
+        raise InputError(f"path {url!r} names no bucket or folder: give a URL such as {scheme}://bucket/run")
     if "@" in rest.partition("/")[0]:
         raise InputError(
             f"path {scheme}://…@{rest.rpartition('@')[2]} has a user name or password: put credentials into the"

@@ -25,7 +25,8 @@ def store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
     local, text = local_path(path), os.fspath(path)
     if local is None:
         _require_plain_key(text)
-        bucket = Bucket.at(text.rstrip("/"), options)
+        scheme, _, rest = text.partition("://")
+        bucket = Bucket.at(f"{scheme}://{rest.rstrip('/')}", options)
         if to_write:
             bucket.require_writable()
         return bucket

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
 import jaxckpt
+from jaxckpt.rules import Rule, Rules
 
 mesh = Mesh(np.array(jax.devices()), ("data",))
 shared = jaxckpt.Options(read="shared", timeout_seconds=20)
@@ -57,4 +59,25 @@ note("another host_bytes", lambda: restore(options=little if process_id == 0 els
 note("another dtype", lambda: restore(options=each, dtype="float32" if process_id == 1 else None))
 note("another layout", lambda: restore(options=each, axis="data" if process_id == 2 else None))
 note("works", restore)
+
+
+def swap(swapped: bool, options: jaxckpt.Options) -> None:
+    """Give two leaves with equal shapes the names of each other."""
+    names = {"a": "b", "b": "a"} if swapped else None
+    jaxckpt.restore(squares, mesh=mesh, specs=P(), rename=names, options=options)
+
+
+def transpose(layout: str) -> None:
+    rules = Rules([Rule(source=name, target=name, layout=layout) for name in "ab"])
+    jaxckpt.restore(squares, mesh=mesh, specs=P(), rename=rules, options=each)
+
+
+# One array would consist of shards of two leaves, or of a leaf and its transpose.
+squares = f"{args['path']} of squares"
+jaxckpt.save(squares, {"a": jnp.arange(36.0).reshape(6, 6), "b": jnp.ones((6, 6))})
+note("other names", lambda: swap(process_id == 1, each))
+note("other names, shared", lambda: swap(process_id == 2, shared))
+note("other rules", lambda: transpose("x y -> y x" if process_id == 1 else "x y -> x y"))
+note("the same names", lambda: swap(True, each))
+note("the same rules", lambda: transpose("x y -> y x"))
 print(json.dumps(noted))

@@ -172,6 +172,19 @@ def bad_arguments_of_a_checkpointer(folder: str) -> None:
 
 
 @case
+def an_init_that_fails_in_one(folder: str) -> None:
+    def init() -> dict[str, jax.Array]:
+        if process_id == 1 and not lines:
+            raise TypeError("no initial state")
+        return {"w": rows(0)}
+
+    with jaxckpt.Checkpointer(folder, options=OPTIONS) as steps:
+        steps.save(0, {"w": rows(0)})
+        for _ in range(2):
+            attempt(lambda: steps.restore_or_init(init))
+
+
+@case
 def ctrl_c_while_the_other_is_missing(folder: str) -> None:
     raised = Path(folder, "raised")
     if process_id == 0:

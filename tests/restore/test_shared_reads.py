@@ -188,6 +188,9 @@ def test_a_failure_or_disagreement_is_raised_by_all_processes(run_processes: Run
             "another host_bytes",
             "another dtype",
             "another layout",
+            "other names",
+            "other names, shared",
+            "other rules",
         ):
             assert one[case].startswith("PeersDisagreeError: the processes want different leaves"), (case, one[case])
-        assert one["works"] == "fine"
+        assert one["works"] == one["the same names"] == one["the same rules"] == "fine"
