@@ -18,7 +18,7 @@ from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
-from jaxckpt._run_folder.steps import is_link, step_name
+from jaxckpt._run_folder.steps import is_link, is_step, require_unpinned, step_name
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.pins import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
@@ -125,6 +125,9 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
             f"{path} belongs to Orbax's CheckpointManager, which deletes its steps itself; jaxckpt wrote only"
             f" {checkpoint.path} in it"
         )
+    above = store.parent_and_name()
+    if above is not None and is_step(above[1]):
+        require_unpinned(above[0], int(above[1]))
     if not yes:
         what = next(describe(checkpoint, checkpoint.leaves))
         link = "the link " if is_link(store) else ""
@@ -141,7 +144,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     store.unpublish(sync=options.sync)
     store.clear()
     # A directory may have marks of steps, and this step may have been published again in the meantime.
-    if (above := store.parent_and_name()) and store.read(MANIFEST) is None:
+    if above and store.read(MANIFEST) is None:
         above[0].unmark(above[1])
     left = store.names()
     if remains := [name for name in left if is_data_folder(name) and is_data_referenced(manifest, name)]:

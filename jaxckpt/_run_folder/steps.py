@@ -100,6 +100,13 @@ def all_pins(run: Store) -> list[tuple[int, str]]:
     return [(int(step), name) for step, _, name in parts if is_step(step)]
 
 
+def require_unpinned(run: Store, step: int) -> None:
+    """Raise InputError if a step has a name, which protects it from deletion."""
+    names = sorted(name for pinned, name in all_pins(run) if pinned == step)
+    if names:
+        raise InputError(f"step {step} of {run.url} is pinned as {names[0]!r}, and is not deleted: unpin it first")
+
+
 def pinned_steps(run: Store) -> set[int]:
     """The steps that have a pin, none of which is deleted."""
     return {step for step, _ in all_pins(run)}

@@ -373,7 +373,7 @@ class Checkpointer(Run):
         """Delete a step, in the directory and in local folders, if it exists. Every process calls this.
 
         Raises:
-            InputError: The directory has no other step.
+            InputError: The step is pinned, or the directory has no other step.
         """
         step = self._require_step(step, "Checkpointer.delete")
         with self._begin_call("Checkpointer.delete", step) as call:

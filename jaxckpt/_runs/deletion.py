@@ -18,7 +18,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
 from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metrics_of_deleted_steps
 from jaxckpt._run_folder.leases import Leases
-from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, step_name
+from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, require_unpinned, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
 from jaxckpt._store.load_manifest import load_manifest
@@ -142,10 +142,11 @@ class Deletion:
         self.wait(seconds)
 
     def delete(self, step: int) -> None:
-        """Delete a step unless it is the only one, even if a reader holds it. Raises InputError."""
+        """Delete a step unless it is pinned or the only one, even if a reader holds it. Raises InputError."""
         with self._deletion_lock:
             if [found.number for found in self._directory.saved_steps(self._directory.steps())] == [step]:
                 raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
+            require_unpinned(self._store, step)
             self._delete(step)
 
     # The thread ------------------------------------------------------------------------------------------

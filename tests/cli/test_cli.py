@@ -140,6 +140,19 @@ def test_rm_deletes_only_the_checkpoints_own_files(tmp_path: Path) -> None:
     run("rm", str(path), "--yes", code=4)
 
 
+def test_rm_refuses_a_pinned_step(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as steps:
+        for step in (1, 2):
+            steps.save(step, {"w": np.full(3, step)})
+    jaxckpt.Run(tmp_path / "run").pin(1, "paper")
+    for path in ("run@paper", "run@1", "run/00000001"):
+        refused = run("rm", str(tmp_path / path), "--yes", code=2).stderr
+        assert "is pinned as 'paper', and is not deleted: unpin it first" in refused
+    run("unpin", str(tmp_path / "run@paper"))
+    run("rm", str(tmp_path / "run@1"), "--yes")
+    assert jaxckpt.Run(tmp_path / "run").steps() == [2]
+
+
 def test_rm_reports_data_that_it_could_not_delete(tmp_path: Path) -> None:
     path = tmp_path / "c"
     jaxckpt.save(path, {"w": np.zeros(3)})

@@ -73,6 +73,21 @@ def test_a_killed_move_leaves_both_steps_protected(tmp_path: Path) -> None:
     assert run.pins() == {}
 
 
+def test_a_pinned_step_is_not_deleted_on_request_either(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    run.pin(1, "paper")
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        with pytest.raises(errors.InputError, match="step 1 of .* is pinned as 'paper', and is not deleted: unpin it"):
+            checkpointer.delete(1)
+        checkpointer.save(3, {"x": 3})  # the Checkpointer still works
+    assert run.steps() == [1, 2, 3]
+    run.unpin("paper")
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        checkpointer.delete(1)
+    assert run.steps() == [2, 3]
+
+
 def test_of_two_concurrent_moves_of_a_pin_neither_loses_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
