@@ -78,7 +78,7 @@ def test_a_pinned_step_is_not_deleted_on_request_either(tmp_path: Path) -> None:
     run = jaxckpt.Run(tmp_path, options=FAST)
     run.pin(1, "paper")
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
-        with pytest.raises(errors.InputError, match="step 1 of .* is pinned as 'paper', and is not deleted: unpin it"):
+        with pytest.raises(errors.InputError, match=r"step 1 of .* is pinned as 'paper', and is not deleted: unpin it"):
             checkpointer.delete(1)
         checkpointer.save(3, {"x": 3})  # the Checkpointer still works
     assert run.steps() == [1, 2, 3]
