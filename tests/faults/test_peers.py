@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -30,6 +31,12 @@ TIMEOUT = 2.0
 def reports_of(done: Finished) -> list[dict[str, Any]]:
     """The reports of one process, in the order of the rounds."""
     return [json.loads(text) for text in re.findall(r"^report (.*)$", done.stdout, re.M)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_begins_with_a_function_that_exists(phase: str) -> None:
+    """Only the campaign reaches all phases."""
+    assert callable(pkgutil.resolve_name(f"jaxckpt.{PHASES[phase][1]}"))
 
 
 def by_round(done: list[Finished], rounds: int) -> list[list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ PHASES = {
     "publishing": ("save", "_job.rendezvous.Rendezvous.broadcast"),  # just after process 0 published
     "writing in the background": ("save_async", "_store.files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save.shared_path.SharedPath.publish"),
-    "opening": ("restore", "_sources.open_source.load_manifest"),
+    "opening": ("restore", "_sources.source.load_manifest"),
     "reading": ("restore", "_store.files.FileReader.read"),
 }
 """For each phase, the operation, and the function call in the victim's process with which it begins."""
