@@ -382,8 +382,9 @@ class Folder:
                     os.fsync(handle)
                 if by_writer:
                     # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only
-                    # then deletes the data. So either this process or that host sees the other one's change.
-                    self._require_note(data, manifest)
+                    # then deletes the data. So either this process or that host sees the other one's change. A save
+                    # is not withdrawn because the note cannot be read: withdrawing it could fail for the same reason.
+                    self._require_note(data, manifest, may_be_unreadable=True)
             except (OSError, JaxckptError):
                 # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must
                 # not leave it published.
@@ -391,14 +392,20 @@ class Folder:
                     self._withdraw(data, manifest, previous)
                 raise
 
-    def _require_note(self, data: str, current: bytes | None) -> None:
+    def _require_note(self, data: str, current: bytes | None, *, may_be_unreadable: bool = False) -> None:
         """Raise if the data of a save was deleted, before its manifest was published as the successor of `current`, or
         after it was published as `current`.
 
         A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
         therefore proves that the data was deleted.
         """
-        if self.read(f"{data}/{WRITER}") is None:
+        try:
+            exists = self.read(f"{data}/{WRITER}") is not None
+        except StorageError:
+            if not may_be_unreadable:
+                raise
+            exists = _is_listed(self._path(data, WRITER))
+        if not exists:
             self._require_unchanged(current)
             raise StorageError(
                 errno.ENOENT,
@@ -718,6 +725,15 @@ class Folder:
 
     def _translate_errors(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
         return translate_os_errors(f"cannot {verb} {self.url}/{key}")
+
+
+def _is_listed(path: str) -> bool:
+    """Whether a file exists, even if it cannot be opened. Raises OSError if that is unknown."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _revalidate(path: str) -> None:
