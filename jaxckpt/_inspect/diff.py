@@ -118,7 +118,7 @@ class Delta:
 
 
 def count_differing(delta: Delta) -> str:
-    """ "2 of 31 leaves differ"."""
+    """Such as "2 of 31 leaves differ"."""
     count = len(delta.differing)
     return f"{count:,} of {show_count(len(delta.leaves), 'leaf')} {'differs' if count == 1 else 'differ'}"
 
