@@ -106,7 +106,7 @@ if __name__ == "__main__":
         sys.exit(demonstrate())
     parser = argparse.ArgumentParser(description="Train, or resume.")
     parser.add_argument("run", help="a folder that all processes share, or a URL such as gs://bucket/run")
-    parser.add_argument("--preemption-seconds", type=float, default=30, help="time for the last save after SIGTERM")
+    parser.add_argument("--preemption-seconds", type=float, default=20, help="time for the last save after SIGTERM")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     connect()

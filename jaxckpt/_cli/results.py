@@ -77,8 +77,10 @@ def _print_delta(delta: Delta) -> None:
         structure = "" if delta.same_structure else "; the containers differ"
         click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit{structure}")
         return
+    from jaxckpt._inspect.diff import count_differing  # imports JAX
+
     structure = "" if delta.same_structure else "; the containers differ too"
-    click.echo(f"{len(delta.differing):,} of {show_count(len(delta.leaves), 'leaf')} differ{structure}")
+    click.echo(f"{count_differing(delta)}{structure}")
     numbers = map(number_column, ("elements", "max |a−b|", "relative"))
     columns = [Column("leaf", 16, is_name=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])

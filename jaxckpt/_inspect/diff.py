@@ -106,17 +106,21 @@ class Delta:
         raise TypeError("the truth value of a Delta is ambiguous: use .identical or .differing")
 
     def __repr__(self) -> str:
-        differ = f"{len(self.differing)} of {show_count(len(self.leaves), 'leaf')} differ"
-        return f"<Delta of {self.path_a!r} and {self.path_b!r}: {'identical' if self.identical else differ}>"
+        summary = "identical" if self.identical else count_differing(self)
+        return f"<Delta of {self.path_a!r} and {self.path_b!r}: {summary}>"
 
     def __str__(self) -> str:
         head = f"a = {self.path_a}\nb = {self.path_b}\n"
         if self.identical:
             return f"{head}identical: {show_count(len(self.leaves), 'leaf')}, bit by bit"
         structure = "" if self.same_structure else "\n  the containers differ"
-        differing = self.differing
-        summary = f"{head}{len(differing)} of {show_count(len(self.leaves), 'leaf')} differ{structure}"
-        return f"{summary}\n{show_lines(map(str, differing))}".rstrip()
+        return f"{head}{count_differing(self)}{structure}\n{show_lines(map(str, self.differing))}".rstrip()
+
+
+def count_differing(delta: Delta) -> str:
+    """Such as "2 of 31 leaves differ"."""
+    count = len(delta.differing)
+    return f"{count:,} of {show_count(len(delta.leaves), 'leaf')} {'differs' if count == 1 else 'differ'}"
 
 
 @explain_keywords

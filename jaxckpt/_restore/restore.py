@@ -29,7 +29,7 @@ from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import InputError, PeersDisagreeError, Problem
+from jaxckpt.errors import InputError, PeersDisagreeError, Problem, show_count
 
 
 @explain_keywords
@@ -174,8 +174,8 @@ def run_restore(
         "restore",
         time.perf_counter() - start_time,
         lambda: (
-            f"restored {len(resolved.leaves)} of the tree's {len(jax.tree.leaves(result))} leaves from {source.url},"
-            f" which has {len(source.manifest.leaves)}"
+            f"restored {len(resolved.leaves)} of {show_count(len(jax.tree.leaves(result)), 'leaf')} of the tree"
+            f" from {source.url}, which has {len(source.manifest.leaves)}"
         ),
         log=call.index == 0,
         leaves=len(resolved.leaves),

@@ -52,6 +52,7 @@ def test_differences_are_counted_and_measured(tmp_path: Path, host_bytes: int) -
     assert leaf.max_abs == gaps.max()
     assert leaf.max_rel == (gaps / np.maximum(np.abs(w), np.abs(other)).astype(np.float64)).max()
     assert "2 of 30,000 elements differ" in str(delta)
+    assert "\n1 of 2 leaves differs\n" in str(delta)
     assert not delta.identical
     assert delta.same_structure
 

@@ -36,7 +36,7 @@ def test_saves_and_restores_are_logged_and_recorded(
     jaxckpt.restore(tmp_path / "a", select="w")
     saved, restored = caplog.messages
     assert saved.startswith(f"saved {tmp_path}/a: 2 leaves, 16 B, in ")
-    assert restored == f"restored 1 of the tree's 1 leaves from {tmp_path}/a, which has 2"
+    assert restored == f"restored 1 of 1 leaf of the tree from {tmp_path}/a, which has 2"
     assert events == [("/jaxckpt/save", {"bytes": 16, "leaves": 2}), ("/jaxckpt/restore", {"leaves": 1})]
 
 

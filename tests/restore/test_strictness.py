@@ -1036,8 +1036,8 @@ def test_a_restore_logs_how_many_leaves_came_from_the_checkpoint(
         jaxckpt.restore(path)
         jaxckpt.restore(path, {"params": tree["params"], "new": jnp.ones(3)}, strict=False)
     assert [record.message for record in caplog.records] == [
-        f"restored 5 of the tree's 5 leaves from {path}, which has 5",
-        f"restored 2 of the tree's 3 leaves from {path}, which has 5",
+        f"restored 5 of 5 leaves of the tree from {path}, which has 5",
+        f"restored 2 of 3 leaves of the tree from {path}, which has 5",
     ]
 
 
