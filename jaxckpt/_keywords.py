@@ -62,7 +62,7 @@ _OTHER_MEANING = {
     "args": "pass the tree or the target itself, without ocp.args",
     "async_options": "see Options(timeout_seconds=), and on_done= of save_async",
     "atomicity_options": "every step is published atomically, on file systems and in buckets",
-    "best_fn": 'a metric is chosen by name: keep_best=("loss", "min") of jaxckpt.Checkpointer',
+    "best_fn": 'a metric is chosen by name: keep_best=("loss", "min", 3) of jaxckpt.Checkpointer keeps the 3 best',
     "best_mode": 'it is a part of keep_best=("loss", "min") of jaxckpt.Checkpointer',
     "checkpointable_name": "a checkpoint holds one tree: save {name: tree}, and restore a part with select=",
     "cleanup_tmp_directories": "a jaxckpt.Checkpointer deletes half-written steps itself",
@@ -159,10 +159,13 @@ def explain_keywords(function: F) -> F:
             return function(*args, **kwargs)
         except TypeError:
             parameters = inspect.signature(function).parameters
-            unknown = [name for name in kwargs if name not in parameters]
-            if not unknown:  # any other error, possibly from within the function
+            problems = [_unknown_keyword(function, parameters, name) for name in kwargs if name not in parameters]
+            called = function.__qualname__.removesuffix(".__init__")
+            hints = filter(None, map(hint_for_options, args))
+            problems += [f"{called} accepts no positional CheckpointManagerOptions{hint}" for hint in hints]
+            if not problems:  # any other error, possibly from within the function
                 raise
-        raise TypeError("\n".join(_unknown_keyword(function, parameters, name) for name in unknown))
+        raise TypeError("\n".join(problems))
 
     _public[function.__qualname__] = call
     return call  # pyright: ignore[reportReturnType]
@@ -176,6 +179,13 @@ def explain_names(cls: C) -> C:
     if cls.__name__ in _ATTRIBUTES:
         cls.__getattr__ = _explain_attribute
     return cls
+
+
+def hint_for_options(value: object) -> str:
+    """What to pass instead of Orbax's options; empty for any other value."""
+    if type(value).__name__ != "CheckpointManagerOptions":
+        return ""
+    return ": pass its arguments to jaxckpt.Checkpointer instead, such as keep_last= for max_to_keep"
 
 
 def _explain_attribute(self: object, name: str) -> Any:

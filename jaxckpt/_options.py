@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from jaxckpt._keywords import explain_names
+from jaxckpt._keywords import explain_names, hint_for_options
 from jaxckpt.errors import InputError
 
 if TYPE_CHECKING:
@@ -163,7 +163,10 @@ def options_or_default(options: Options | None) -> Options:
     if options is None:
         return Options()
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}")
+        raise InputError(
+            f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}"
+            f"{hint_for_options(options)}"
+        )
     return options
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt
@@ -206,6 +207,17 @@ def test_every_name_that_is_proposed_exists() -> None:
             value = getattr(value, part)
         for method in re.findall(r"\)\.(\w+)", ours):
             assert hasattr(jaxckpt.Run, method) or hasattr(jaxckpt.Checkpoint, method)
+
+
+def test_options_of_orbax_name_ours(tmp_path: Path) -> None:
+    options: Any = ocp.CheckpointManagerOptions(max_to_keep=3)
+    hint = "pass its arguments to jaxckpt.Checkpointer instead, such as keep_last= for max_to_keep"
+    expected = f"Checkpointer accepts no positional CheckpointManagerOptions: {hint}"
+    assert message(jaxckpt.Checkpointer, tmp_path / "run", options) == expected
+    with pytest.raises(jaxckpt.errors.InputError, match=re.escape(hint)):
+        jaxckpt.Checkpointer(tmp_path / "run", options=options)
+    ordinary = "Checkpointer.__init__() takes 2 positional arguments but 3 were given"
+    assert message(jaxckpt.Checkpointer, tmp_path / "run", jaxckpt.Options()) == ordinary
 
 
 def test_other_type_errors_stay(tmp_path: Path) -> None:
