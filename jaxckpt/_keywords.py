@@ -62,7 +62,7 @@ _OTHER_MEANING = {
     "args": "pass the tree or the target itself, without ocp.args",
     "async_options": "see Options(timeout_seconds=), and on_done= of save_async",
     "atomicity_options": "every step is published atomically, on file systems and in buckets",
-    "best_fn": 'a metric is chosen by name: keep_best=("loss", "min", 3) of jaxckpt.Checkpointer keeps the 3 best',
+    "best_fn": 'choose a metric by name: keep_best=("loss", "min", 3) of jaxckpt.Checkpointer, where 3 is max_to_keep',
     "best_mode": 'it is a part of keep_best=("loss", "min") of jaxckpt.Checkpointer',
     "checkpointable_name": "a checkpoint holds one tree: save {name: tree}, and restore a part with select=",
     "cleanup_tmp_directories": "a jaxckpt.Checkpointer deletes half-written steps itself",
