@@ -294,7 +294,7 @@ def simulate(job: Job) -> dict[str, Any]:
         _, result["decode_cpu"] = timed(lambda: manifests.decode(content, "/ckpt"))
     else:
         result["decode_cpu"] = math.nan
-    published = msgspec.json.encode(PublishResult(10**12, 0, "0" * 64)).decode()
+    published = msgspec.json.encode(PublishResult(10**12, 0, "0" * 64, manifest.created)).decode()
     result["rendezvous"] = {
         "agree": meet(job.processes, agreement_of, "0" * 32, first=True),
         "look": meet(job.processes, lambda _: "", ""),

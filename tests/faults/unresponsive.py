@@ -198,6 +198,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "Run.steps": of_run("steps"),
     "Run.latest_step": of_run("latest_step"),
     "Run.best_step": of_run("best_step", "loss", "min"),
+    "Run.metadata": of_run("metadata"),
     "Run.metrics": of_run("metrics", 1),
     "Run.add_metrics": of_run("add_metrics", 1, {"accuracy": 0.5}),
     "Run.path": of_run("path", "latest"),
@@ -217,6 +218,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "LazyLeaf.slabs": lambda at: functools.partial(lambda leaf: list(leaf.slabs()), at.opened("slabs")["w"]),
     "LazyLeaf.value": lambda at: functools.partial(operator.attrgetter("value"), at.opened("value")["w"]),
     "Checkpoint.process_states": lambda at: functools.partial(operator.attrgetter("process_states"), at.opened("all")),
+    "Checkpoint.restore": lambda at: jaxckpt.open(at.checkpoint("opened"), options=OPTIONS).restore,
     "Checkpoint.hold": lambda at: functools.partial(
         contextlib.ExitStack().enter_context, jaxckpt.open(f"{at.run('held')}@1", options=OPTIONS).hold()
     ),
@@ -227,6 +229,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
         jaxckpt.Checkpointer, at.run("Checkpointer", 2), options=OPTIONS, on_preemption="ignore", keep_last=1
     ),
     "Checkpointer.save": save_of_a_step,
+    "Checkpointer.should_save": method("should_save", 3),
     "Checkpointer.restore": method("restore"),
     "Checkpointer.restore_or_init": method("restore_or_init", lambda: TREE),
     "Checkpointer.delete": method("delete", 1),

@@ -204,7 +204,7 @@ def test_names_that_orbax_would_confuse_are_listed(tmp_path: Path) -> None:
     ):
         assert message in str(error.value)
     assert not (tmp_path / "theirs").exists()
-    convert(tmp_path / "ours", tmp_path / "theirs", format="orbax", select=["a/b", "x"], rename={"a/b": "renamed"})
+    convert(tmp_path / "ours", tmp_path / "theirs", format="orbax", select=["renamed", "x"], rename={"a/b": "renamed"})
     assert_same(pytree(tmp_path / "theirs", None), {"renamed": 2, "x": np.ones(2)})
     with pytest.raises(CheckpointExistsError):
         convert(tmp_path / "ours", tmp_path / "theirs", format="orbax", select="x")

@@ -330,7 +330,8 @@ def test_a_damaged_file_gives_an_error_or_the_undamaged_part(
         return
     for name in found.keys() & held.keys():
         if isinstance(found[name], np.ndarray) and found[name].shape == held[name].shape:  # else a name was damaged
-            assert found[name].dtype == held[name].dtype or writer == "savez"
+            # A header that says F64 in place of I64 is valid: these files have no checksum of their headers.
+            assert found[name].dtype == held[name].dtype or writer in ("savez", "safetensors")
             assert (found[name].view(np.uint8) != held[name].view(np.uint8)).sum() <= (writer != "savez_compressed")
 
 

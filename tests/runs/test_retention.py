@@ -410,10 +410,13 @@ class Run(RuleBasedStateMachine):
             with pytest.raises(jaxckpt.errors.InputError, match="the only one"):
                 self.checkpoints.delete(step)
             return
+        if step in self.pinned.values():
+            with pytest.raises(jaxckpt.errors.InputError, match="unpin it first"):
+                self.checkpoints.delete(step)
+        self.pinned = {name: pinned for name, pinned in self.pinned.items() if pinned != step or self.unpinned(name)}
         self.checkpoints.delete(step)
         del self.steps[step]
         self.trashed.append(step)
-        self.pinned = {name: pinned for name, pinned in self.pinned.items() if pinned != step or self.unpinned(name)}
         self.readers = [(held, reader) for held, reader in self.readers if held != step or reader.close()]
         self.settle()
 
@@ -580,7 +583,7 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
         checkpoints.restore()
         assert checkpoints.steps() == [3, 4]
         jaxckpt.Run(tmp_path).pin(3, "third")
-        checkpoints.delete(3)
+        shutil.rmtree(tmp_path / "00000003")
     with pytest.raises(
         jaxckpt.errors.NotACheckpointError, match="no step 3, which was pinned as 'third': it was deleted"
     ):
