@@ -574,9 +574,10 @@ class Folder:
         remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
-        """Also deletes the note of a dead writer."""
+        """Also deletes the note of a dead writer, and the second name of the manifest that it may have left."""
         if self._find_writer(data)[0] is False:
             with contextlib.suppress(StorageError):  # no permission, or a file system that is mounted read-only
+                self.remove(f"{data}/{MANIFEST}")
                 self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
         for name in self.child(data).names():

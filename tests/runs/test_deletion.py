@@ -390,3 +390,13 @@ def test_a_new_step_is_not_saved_through_a_link(tmp_path: Path) -> None:
         ours.delete(2)
         ours.save(2, state(2))
     assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_the_second_name_of_a_manifest_that_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints.save(1, {"x": np.arange(3)})
+    (data,) = (tmp_path / "00000001").glob("data-*")
+    os.link(tmp_path / "00000001" / "manifest.json", data / "manifest.json")  # it is published by this link
+    jaxckpt.Checkpointer(tmp_path).close()
+    assert not (data / "manifest.json").exists()
+    assert jaxckpt.verify(tmp_path).ok
