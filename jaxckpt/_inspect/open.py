@@ -17,7 +17,7 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._pipeline.units import show_bytes
-from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import view_through
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
 from jaxckpt._sources.open_source import Location, source_at, step_of
@@ -254,8 +254,8 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         from jaxckpt._restore.match import RestoreRequest
         from jaxckpt._restore.restore import run_restore
 
-        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
-        return run_restore(self.path, request, options or self._options, source=self._source)
+        request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
+        return run_restore(self.path, request, self._options if options is None else options, source=self._source)
 
     def plan(
         self,
@@ -305,9 +305,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         )
         options = self._options if options is None else options_or_default(options)
         planned = None if isinstance(mesh, Mesh) else devices_per_process
-        request = RestoreRequest(
-            target, mesh, specs, select, *split_rename(rename), strict, planned, dtype=dtype, tied=tied
-        )
+        request = RestoreRequest(target, mesh, specs, select, rename, strict, planned, dtype=dtype, tied=tied)
         require_request(request)
         manifest = view_through(request.rules, self._source).manifest
         return plan_restore(manifest, resolve(manifest, request, options), options)

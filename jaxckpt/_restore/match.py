@@ -37,7 +37,7 @@ from jaxckpt._model.tree import (
 from jaxckpt._options import Options, require_bool
 from jaxckpt._restore.assembly import Assembly, Initialized, Kept, LeafOrigin, SavedSubtree
 from jaxckpt._restore.stateful_objects import TargetObject, shardings_below
-from jaxckpt._rules.rename import renamed_tree, require_single_root, selected_from
+from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, selected_from, split_rename
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
 
@@ -50,10 +50,7 @@ class RestoreRequest:
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None
     specs: Specs = None
     select: Select | None = None
-    rename: Rename | None = None
-    rules: Rules | None = None
-    """Rules through which the checkpoint is read. `split_rename` sets either this or `rename`."""
-
+    rename: Renaming | None = None
     strict: bool = True
     devices_per_process: int | None = None
     """For a plan on a mesh that this machine does not have; None if the arrays will be created."""
@@ -69,6 +66,16 @@ class RestoreRequest:
 
     initial: Callable[[Sequence[int]], Sequence[Any]] | None = None
     """Creates the leaves of the target with these numbers, for leaves that do not come from the checkpoint."""
+
+    @property
+    def new_names(self) -> Rename | None:
+        """`rename`, unless it is rules."""
+        return split_rename(self.rename)[0]
+
+    @property
+    def rules(self) -> Rules | None:
+        """Rules through which the checkpoint is read, if `rename` is rules."""
+        return split_rename(self.rename)[1]
 
 
 class Uncommitted(jax.ShapeDtypeStruct):
@@ -141,7 +148,7 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
     The problems are missing and extra leaves. Raises TreeError if an entry of select= or rename= matches nothing.
     """
     select = None if request.select is None else parse_select(request.select)
-    structure, numbers, chosen = renamed_tree(manifest, request.rename, select, selected_from(request.rules))
+    structure, numbers, chosen = renamed_tree(manifest, request.new_names, select, selected_from(request.rules))
     selected = numbers
     if len(chosen) < len(numbers):
         chosen_numbers = set(chosen)

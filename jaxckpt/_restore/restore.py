@@ -25,7 +25,7 @@ from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
-from jaxckpt._rules.rename import Renaming, renamed_source, split_rename
+from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
@@ -124,7 +124,7 @@ def restore(
             mesh,
             specs,
             select,
-            *split_rename(rename),
+            rename,
             strict,
             dtype=dtype,
             tied=tied,

@@ -27,7 +27,8 @@ from jaxckpt._options import Options, options_or_default, require_bool, require_
 from jaxckpt._pipeline.threads import run_uninterrupted
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
-from jaxckpt._rules.rename import Renaming, split_rename
+from jaxckpt._rules.rename import Renaming
+from jaxckpt._rules.rule_set import Rules
 from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.steps import Mode, require_step
 from jaxckpt._runs.deletion import Deletion
@@ -485,7 +486,7 @@ class Checkpointer(Run):
             Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
                 step is restored in its place.
         """
-        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
         number = self._named_step(step)
         return self._restore(number, self._find_step(number, allow_peers=request.rules is None), request)[1]
 
@@ -568,16 +569,13 @@ class Checkpointer(Run):
                     f" {type(init).__name__}"
                 )
         self._begin_training()
-        new_names, rules = split_rename(rename)
-        chosen = self._find_step(None, allow_peers=rules is None)
+        chosen = self._find_step(None, allow_peers=not isinstance(rename, Rules))
         try:
             target, initial = (None, None) if chosen.step is None else target_of(init)
         except BaseException:
             with self._begin_call("restore", chosen.step):  # in which the other processes are notified
                 raise
-        request = RestoreRequest(
-            target, mesh, specs, select, new_names, rules, strict, dtype=dtype, tied=tied, initial=initial
-        )
+        request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied, initial=initial)
         return self._restore(None, chosen, request, init)
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:

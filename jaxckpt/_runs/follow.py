@@ -22,7 +22,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, require_seconds, require_whole_number
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
-from jaxckpt._rules.rename import Renaming, split_rename
+from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
 from jaxckpt._run_folder.steps import ENDED, RUN, step_folders, step_name
@@ -68,7 +68,7 @@ class Step:
         tied: bool = False,
     ) -> Tree:
         """Restore the step, as `jaxckpt.restore` does with these arguments, with the options of the `Run`."""
-        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
         return run_restore(self.path, request, self._options)
 
     def open(self) -> Checkpoint:

@@ -18,7 +18,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
-from jaxckpt._rules.rename import Renaming, split_rename
+from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
 from jaxckpt._run_folder.run_metadata import read_metadata
@@ -245,7 +245,7 @@ class Run:
 
         The other arguments and the errors are those of `jaxckpt.restore`.
         """
-        request = RestoreRequest(target, mesh, specs, select, *split_rename(rename), strict, dtype=dtype, tied=tied)
+        request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
         return run_restore(self._path_to_read(step), request, self._options)
 
     def _path_to_read(self, step: StepName | None) -> str:

@@ -491,6 +491,8 @@ def test_an_open_checkpoint_is_restored_as_it_is_shown(tmp_path: Path, mesh: Mes
     np.testing.assert_array_equal(again["net"]["w"], placed)
     with pytest.raises(jaxckpt.errors.TreeError, match="'params' matches none"):
         renamed.restore(select="params")
+    with pytest.raises(jaxckpt.errors.InputError, match="options must be"):
+        renamed.restore(options={})  # type: ignore[arg-type]
     jaxckpt.save(tmp_path / "c", {"params": {"w": placed + 1}, "step": 4}, overwrite=True)
     with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced"):
         checkpoint.restore(mesh=mesh)
