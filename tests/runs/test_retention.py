@@ -58,9 +58,12 @@ class Kept:
     whole: bool = True
     """Whether it still has the subtree "opt"."""
 
+    is_new: bool = False
+    """Whether it is being saved, so that its age is 0."""
+
     @property
     def age_seconds(self) -> float:
-        return 86400.0 * self.days + 1
+        return 0.0 if self.is_new else 86400.0 * self.days + 1
 
 
 def is_first_at_a_multiple(step: int, steps: Iterable[int], every: int) -> bool:
@@ -349,6 +352,9 @@ class Run(RuleBasedStateMachine):
         given = {name: math.nan if value is None else value for name, value in metrics.items()}
         return self.checkpoints.save(step, {"w": np.full(3, step), "opt": np.full(5, step)}, metrics=given, **named)
 
+    def is_kept_if_saved(self, step: int, metrics: Metrics) -> bool:
+        return step in wanted({**self.steps, step: Kept(metrics, is_new=True)}, self.rules)
+
     def count_as_saved(self, step: int, metrics: Metrics) -> None:
         self.saved_at = self.minutes
         self.steps[step] = Kept(metrics)
@@ -382,7 +388,7 @@ class Run(RuleBasedStateMachine):
         step = max(self.steps) - back
         if step < 0 or step in self.steps:
             return
-        if step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
+        if self.is_kept_if_saved(step, metrics):
             assert self.save(step, metrics, force=True)
             self.count_as_saved(step, metrics)
         else:
@@ -395,7 +401,7 @@ class Run(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.steps)))
         with pytest.raises(jaxckpt.errors.CheckpointExistsError):
             self.save(step, metrics, force=True)
-        if step in self.pinned.values() or step in wanted({**self.steps, step: Kept(metrics)}, self.rules):
+        if step in self.pinned.values() or self.is_kept_if_saved(step, metrics):
             assert self.save(step, metrics, force=True, overwrite=True)
             self.count_as_saved(step, metrics)
         else:
