@@ -172,103 +172,28 @@ def start(request: SaveRequest, options: Options, call: Call, *, background: boo
         skipped.skip()
         return skipped
     save = prepare(request, options, call)
-    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
-    max_bytes = options.staging_bytes if background else options.host_bytes // 2
-    staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
+    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
     is_limited = background and request.deadline is None
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
-    beginning = Task(functools.partial(_begin, save))
-    work = functools.partial(_carry_out, save, beginning, staging_queue)
-    if request.on_done is not None:
-        work = functools.partial(run_and_notify, work, request.on_done)
+    max_bytes = options.staging_bytes if background else options.host_bytes // 2
+    staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
     if background and not background_saves.unreported_saves():
         background_saves.finish_at_exit()
-    calls: CollectiveCalls[Any, Any] | None = None
+    handover = _Handover(save, pending, staging_queue, background=background)
     try:
         if call.count > 1:
-            _hand_over(save, pending, work, awaited=not background)  # sends heartbeats while this process stages
-        # Exchanges are collective, so no process may begin them before all have finished their preparations.
-        begun = _await_begun(save, beginning) if save.plan.is_collective else None
-        if begun is not None:
-            calls = save.destination.exchange(save, begun)
-        elif save.plan.is_collective:
-            pending.wait()  # raises the reason
-        feed_start = time.perf_counter()
-        with staging_queue, contextlib.closing(_stage(save, begun, calls, background=background)) as staged:
-            for obj in staged:
-                if not staging_queue.fits(obj) and not call.is_handed_over:  # late, because it slows down this thread
-                    save.call.phases.add("device_to_host", time.perf_counter() - feed_start)
-                    _hand_over(save, pending, work, awaited=not background)
-                if not staging_queue.put(obj):
-                    break
-        if not call.is_handed_over:
-            save.call.phases.add("device_to_host", time.perf_counter() - feed_start)
-            _hand_over(save, pending, work, awaited=not background)
-        if calls is not None:
-            calls.join()  # if the thread that writes has failed, it takes no more objects
-        save.draft.values.clear()  # everything is staged, so the leaves are released
+            handover.submit()  # sends heartbeats while this process stages
+        if save.plan.is_collective:
+            handover.begin_exchanges()
+        handover.feed()
         if not background:
             pending.wait()
     except BaseException as error:
-        call.cancellation.cancel(error)
-        if save.plan.is_collective and call.is_handed_over and not isinstance(error, PeerFailedError):
-            _join_calls(save, beginning, calls)
-        call.is_handed_over = background_saves.await_cleanup(pending)
-        save.draft.values.clear()  # the error may be kept for long
-        if pending.done and pending.error is None:
-            error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
+        handover.cancel(error)
         raise
     pending.mark_returned()
     return pending
-
-
-def _hand_over(
-    save: PreparedSave, pending: RunningSave, work: Callable[[RunningSave], SaveInfo], *, awaited: bool
-) -> None:
-    """Submit the save to the thread that writes."""
-    is_last_step = save.request.deadline is not None
-    background_saves.submit_save(pending, work, awaited=awaited, is_last_step=is_last_step)
-    save.call.is_handed_over = True
-
-
-def _await_begun(save: PreparedSave, beginning: Task[_Started]) -> Begun | None:
-    """Wait until all processes have claimed the path. None if they will not."""
-    while not beginning.wait(POLL_SECONDS):
-        if save.call.watchdog.stall_error():
-            return None
-    try:
-        return beginning.result().begun
-    except BaseException:
-        return None
-
-
-def _join_calls(save: PreparedSave, beginning: Task[_Started], calls: CollectiveCalls[Any, Any] | None) -> None:
-    """Make the remaining exchanges after an error: the other processes begin them as soon as the path is claimed."""
-
-    def join() -> None:
-        begun = _await_begun(save, beginning)
-        if begun is not None:
-            (calls or save.destination.exchange(save, begun)).join()
-
-    with contextlib.suppress(Exception):  # no error may hide the first one
-        run_uninterrupted(join)
-
-
-def _stage(
-    save: PreparedSave, begun: Begun | None, calls: CollectiveCalls[Any, Any] | None, *, background: bool
-) -> Generator[StagedObject]:
-    """The data that this process writes."""
-    own = stage(
-        save.plan,
-        save.draft,
-        save.reuse.originals,
-        calls,
-        hold=background or not save.threaded,
-        stack_bytes=save.options.host_bytes // 2,
-        whole_shards=background and save.options.staging_bytes is None,
-    )
-    return save.destination.staged(save, begun, own, calls)
 
 
 def _is_busy(call: Call) -> bool:
@@ -278,6 +203,108 @@ def _is_busy(call: Call) -> bool:
     with call.rendezvous("deciding whether to save") as rendezvous:
         rendezvous.gather("")
         return rendezvous.broadcast("busy" if busy else "free") == "busy"
+
+
+class _Handover:
+    """Hands a prepared save over to the thread that writes, and feeds it with staged data. In the caller's thread."""
+
+    def __init__(
+        self, save: PreparedSave, pending: RunningSave, staging_queue: StagingQueue, *, background: bool
+    ) -> None:
+        self._save = save
+        self._pending = pending
+        self._staging_queue = staging_queue
+        self._background = background
+        self._beginning = Task(functools.partial(_begin, save))
+        self._begun: Begun | None = None
+        self._exchanges: CollectiveCalls[Any, Any] | None = None
+        """The exchanges between the processes; None if no leaf is exchanged, or before the path is claimed."""
+
+    def submit(self) -> None:
+        """Submit the save to the thread that writes, if this has not been done."""
+        call, request = self._save.call, self._save.request
+        if call.is_handed_over:
+            return
+        work = functools.partial(_carry_out, self._save, self._beginning, self._staging_queue)
+        if request.on_done is not None:
+            work = functools.partial(run_and_notify, work, request.on_done)
+        is_last_step = request.deadline is not None
+        background_saves.submit_save(self._pending, work, awaited=not self._background, is_last_step=is_last_step)
+        call.is_handed_over = True
+
+    def begin_exchanges(self) -> None:
+        """Wait until all processes have claimed the path. Exchanges are collective, so no process may begin them
+        before all have finished their preparations."""
+        self._begun = self._await_begun()
+        if self._begun is None:
+            self._pending.wait()  # raises the reason
+        else:
+            self._exchanges = self._save.destination.exchange(self._save, self._begun)
+
+    def _await_begun(self) -> Begun | None:
+        """Wait until all processes have claimed the path. None if they will not."""
+        while not self._beginning.wait(POLL_SECONDS):
+            if self._save.call.watchdog.stall_error():
+                return None
+        try:
+            return self._beginning.result().begun
+        except BaseException:
+            return None
+
+    def feed(self) -> None:
+        """Stage all data, and release the leaves."""
+        start_time = time.perf_counter()
+        with self._staging_queue, contextlib.closing(self._staged()) as staged:
+            for obj in staged:
+                if not self._staging_queue.fits(obj):
+                    self._submit_late(start_time)
+                if not self._staging_queue.put(obj):
+                    break
+        self._submit_late(start_time)
+        if self._exchanges is not None:
+            self._exchanges.join()  # if the thread that writes has failed, it takes no more objects
+        self._save.draft.values.clear()
+
+    def _submit_late(self, start_time: float) -> None:
+        """Submit the save when staging cannot continue without it: the thread that writes slows down this one."""
+        if not self._save.call.is_handed_over:
+            self._save.call.phases.add("device_to_host", time.perf_counter() - start_time)
+            self.submit()
+
+    def _staged(self) -> Generator[StagedObject]:
+        """The data that this process writes."""
+        save, options = self._save, self._save.options
+        own = stage(
+            save.plan,
+            save.draft,
+            save.reuse.originals,
+            self._exchanges,
+            hold=self._background or not save.threaded,
+            stack_bytes=options.host_bytes // 2,
+            whole_shards=self._background and options.staging_bytes is None,
+        )
+        return save.destination.staged(save, self._begun, own, self._exchanges)
+
+    def cancel(self, error: BaseException) -> None:
+        """Cancel the save because of an error of this process, and wait until the thread that writes has cleaned up.
+
+        If the checkpoint is already published, a note on the error says so.
+        """
+        save, call, pending = self._save, self._save.call, self._pending
+        call.cancellation.cancel(error)
+        if save.plan.is_collective and call.is_handed_over and not isinstance(error, PeerFailedError):
+            with contextlib.suppress(Exception):  # no error may hide the first one
+                run_uninterrupted(self._make_remaining_exchanges)
+        call.is_handed_over = background_saves.await_cleanup(pending)
+        save.draft.values.clear()  # the error may be kept for long
+        if pending.done and pending.error is None:
+            error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
+
+    def _make_remaining_exchanges(self) -> None:
+        """Make the exchanges that are left: the other processes begin them as soon as the path is claimed."""
+        begun = self._await_begun()
+        if begun is not None:
+            (self._exchanges or self._save.destination.exchange(self._save, begun)).join()
 
 
 # In the thread that writes --------------------------------------------------------------------------------
