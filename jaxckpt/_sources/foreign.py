@@ -201,8 +201,8 @@ class ForeignCheckpoint:
 class _RowReader(ArrayReader):
     rows: Sequence[ArrayData]
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
-        return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        return [self._start([*self._parts(box, target)], box[1:]) for box, target in targets]
 
     def _parts(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
         for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):

@@ -49,9 +49,9 @@ def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     content = store.read(MANIFEST)
     if content is None:
         raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
-    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
+    if sha256 is not None and (digest := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
-            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by manifest_sha256=:"
+            f"{store.url}/{MANIFEST} has the SHA-256 {digest}, expected {sha256.lower()} by manifest_sha256=:"
             " it is a different checkpoint, or the file was changed"
         )
     return decode(content, store.url), content
