@@ -253,10 +253,10 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
         [(str(i), -(-(min(n, (i + 1) * o) - i * o) // c)) for i in range(-(-n // o))]
         for n, o, c in zip(stack.array_shape, stack.object, stack.chunk, strict=True)
     ]
-    for place in itertools.product(*sides):
-        key = "/".join([text for text, _ in place])
+    for cell in itertools.product(*sides):
+        key = "/".join([text for text, _ in cell])
         length = record.objects.get(key, (-1, ""))[0]
-        data_bytes = math.prod([chunks for _, chunks in place]) * chunk_bytes
+        data_bytes = math.prod([chunks for _, chunks in cell]) * chunk_bytes
         if stack.compression is None:
             fits = index_bytes + data_bytes <= length <= most
         else:
