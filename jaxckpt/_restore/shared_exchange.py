@@ -99,9 +99,9 @@ same programs."""
 
 def _agree_on_programs(rendezvous: Rendezvous, offered: list[_Program] | None) -> list[_Program] | None:
     """Programs that are large enough for the offers of all processes; None if no process has a round left."""
-    found = [one for text in rendezvous.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
-    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
-    agreed = json.loads(rendezvous.broadcast(json.dumps(merged if found else None)))
+    offers = [offer for text in rendezvous.gather(json.dumps(offered)) if (offer := json.loads(text)) is not None]
+    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*offers, fillvalue=(0, 0))]
+    agreed = json.loads(rendezvous.broadcast(json.dumps(merged if offers else None)))
     rendezvous.start_next()
     return agreed
 
@@ -115,8 +115,8 @@ class _PendingSharedRead:
         self._reads = reads
 
     def wait(self) -> None:
-        for one in self._reads:
-            one.wait()
+        for pending in self._reads:
+            pending.wait()
 
 
 class _Community:
@@ -186,26 +186,28 @@ class _Community:
 
         Returns False if no process has a round left.
         """
-        found, own, offered = list[Shipment](), np.empty(0, np.uint8), None
+        shipments, own, offered = list[Shipment](), np.empty(0, np.uint8), None
         if pending_round is not None:
-            found, own = pending_round.shipments, pending_round.own
-            offered = [(self._interconnect.rounded_bytes(piece.span_bytes), len(piece.spans)) for piece in found]
+            shipments, own = pending_round.shipments, pending_round.own
+            offered = [
+                (self._interconnect.rounded_bytes(shipment.span_bytes), len(shipment.spans)) for shipment in shipments
+            ]
 
         def agree() -> list[tuple[Shipment, _Program]] | None:
             programs = _agree_on_programs(rendezvous, offered)
             if programs is None:
                 return None
-            nothing = [Shipment([], {})] * (len(programs) - len(found))  # other communities have more
-            return list(zip([*found, *nothing], programs, strict=True))
+            nothing = [Shipment([], {})] * (len(programs) - len(shipments))  # other communities have more
+            return list(zip([*shipments, *nothing], programs, strict=True))
 
-        def gather(one: tuple[Shipment, _Program], _: object) -> dict[int, Bytes]:
-            piece, (n_bytes, n_senders) = one
-            return self._interconnect.gather(piece.spans, n_bytes, n_senders, own)
+        def gather(shipment_and_program: tuple[Shipment, _Program], _: object) -> dict[int, Bytes]:
+            shipment, (n_bytes, n_senders) = shipment_and_program
+            return self._interconnect.gather(shipment.spans, n_bytes, n_senders, own)
 
         with CollectiveCalls[tuple[Shipment, _Program], dict[int, Bytes]]((), gather) as calls:
             agreed = calls.extend(agree)
-            for piece, _ in calls:
-                self._deliver(piece, calls.run_next(), delivery, report)
+            for shipment, _ in calls:
+                self._deliver(shipment, calls.run_next(), delivery, report)
         return agreed is not None
 
     def _deliver(self, piece: Shipment, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:

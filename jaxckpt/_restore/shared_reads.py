@@ -38,21 +38,21 @@ Partition = tuple[Members, ...]
 
 
 def share(
-    stacks: Sequence[Stack], wanted: Sequence[tuple[WantedRows, Layout]], process: int, job_size: int | None = None
+    stacks: Sequence[Stack], leaf_wants: Sequence[tuple[WantedRows, Layout]], process: int, job_size: int | None = None
 ) -> tuple[list[WantedRows], dict[Partition, list[WantedRows]]]:
     """The wants that a process reads for itself, and, for each partition, the shared wants of its community.
 
-    `wanted` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes that
-    need each cell. Every process gets the same partitions in the same order. If `job_size` is the number of processes
-    of the job, only partitions that cover all of them are used.
+    `leaf_wants` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes
+    that need each cell. Every process gets the same partitions in the same order. If `job_size` is the number of
+    processes of the job, only partitions that cover all of them are used.
     """
     joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
-    for want, layout in wanted:
+    for want, layout in leaf_wants:
         if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
             joined.setdefault(want.stack, set()).update(layout.processes)
     own: list[WantedRows] = []
     shared: dict[Partition, list[WantedRows]] = {}
-    for want, layout in wanted:
+    for want, layout in leaf_wants:
         stack = stacks[want.stack]
         if want.stack in joined and len(layout.processes) > 1:
             partition = (tuple(sorted(joined[want.stack])),)
@@ -60,7 +60,7 @@ def share(
             partition = _partition(stack, layout)
         members = members_of(partition, process)
         possible = job_size is None or covers(partition, job_size)
-        if possible and 0 not in stack.shape and any(len(some) > 1 for some in partition):
+        if possible and 0 not in stack.shape and any(len(community) > 1 for community in partition):
             wants = shared.setdefault(partition, [])
             if len(members) > 1:
                 wants.append(replace(want, boxes=_boxes(layout, stack.shape, members)))
@@ -69,13 +69,13 @@ def share(
     return own, shared
 
 
-def wants_digest(wanted: Sequence[tuple[WantedRows, Layout]]) -> str:
+def wants_digest(leaf_wants: Sequence[tuple[WantedRows, Layout]]) -> str:
     """A digest that is equal in all processes if `share` finds the same communities and wants in each."""
-    found = hashlib.sha256()
-    for want, layout in wanted:
+    hasher = hashlib.sha256()
+    for want, layout in leaf_wants:
         if len(layout.processes) > 1:
-            found.update(repr((want.stack, want.rows, str(want.dtype), want.kept, _digest(layout))).encode())
-    return found.hexdigest()
+            hasher.update(repr((want.stack, want.rows, str(want.dtype), want.keeps_buffers, _digest(layout))).encode())
+    return hasher.hexdigest()
 
 
 @functools.lru_cache(maxsize=256)
@@ -92,7 +92,7 @@ def _partition(stack: Stack, layout: Layout) -> Partition:
     """The communities that need a leaf."""
     if math.prod(stack.shape) * stack.itemsize < JOINED_BYTES:
         sides = zip(cell_shape(layout, stack.shape), stack.chunk[1:], layout.grid, strict=True)
-        if any(parts > 1 and side % chunk for side, chunk, parts in sides):
+        if any(n_cells > 1 and side % chunk for side, chunk, n_cells in sides):
             return (tuple(sorted(layout.processes)),)
     return _communities(layout)
 
@@ -110,10 +110,10 @@ def _communities(layout: Layout) -> Partition:
     for first, *others in layout.groups:
         members = community.setdefault(first, [first])
         for other in others:
-            found = community.get(other, [other])
-            if found is not members:
-                members.extend(found)
-                community.update(dict.fromkeys(found, members))
+            other_members = community.get(other, [other])
+            if other_members is not members:
+                members.extend(other_members)
+                community.update(dict.fromkeys(other_members, members))
     return tuple(sorted({id(members): tuple(sorted(members)) for members in community.values()}.values()))
 
 
@@ -160,11 +160,11 @@ def plan_shared_reads(
     reading the next round while the current one is sent.
     """
     most = max_read_bytes(host_bytes)
-    wanted = sum(
+    needed_bytes = sum(
         (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
     )
-    round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
-    finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
+    round_bytes = len(members) * min(most, max(ROUND_BYTES, needed_bytes // (ROUNDS * len(members))))
+    finest = max(1, min(round_bytes, needed_bytes) // (4 * len(members)))
     rounds: list[SharedRead] = []
     unassigned: list[tuple[ReadStep, Read, list[int]]] = []
     size = 0
@@ -215,16 +215,16 @@ def split_into_shipments(portions: SharedRead, members: Members, max_bytes: int)
     max_bytes = min(max_bytes, MAX_BYTES)
     width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
     at_once = max(1, min(count, max_bytes // (2 * width)))
-    place = {member: number for number, member in enumerate(members)}
-    found: dict[tuple[int, int], SharedRead] = {}
+    positions = {member: number for number, member in enumerate(members)}
+    groups: dict[tuple[int, int], SharedRead] = {}
     for portion in portions:
-        found.setdefault((portion.start // width, place[portion.reader] // at_once), []).append(portion)
-    for _, together in sorted(found.items(), key=lambda one: one[0]):
+        groups.setdefault((portion.start // width, positions[portion.reader] // at_once), []).append(portion)
+    for _, group in sorted(groups.items(), key=lambda entry: entry[0]):
         spans: dict[int, tuple[int, int]] = {}
-        for portion in together:
+        for portion in group:
             first, _ = spans.get(portion.reader, (portion.start, 0))
             spans[portion.reader] = first, portion.start + portion.n_bytes
-        yield Shipment(together, spans)
+        yield Shipment(group, spans)
 
 
 def shared_cost(stacks: Sequence[Stack], rounds: Sequence[SharedRead], process: int, host_bytes: int) -> ReadCost:
@@ -233,9 +233,9 @@ def shared_cost(stacks: Sequence[Stack], rounds: Sequence[SharedRead], process: 
     steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]
     received = sum(portion.n_bytes for portions in rounds for portion in portions if portion.reader != process)
     # Host memory: two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
-    in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
-    held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
-    held += min(max_read_bytes(host_bytes), received)
-    held += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
+    in_rounds = [sum(portion.n_bytes for portion in portions if portion.reader == process) for portions in rounds]
+    peak_bytes = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
+    peak_bytes += min(max_read_bytes(host_bytes), received)
+    peak_bytes += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
     cost = read_cost(stacks, steps, host_bytes)
-    return replace(cost, received_bytes=received, peak_host_bytes=max(held, cost.peak_host_bytes))
+    return replace(cost, received_bytes=received, peak_host_bytes=max(peak_bytes, cost.peak_host_bytes))
