@@ -166,12 +166,14 @@ class _UnionReader(ArrayReader):
                 for request in split_request(number, stack, common, source.max_bytes):
                     data = source.received.pop(request).view(target.dtype).reshape(extent(request[1]))
                     into[slices_within(request[1], common)] = data
-        for number, some in by_object.items():
+        for number, object_targets in by_object.items():
             with source.recording_damage(number):
-                begun = self._reader(source.folder_of_file[number]).read([(part, into) for part, into, _ in some])
-            for (_, _, at), pending in zip(some, begun, strict=True):
+                begun = self._reader(source.folder_of_file[number]).read(
+                    [(common, into) for common, into, _ in object_targets]
+                )
+            for (_, _, at), pending in zip(object_targets, begun, strict=True):
                 pending_by_box[at].append(MappedWork(pending, functools.partial(source.wait_and_record, number)))
-        return [JoinedWork(some) for some in pending_by_box]
+        return [JoinedWork(pending) for pending in pending_by_box]
 
     def _reader(self, folder: int) -> ArrayReader:
         if folder not in self.readers:
