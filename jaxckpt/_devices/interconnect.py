@@ -89,10 +89,15 @@ class Interconnect:
     def _run(self, program: Any, sent: Bytes, *constants: Any) -> Any:
         """Run a program on the bytes that this process sends, and on arrays that are equal on its devices."""
         places = [SingleDeviceSharding(device) for device in self._devices]
-        parts = [[*sent.view(np.uint32).reshape(self._width, -1)], *([one] * self._width for one in constants)]
+        inputs = [
+            [*sent.view(np.uint32).reshape(self._width, -1)],
+            *([constant] * self._width for constant in constants),
+        ]
         with transfer_context(self._mesh):
             try:
-                return jax.block_until_ready(program(*(self._join(jax.device_put(part, places)) for part in parts)))
+                return jax.block_until_ready(
+                    program(*(self._join(jax.device_put(pieces, places)) for pieces in inputs))
+                )
             except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a process died
                 raise PeerFailedError(
                     f"process {self.process} could not exchange data with other processes: {error}"
@@ -104,9 +109,9 @@ class Interconnect:
             by_device = {shard.device: jax.device_get(shard.data) for shard in array.addressable_shards}
         return [by_device[device] for device in self._devices]
 
-    def _join(self, parts: Sequence[Any]) -> Any:
+    def _join(self, pieces: Sequence[Any]) -> Any:
         """An array over all processes, from the parts on the devices of this one."""
-        return jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), self._along, parts)
+        return jax.make_array_from_single_device_arrays((self._mesh.size * pieces[0].size,), self._along, pieces)
 
 
 def n_sending_devices(devices: Sequence[Any]) -> int:
