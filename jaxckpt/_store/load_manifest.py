@@ -24,8 +24,8 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
     for process, key, content in zip(numbers, keys, store.read_all(keys), strict=True):
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
-            what = "is missing" if content is None else "differs from what was saved"
-            raise DataError(f"the state file of process {process}, {store.url}/{key}, {what}")
+            problem = "is missing" if content is None else "differs from what was saved"
+            raise DataError(f"the state file of process {process}, {store.url}/{key}, {problem}")
         try:
             states.append(decode_state(content))
         except (ValueError, RecursionError) as error:
