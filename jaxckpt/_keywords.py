@@ -201,10 +201,10 @@ def missing_module_attribute(name: str) -> str:
     """The message for a name that the package does not have."""
     error = getattr(errors, name, None)
     if isinstance(error, type) and error.__module__ == errors.__name__:
-        ours = f"errors.{name}"
+        own_name = f"errors.{name}"
     else:
-        ours = _MODULE_ATTRIBUTES.get(name)
-    return f"module 'jaxckpt' has no attribute {name!r}" + (f": use jaxckpt.{ours}" if ours else "")
+        own_name = _MODULE_ATTRIBUTES.get(name)
+    return f"module 'jaxckpt' has no attribute {name!r}" + (f": use jaxckpt.{own_name}" if own_name else "")
 
 
 def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any], name: str) -> str:

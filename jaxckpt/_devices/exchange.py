@@ -97,7 +97,7 @@ def box_replicator(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
     split = {axis for entry in spec for axis in entry}
 
     def local_piece(x: Any, starts: Any) -> Any:
-        mine = functools.reduce(
+        supplies = functools.reduce(
             jnp.logical_and, (lax.axis_index(a) == 0 for a in mesh.axis_names if a not in split), True
         )
         offsets: list[tuple[Any, Any]] = []
@@ -117,9 +117,9 @@ def box_replicator(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
             positions = offset - first + jnp.arange(side, dtype=starts.dtype)
             bits = jnp.take(bits, jnp.clip(positions, 0, max(0, piece.shape[dim] - 1)), axis=dim)
             is_local = (positions >= 0) & (positions < piece.shape[dim])
-            mine = mine & is_local.reshape([side if d == dim else 1 for d in range(len(sides))])
-        mine = jnp.reshape(mine, (*jnp.shape(mine), *([1] * (bits.ndim - jnp.ndim(mine)))))
-        return _from_bits(lax.psum(jnp.where(mine, bits, 0), mesh.axis_names), x.dtype)
+            supplies = supplies & is_local.reshape([side if d == dim else 1 for d in range(len(sides))])
+        supplies = jnp.reshape(supplies, (*jnp.shape(supplies), *([1] * (bits.ndim - jnp.ndim(supplies)))))
+        return _from_bits(lax.psum(jnp.where(supplies, bits, 0), mesh.axis_names), x.dtype)
 
     cut = jax.shard_map(
         local_piece, mesh=mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False

@@ -43,13 +43,13 @@ class Interconnect:
             devices.setdefault(device.process_index, []).append(device)
         partition = [sorted(devices)] if partition is None else partition
         self.process = process
-        self.members = next(tuple(members) for members in partition if process in members)
+        self.community = next(tuple(community) for community in partition if process in community)
         """The community of this process."""
 
-        most = min(n_sending_devices(devices[member]) for members in partition for member in members)
+        most = min(n_sending_devices(devices[process]) for community in partition for process in community)
         self._width = 1 << most.bit_length() - 1
         self._devices = devices[process][: self._width]
-        grid = [[devices[member][: self._width] for member in members] for members in partition]
+        grid = [[devices[process][: self._width] for process in community] for community in partition]
         self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
         self._along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
 
@@ -70,8 +70,8 @@ class Interconnect:
         """Send the `spans` of some processes' bytes to all, `n_bytes` from each of at most `n_senders`. `own` has the
         bytes of this process. Returns the bytes of each sender."""
         words = n_bytes // (4 * self._width)
-        few = 2 * n_senders < len(self.members)
-        slots = list(spans) if few else list(self.members)
+        few = 2 * n_senders < len(self.community)
+        slots = list(spans) if few else list(self.community)
         first, _ = spans.get(self.process, (0, 0))
         sent = own[first : first + n_bytes] if self.process in spans else own[:0]
         if len(sent) < n_bytes:

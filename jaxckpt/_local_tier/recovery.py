@@ -114,9 +114,11 @@ class Recovery:
         nothing = _bits([], len(folder_numbers))
         usable: dict[str, Availability] = {}
         for number, local_step in enumerate(of_step):
-            there = self._usable(local_step.folder, manifest.data_folder, files, numbers)
-            folder_numbers[there] = number
-            usable[local_step.folder_id] = usable.get(local_step.folder_id, nothing) | _bits(there, len(folder_numbers))
+            file_numbers = self._usable(local_step.folder, manifest.data_folder, files, numbers)
+            folder_numbers[file_numbers] = number
+            usable[local_step.folder_id] = usable.get(local_step.folder_id, nothing) | _bits(
+                file_numbers, len(folder_numbers)
+            )
         texts = rendezvous.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
         usable_by_process = [
             {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in bits_by_folder.items()}
@@ -160,19 +162,19 @@ class Recovery:
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
         """The files of a save that exist with the right length and have not failed to be read."""
-        there = {
+        keys = {
             numbers[key]: key
             for key in folder.files_below(data)
             if key in numbers and f"{folder.url}/{key}" not in self._unusable_files
         }
         try:
-            misfits = folder.check_lengths({key: files.lengths[number] for number, key in there.items()})
+            misfits = folder.check_lengths({key: files.lengths[number] for number, key in keys.items()})
         except StorageError as error:
             _log.warning("the local folder %s is not used: %s", folder.url, error)
             return []
         for key, why in misfits.items():
             _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
-        return [number for number, key in there.items() if key not in misfits]
+        return [number for number, key in keys.items() if key not in misfits]
 
     def mark_damaged(self, source: UnionCheckpoint, error: DamagedError) -> None:
         """Note damaged files of a local step, so that copies in other processes are used."""
@@ -221,9 +223,9 @@ def _publish_manifest(folder: Folder, data: str, content: bytes, *, sync: bool) 
 
 def _bits(numbers: Sequence[int], count: int) -> Availability:
     """One bit per file, set for some of them."""
-    there = np.zeros(count, bool)
-    there[numbers] = True
-    return np.packbits(there)
+    is_set = np.zeros(count, bool)
+    is_set[numbers] = True
+    return np.packbits(is_set)
 
 
 def _packed(content: bytes) -> str:

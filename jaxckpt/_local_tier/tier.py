@@ -187,12 +187,12 @@ class LocalTier:
             )
         if note is not None and (note.get("run"), note.get("storage")) != (self.run_id, self._storage_url):
             where = note.get("storage")
-            whose = f"local steps of another run, which is stored at {where}, expected {self._storage_url}"
+            content = f"local steps of another run, which is stored at {where}, expected {self._storage_url}"
             if where == self._storage_url:
-                whose = f"local steps of an earlier run in {where}, which was deleted or replaced since"
+                content = f"local steps of an earlier run in {where}, which was deleted or replaced since"
             elif where is None:
-                whose = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
-            raise InputError(f"{self.own_folder.url} holds {whose}: remove that folder, or give another local=")
+                content = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
+            raise InputError(f"{self.own_folder.url} holds {content}: remove that folder, or give another local=")
         if note is None:
             note = {"run": self.run_id, "storage": self._storage_url, "folder": self._folder_id or uuid.uuid4().hex}
             self.folder.create_child(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())

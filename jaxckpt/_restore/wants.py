@@ -31,10 +31,10 @@ from jaxckpt._restore.batched_placement import rows_per_block
 from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_reads import (
-    Members,
+    Community,
     Partition,
     SharedRead,
-    members_of,
+    community_of,
     plan_shared_reads,
     share,
     shared_cost,
@@ -268,7 +268,7 @@ def plan_reads(
     If `job_size` is the number of processes of the job, all of them read together or none do.
     """
     stacks, host_bytes = wants.stacks, options.host_bytes
-    known_rounds: dict[tuple[Partition, Members], list[SharedRead]] = {}
+    known_rounds: dict[tuple[Partition, Community], list[SharedRead]] = {}
     for process in processes:
         needed = [wanted_range.rows_for(process) for wanted_range in wants.ranges]
         needed_bytes = sum(_n_bytes(stacks[rows.stack], rows) for rows in needed)
@@ -277,10 +277,10 @@ def plan_reads(
             own, shared = share(stacks, list(zip(needed, wants.layouts, strict=True)), process, job_size)
         rounds: dict[Partition, list[SharedRead]] = {}
         for partition, common in shared.items():
-            members = members_of(partition, process)
-            key = (partition, members)
+            community = community_of(partition, process)
+            key = (partition, community)
             if common and key not in known_rounds:
-                known_rounds[key] = plan_shared_reads(stacks, common, members, host_bytes)
+                known_rounds[key] = plan_shared_reads(stacks, common, community, host_bytes)
             rounds[partition] = known_rounds[key] if common else []
         yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
 

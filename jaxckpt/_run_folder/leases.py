@@ -104,8 +104,8 @@ def _release(folder: Store, name: str, stop: Latch, write_lock: threading.Lock) 
 
 
 def _encode_lease(term_seconds: float, beats: int) -> bytes:
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
-    return json.dumps(holder).encode()
+    lease = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
+    return json.dumps(lease).encode()
 
 
 def _term(note: bytes) -> float:

@@ -86,12 +86,12 @@ class StepFinder:
                 "; see the log for details"
             )
         if eligible and call.index == 0:
-            taken = (
+            fallback = (
                 "no step is left"
                 if storage_step is None
                 else f"step {storage_step} is restored from {self._directory.url}"
             )
-            _log.warning("no step in the local folders can be restored: %s", taken)
+            _log.warning("no step in the local folders can be restored: %s", fallback)
         return LocatedStep(storage_step if step is None else step)
 
     def _encode_eligible(self, gathered: Sequence[str], step: int | None) -> str:

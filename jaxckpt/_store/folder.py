@@ -497,8 +497,8 @@ class Folder:
         """Delete data folders other than `current` of saves that cannot publish. Returns whether any is left."""
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
-        gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with self._translate_errors("sweep", ""), gone, self._locked():
+        ignore_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self._translate_errors("sweep", ""), ignore_missing, self._locked():
             for name in self.names():
                 if not is_data_folder(name) or name == current:
                     continue
