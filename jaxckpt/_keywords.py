@@ -201,10 +201,10 @@ def missing_module_attribute(name: str) -> str:
     """The message for a name that the package does not have."""
     error = getattr(errors, name, None)
     if isinstance(error, type) and error.__module__ == errors.__name__:
-        ours = f"errors.{name}"
+        own_name = f"errors.{name}"
     else:
-        ours = _MODULE_ATTRIBUTES.get(name)
-    return f"module 'jaxckpt' has no attribute {name!r}" + (f": use jaxckpt.{ours}" if ours else "")
+        own_name = _MODULE_ATTRIBUTES.get(name)
+    return f"module 'jaxckpt' has no attribute {name!r}" + (f": use jaxckpt.{own_name}" if own_name else "")
 
 
 def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any], name: str) -> str:
@@ -234,9 +234,9 @@ def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
         if name in names:
             theirs = f"{library}'s {name} is" if library else "use"
             homes = [home.rpartition(".") for home in names[name].split()]
-            here = next((ours for _, _, ours in homes if ours in parameters), None)
-            if here is not None:
-                return f": {theirs} {here}" + (" here" if library else "")
+            own_name = next((ours for _, _, ours in homes if ours in parameters), None)
+            if own_name is not None:
+                return f": {theirs} {own_name}" + (" here" if library else "")
             home, _, ours = homes[0]
             if home == "Options" and "options" in parameters:
                 return f": {theirs} options=jaxckpt.Options({ours}=…) here"
@@ -246,9 +246,10 @@ def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
 
 def _argument_of_other(name: str) -> str:
     """The function that has this argument; empty if none has."""
-    others = ((other, _public.get(other)) for other in ("restore", "save", "save_async", "convert"))
+    functions = ((other, _public.get(other)) for other in ("restore", "save", "save_async", "convert"))
     return next(
-        (f": it is an argument of jaxckpt.{o}" for o, f in others if f and name in inspect.signature(f).parameters), ""
+        (f": it is an argument of jaxckpt.{o}" for o, f in functions if f and name in inspect.signature(f).parameters),
+        "",
     )
 
 

@@ -79,8 +79,8 @@ class JaxckptError(Exception):
     @classmethod
     def of(cls, head: str, problems: Sequence[Problem], *remedies: str) -> Self:
         """An error that lists the problems and their remedies."""
-        known = dict.fromkeys([*remedies, *(problem.remedy for problem in problems)])
-        lines = [f"{head}:", show_lines(map(str, problems)), "; ".join(filter(None, known))]
+        unique_remedies = dict.fromkeys([*remedies, *(problem.remedy for problem in problems)])
+        lines = [f"{head}:", show_lines(map(str, problems)), "; ".join(filter(None, unique_remedies))]
         return cls("\n".join(filter(None, lines)), problems=problems)
 
 

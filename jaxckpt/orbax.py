@@ -145,7 +145,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source = source_at(directory, self._options)
         target, kept_paths = _translated(args, source.manifest)
-        return _restore_others(directory, source.manifest, target, kept_paths, self._options)
+        return _restore_leaves(directory, source.manifest, target, kept_paths, self._options)
 
     def metadata(self, directory: Path) -> Any:
         """What `CheckpointManager.item_metadata` returns: Orbax's own description of the item's leaves."""
@@ -174,8 +174,8 @@ def register_v1(options: Options | None = None) -> None:
     chosen = dataclasses.replace(options_or_default(options), when_busy="wait")
     handler = type("V1Handler", (V1Handler,), {"options": chosen, "__module__": __name__})
     entries: Any = global_registry().get_all_entries()  # Orbax uses the last entry that can handle a pytree
-    others = [entry for entry in entries if entry[1] != "state" and not issubclass(entry[0], V1Handler)]
-    entries[:] = [*others, (handler, None), (handler, "state")]
+    other_entries = [entry for entry in entries if entry[1] != "state" and not issubclass(entry[0], V1Handler)]
+    entries[:] = [*other_entries, (handler, None), (handler, "state")]
     logging.getLogger("absl").addFilter(_is_not_a_false_alarm)
 
 
@@ -210,7 +210,7 @@ class V1Handler:
         target = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         strict = not get_context().pytree_options.loading.partial_load
         kept_paths = _placeholder_paths(abstract, manifest)
-        return _restore_others(directory, manifest, target, kept_paths, self.options, strict=strict)
+        return _restore_leaves(directory, manifest, target, kept_paths, self.options, strict=strict)
 
     async def metadata(self, directory: Path) -> Tree:
         """Orbax's own description of the saved tree: an ArrayMetadata for each jax.Array, a NumpyMetadata for each
@@ -393,7 +393,7 @@ class _Commit:
         return False
 
 
-def _restore_others(
+def _restore_leaves(
     directory: Path, manifest: Manifest, target: Tree, kept_paths: set[str], options: Options, *, strict: bool = True
 ) -> Tree:
     """Restore the leaves of a target that do not keep their values."""
@@ -437,17 +437,17 @@ def _translated(args: Any, manifest: Manifest) -> tuple[Tree, set[str]]:
     item = saved_tree if args.item is None else args.item
     leaves = _flatten(item, manifest)
     kept_paths = _placeholder_paths(item, manifest)
-    wanted = {leaf.path for leaf in leaves} - kept_paths
+    requested_paths = {leaf.path for leaf in leaves} - kept_paths
     is_standard = isinstance(args, _args.StandardRestore) and args.item is not None
     empty_nodes = {} if is_standard else _empty_nodes(saved_tree, manifest)
-    restore_args = _restore_args(args, wanted, manifest.numbers.keys() | empty_nodes.keys(), manifest)
+    restore_args = _restore_args(args, requested_paths, manifest.numbers.keys() | empty_nodes.keys(), manifest)
     if partial:
-        _require_leaves(wanted, manifest)
-        kept_paths |= wanted ^ manifest.numbers.keys()
-    kept_paths |= wanted & empty_nodes.keys()
+        _require_leaves(requested_paths, manifest)
+        kept_paths |= requested_paths ^ manifest.numbers.keys()
+    kept_paths |= requested_paths & empty_nodes.keys()
 
     def target(leaf: Leaf) -> Any:
-        if leaf.path in wanted and leaf.path in empty_nodes:
+        if leaf.path in requested_paths and leaf.path in empty_nodes:
             return empty_nodes[leaf.path]
         number = manifest.numbers.get(leaf.path)
         if number is None or leaf.path in kept_paths:
@@ -492,43 +492,51 @@ def _or_placeholder(node: Any) -> Any:
     return ocp.PLACEHOLDER if node is None else node
 
 
-def _restore_args(args: Any, wanted: set[str], saved_paths: set[str], manifest: Manifest) -> dict[str, Any]:
+def _restore_args(args: Any, requested_paths: set[str], saved_paths: set[str], manifest: Manifest) -> dict[str, Any]:
     """The RestoreArgs of each leaf. Raises InputError if a leaf has none, or if some belong to no leaf."""
     tree = getattr(args, "restore_args", None)
     if tree is None:
         return {}
-    leaves = _flatten(jax.tree.map(lambda given: given or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
+    leaves = _flatten(jax.tree.map(lambda leaf_args: leaf_args or ocp.RestoreArgs(), tree, is_leaf=_is_none), manifest)
     by_path = {leaf.path: leaf.value for leaf in leaves}
-    lacking = [path for path in wanted if path not in by_path and path in manifest.numbers]
-    unknown = by_path.keys() - wanted - saved_paths
-    surplus = [path for path, given in by_path.items() if path in unknown and given != ocp.RestoreArgs()]
+    lacking = [path for path in requested_paths if path not in by_path and path in manifest.numbers]
+    unknown = by_path.keys() - requested_paths - saved_paths
+    surplus = [path for path, leaf_args in by_path.items() if path in unknown and leaf_args != ocp.RestoreArgs()]
     problems = [Problem(path, "is a leaf without RestoreArgs") for path in sorted(lacking)]
-    problems += [Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, wanted)}") for path in surplus]
+    problems += [
+        Problem(path, f"has RestoreArgs, but is not a leaf{closest_hint(path, requested_paths)}") for path in surplus
+    ]
     if problems:
         raise InputError.of(f"restore_args= does not fit the item in {show_count(len(problems), 'place')}", problems)
     return by_path
 
 
-def _require_leaves(wanted: set[str], manifest: Manifest) -> None:
+def _require_leaves(requested_paths: set[str], manifest: Manifest) -> None:
     """Raise MismatchError if a leaf of a partial item is a container in the checkpoint, or the other way round."""
     containers = {head for path in manifest.numbers for head in path_prefixes(path) if head != path}
-    problems = [Problem(path, "is a container in the checkpoint, a leaf in the item") for path in wanted & containers]
-    for path in wanted - manifest.numbers.keys():
+    problems = [
+        Problem(path, "is a container in the checkpoint, a leaf in the item") for path in requested_paths & containers
+    ]
+    for path in requested_paths - manifest.numbers.keys():
         above = [head for head in path_prefixes(path) if head and head in manifest.numbers]
         problems += [Problem(head, "is a leaf in the checkpoint") for head in above]
     if problems:
         raise MismatchError.of("item and checkpoint differ", problems)
 
 
-def _standard(wanted: Any, saved: TypedLeaf) -> Any:
+def _standard(requested: Any, saved: TypedLeaf) -> Any:
     """Translate a leaf of a StandardRestore's item into a leaf of a target. Concrete leaves mean the same in both."""
-    if isinstance(wanted, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
+    if isinstance(requested, (_metadata.ScalarMetadata, _metadata.StringMetadata)):
         return _translate_restore_args(ocp.RestoreArgs(), saved)
-    if not isinstance(wanted, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
-        return wanted
-    if wanted.sharding is None and not saved.on_devices:
-        return _translate_restore_args(ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted.dtype), saved, wanted)
-    return _translate_restore_args(ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype), saved, wanted)
+    if not isinstance(requested, (jax.ShapeDtypeStruct, _metadata.ArrayMetadata)):
+        return requested
+    if requested.sharding is None and not saved.on_devices:
+        return _translate_restore_args(
+            ocp.RestoreArgs(restore_type=np.ndarray, dtype=requested.dtype), saved, requested
+        )
+    return _translate_restore_args(
+        ocp.ArrayRestoreArgs(sharding=requested.sharding, dtype=requested.dtype), saved, requested
+    )
 
 
 def _translate_restore_args(restore_args: Any, saved: TypedLeaf, item: Any = None) -> Any:

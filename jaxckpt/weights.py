@@ -207,13 +207,13 @@ def _subscribe(
     tried: tuple[int, float | None] | None = None
     while True:
         newest = run.latest_step()
-        found, newest_seen = _newest_chain(run, newest), newest or 0
-        if found is not None and found == tried:
-            raise DataError(f"{run.directory} lacks a publication since its newest anchor, {found[0]}")
-        tried = found
+        newest_chain, newest_seen = _newest_chain(run, newest), newest or 0
+        if newest_chain is not None and newest_chain == tried:
+            raise DataError(f"{run.directory} lacks a publication since its newest anchor, {newest_chain[0]}")
+        tried = newest_chain
         weights: Tree = None
         last_applied: tuple[int, float | None] | None = None
-        after = found[0] - 1 if found and found[0] else None
+        after = newest_chain[0] - 1 if newest_chain and newest_chain[0] else None
         for publication in run.follow(after=after, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds):
             _require_anchor(publication.path, publication.metrics)
             note, chain = publication.open().metadata, publication.metrics.get(_CHAIN)

@@ -62,16 +62,16 @@ def resolve_casts(
     """
     chosen: dict[str, np.dtype[Any]] = {}
     problems: list[Problem] = []
-    for one, wanted in _requested_dtypes(requested, leaves):
-        if one.dtype is None:
-            reason = f"is not a numeric array, or belongs to the state of an object, but dtype= gives {wanted} for it"
-            problems.append(Problem(one.path, reason, "leave the leaf out of dtype="))
+    for leaf, dtype in _requested_dtypes(requested, leaves):
+        if leaf.dtype is None:
+            reason = f"is not a numeric array, or belongs to the state of an object, but dtype= gives {dtype} for it"
+            problems.append(Problem(leaf.path, reason, "leave the leaf out of dtype="))
             continue
-        chosen[one.path] = wanted
-        if judge_cast(one.dtype, wanted, policies[one.path], one.shape, may_round=True) is Verdict.REFUSED:
-            nan = f", in which NaN would become {NAN_LESS[wanted.name]}" if wanted.name in NAN_LESS else ""
-            reason = f"has dtype {one.dtype}, but dtype= gives {wanted}: a lossy cast{nan}"
-            problems.append(Problem(one.path, reason, ALLOW_LOSS))
+        chosen[leaf.path] = dtype
+        if judge_cast(leaf.dtype, dtype, policies[leaf.path], leaf.shape, may_round=True) is Verdict.REFUSED:
+            nan = f", in which NaN would become {NAN_LESS[dtype.name]}" if dtype.name in NAN_LESS else ""
+            reason = f"has dtype {leaf.dtype}, but dtype= gives {dtype}: a lossy cast{nan}"
+            problems.append(Problem(leaf.path, reason, ALLOW_LOSS))
     return chosen, problems
 
 
@@ -83,21 +83,21 @@ def _requested_dtypes(requested: Dtypes, leaves: Sequence[Castable]) -> list[tup
         and not isinstance(requested, Mesh)
         and jax.tree_util.all_leaves([requested])
     ):
-        answers = [(one, requested(one.path, one.leaf)) for one in leaves if one.dtype is not None]
-        return [(one, _dtype(answer, one.path)) for one, answer in answers if answer is not None]
+        answers = [(leaf, requested(leaf.path, leaf.leaf)) for leaf in leaves if leaf.dtype is not None]
+        return [(leaf, _dtype(answer, leaf.path)) for leaf, answer in answers if answer is not None]
     by_prefix = {entry.path: _dtype(entry.value, entry.path) for entry in flatten(requested)[0]}
     unused = dict(by_prefix)
-    found: list[tuple[Castable, np.dtype[Any]]] = []
-    for one in leaves:
-        head = longest_prefix(one.path, by_prefix)
-        if head is not None and (head == one.path or _is_same_kind(one.dtype, by_prefix[head])):
+    leaf_dtypes: list[tuple[Castable, np.dtype[Any]]] = []
+    for leaf in leaves:
+        head = longest_prefix(leaf.path, by_prefix)
+        if head is not None and (head == leaf.path or _is_same_kind(leaf.dtype, by_prefix[head])):
             unused.pop(head, None)
-            found.append((one, by_prefix[head]))
+            leaf_dtypes.append((leaf, by_prefix[head]))
     if unused:
         path, dtype = next(iter(unused.items()))
-        hint = closest_hint(path, (one.path for one in leaves)) if path else ""
+        hint = closest_hint(path, (leaf.path for leaf in leaves)) if path else ""
         raise InputError(f"dtype= gives {dtype} for {show_path(path)}, but no leaf there has that kind of number{hint}")
-    return found
+    return leaf_dtypes
 
 
 def _is_dtype(value: object) -> bool:
@@ -117,9 +117,9 @@ def _dtype(value: Any, path: str) -> np.dtype[Any]:
     return DTYPES[dtype_name(dtype)]  # in the byte order of this machine
 
 
-def _is_same_kind(own: np.dtype[Any] | None, wanted: np.dtype[Any]) -> bool:
+def _is_same_kind(own: np.dtype[Any] | None, requested: np.dtype[Any]) -> bool:
     """Whether two dtypes have the same kind of number."""
-    return own is not None and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS)
+    return own is not None and any(jnp.issubdtype(own, kind) and jnp.issubdtype(requested, kind) for kind in _KINDS)
 
 
 # Losses ---------------------------------------------------------------------------------------------------
@@ -157,21 +157,21 @@ class Verdict(enum.Enum):
 
 
 def judge_cast(
-    own: np.dtype[Any], wanted: np.dtype[Any], policy: str, shape: tuple[int, ...] | None, *, may_round: bool = False
+    own: np.dtype[Any], requested: np.dtype[Any], policy: str, shape: tuple[int, ...] | None, *, may_round: bool = False
 ) -> Verdict:
     """Whether the policy allows a cast of a leaf of this shape; None if its values cannot be read before the cast.
 
     With `may_round`, floats may lose digits and range, but NaN must not become a number.
     """
-    if policy == "unsafe" or is_lossless(own, wanted):
+    if policy == "unsafe" or is_lossless(own, requested):
         return Verdict.ALLOWED
     if (
         may_round
-        and wanted.name not in NAN_LESS
-        and any(jnp.issubdtype(own, kind) and jnp.issubdtype(wanted, kind) for kind in _KINDS[2:])
+        and requested.name not in NAN_LESS
+        and any(jnp.issubdtype(own, kind) and jnp.issubdtype(requested, kind) for kind in _KINDS[2:])
     ):
         return Verdict.ALLOWED
-    if shape is None or "c" in (own.kind, wanted.kind) or wanted.kind == "b":
+    if shape is None or "c" in (own.kind, requested.kind) or requested.kind == "b":
         return Verdict.REFUSED
     # An array of floats fits a narrower dtype only by chance, such as before its first update.
     is_countable = math.prod(shape) == 1 or jnp.issubdtype(own, jnp.integer)
@@ -179,9 +179,9 @@ def judge_cast(
     return Verdict.DEPENDS_ON_VALUES if is_countable and is_small else Verdict.REFUSED
 
 
-def lost_value(values: Array, wanted: np.dtype[Any]) -> object | None:
+def lost_value(values: Array, dtype: np.dtype[Any]) -> object | None:
     """The first of some real numbers that a cast changes, including the sign of a zero; None if it changes none."""
-    made = np.empty(values.shape, wanted)
+    made = np.empty(values.shape, dtype)
     assign(made, values)
     for before, after in zip(_numbers(values), _numbers(made), strict=True):
         is_nan = before != before and after != after

@@ -106,7 +106,7 @@ def register_leaf(
     if full_name(other) != full_name(cls):
         raise InputError(f"register_leaf({cls.__qualname__}): {full_name(other)} has the name {name!r}; give another")
     _TYPES.pop(other, None)  # a notebook has redefined a class
-    for old in [old for old, known in _NAMES.items() if known is cls]:
+    for old in [old for old, leaf_class in _NAMES.items() if leaf_class is cls]:
         del _NAMES[old]
     _TYPES[cls] = LeafType(name, to_state, from_state, set_state, cls)
     _NAMES[name] = cls

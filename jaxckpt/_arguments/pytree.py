@@ -34,10 +34,10 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     in_state: bool = False
     """Whether it belongs to the state of an object."""
 
-    def path_in(self, known: Collection[str]) -> str:
+    def path_in(self, paths: Collection[str]) -> str:
         """Its path in a checkpoint with these paths. Orbax appends "value" to the path of a Variable."""
         longer = f"{self.path}/value"
-        return longer if self.is_variable and self.path not in known and longer in known else self.path
+        return longer if self.is_variable and self.path not in paths and longer in paths else self.path
 
 
 # Flattening -----------------------------------------------------------------------------------------------

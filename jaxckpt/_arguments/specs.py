@@ -40,7 +40,7 @@ class LeafGroup:
     own: Spec = ()
     """Their current or saved spec."""
 
-    given: Spec | None = None
+    requested: Spec | None = None
     """The caller's spec for them, if any."""
 
 
@@ -50,15 +50,15 @@ def assign_specs(
     """The spec of each group of leaves on a mesh with these axes, and a problem for each leaf that its spec does not
     fit.
 
-    Without a given spec, a leaf stays split by the axes of its own spec that the mesh also has. Raises SpecError if the
-    mesh has none of the axes of any leaf, because everything would silently be replicated.
+    Without a requested spec, a leaf stays split by the axes of its own spec that the mesh also has. Raises SpecError if
+    the mesh has none of the axes of any leaf, because everything would silently be replicated.
     """
-    if all(group.given is None for group in groups):
+    if all(group.requested is None for group in groups):
         _require_common_axis(axes, groups)
     specs: list[Spec] = []
     problems: list[Problem] = []
     for group in groups:
-        spec = restrict_to_axes(group.own, axes) if group.given is None else group.given
+        spec = restrict_to_axes(group.own, axes) if group.requested is None else group.requested
         reason, remedy = axis_problem(axes, spec, group.shape), ""
         if not reason and (reason := divisibility_problem(axes, spec, group.shape)):
             if options.indivisible == "replicate":

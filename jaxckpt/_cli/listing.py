@@ -206,8 +206,8 @@ def _names_of(entry: Entry, checkpoint: Checkpoint, pinned: Mapping[str, int] | 
     above = store_at(checkpoint.path, Options()).parent_and_name()
     if above is None or not is_step(above[1]):
         return []
-    known = pins(above[0]) if pinned is None or entry.steps is not None else pinned
-    return [name for name in known if entry.steps is not None or known[name] == int(above[1])]
+    steps_by_name = pins(above[0]) if pinned is None or entry.steps is not None else pinned
+    return [name for name in steps_by_name if entry.steps is not None or steps_by_name[name] == int(above[1])]
 
 
 def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:

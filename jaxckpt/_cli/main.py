@@ -107,8 +107,8 @@ def _message(error: Exception) -> tuple[str, int]:
         case JaxckptError() | OSError():
             return str(error), STORAGE
         case _:
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            return f"unexpected {what}\nThis is a bug; --debug shows where.", BUG
+            description = f"{type(error).__name__}: {error}".rstrip(": ")
+            return f"unexpected {description}\nThis is a bug; --debug shows where.", BUG
 
 
 @click.group(cls=_Program, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})

@@ -172,8 +172,8 @@ def _print_plan(plan: RestorePlan) -> None:
     click.echo()
     columns = [Column("leaf", 20, is_name=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
     rows = [
-        [pattern, f"{len(paths)} × {what}", before, goal] if len(paths) > 1 else [paths[0], what, before, goal]
-        for (pattern, what, before, goal), paths in groups.items()
+        [pattern, f"{len(paths)} × {array}", before, goal] if len(paths) > 1 else [paths[0], array, before, goal]
+        for (pattern, array, before, goal), paths in groups.items()
     ]
     print_table(columns, rows[:_SHOWN_ROWS])
     if len(rows) > _SHOWN_ROWS:

@@ -204,10 +204,10 @@ def _rows(node: _Node, level: int, depth: int | None, view: _View, *, is_single:
                     cast("_Node", child), level + 1, levels_left and levels_left - 1, view, is_single=alone
                 )
         else:
-            what, layout = _leaf_texts(child, view.one_mesh) if alone or not _is_value(child) else (child.kind, "")
+            contents, layout = _leaf_texts(child, view.one_mesh) if alone or not _is_value(child) else (child.kind, "")
             yield [
                 label or "(the tree itself)",
-                f"{head}{what}",
+                f"{head}{contents}",
                 layout,
                 size if child.nbytes or not _is_value(child) else "",
             ]
@@ -317,8 +317,8 @@ def _save_npy(leaf: LazyLeaf, index: Any, path: str, options: Options) -> tuple[
     shape, slabs = leaf.shape, leaf.slabs()
     if index is not None:
         _n_bytes(leaf, index)
-        part = np.asarray(leaf[index])
-        shape, slabs = part.shape, iter([part])
+        selection = np.asarray(leaf[index])
+        shape, slabs = selection.shape, iter([selection])
     dtype = npy_dtype(leaf.dtype)
     total = math.prod(shape) * leaf.dtype.itemsize
     with replacing_file(path) as file, display_progress("cat", total, options.progress) as report:

@@ -129,9 +129,9 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     if above is not None and is_step(above[1]):
         require_unpinned(above[0], int(above[1]))
     if not yes:
-        what = next(describe(checkpoint, checkpoint.leaves))
+        summary = next(describe(checkpoint, checkpoint.leaves))
         link = "the link " if is_link(store) else ""
-        click.confirm(printable(f"delete {link}{path} ({what})?"), abort=True, err=True)
+        click.confirm(printable(f"delete {link}{path} ({summary})?"), abort=True, err=True)
         again = open_checkpoint(path)
         if again.save_id != checkpoint.save_id:
             raise InputError(f"{path} was saved again in the meantime, so it was not deleted")

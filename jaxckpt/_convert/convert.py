@@ -250,8 +250,10 @@ def _drafted(
     if mesh is not None:
         axes = mesh_axes(mesh)
         on_devices = {leaf.path: leaf for leaf in leaves if leaf.on_devices}
-        given = resolve_specs(specs, list(on_devices.items()))
-        groups = [LeafGroup([path], leaf.shape, leaf.spec, given.get(path)) for path, leaf in on_devices.items()]
+        requested_specs = resolve_specs(specs, list(on_devices.items()))
+        groups = [
+            LeafGroup([path], leaf.shape, leaf.spec, requested_specs.get(path)) for path, leaf in on_devices.items()
+        ]
         fitted, problems = assign_specs(axes, groups, options)
         require_fit(problems)
         chosen = dict(zip(on_devices, fitted, strict=True))

@@ -40,10 +40,10 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
     if not os.path.isdir(path):
         raise CheckpointExistsError(f"{path} is neither a file nor a folder, and is not replaced; give another path")
     # A mistyped path must not delete the user's home folder.
-    if odd := _unrelated_names(path, list_names(path)):
+    if unrelated := _unrelated_names(path, list_names(path)):
         raise CheckpointExistsError(
             f"{path} holds files that are not part of one checkpoint"
-            f" ({', '.join(odd[:3])}{', …' if len(odd) > 3 else ''}):"
+            f" ({', '.join(unrelated[:3])}{', …' if len(unrelated) > 3 else ''}):"
             " overwrite=True does not delete them; give another path"
         )
 

@@ -10,17 +10,17 @@ import numpy as np
 from jax.experimental.layout import Format
 
 
-def order_problem(wanted: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
+def order_problem(requested: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
     """The problem if a leaf of a target requests a non-default order in device memory."""
-    if not isinstance(wanted, (Format, jax.ShapeDtypeStruct)):
+    if not isinstance(requested, (Format, jax.ShapeDtypeStruct)):
         return None
     # Format.layout was Format.device_local_layout before jax 0.7; that of a ShapeDtypeStruct has no public name.
-    names = ("layout", "device_local_layout") if isinstance(wanted, Format) else ("_dll",)
-    layout = next((layout for name in names if (layout := getattr(wanted, name, None)) is not None), None)
+    names = ("layout", "device_local_layout") if isinstance(requested, Format) else ("_dll",)
+    layout = next((layout for name in names if (layout := getattr(requested, name, None)) is not None), None)
     if getattr(layout, "major_to_minor", None) is None:  # Layout.AUTO
         return None
     order, tiling = _order_and_tiling(layout)
-    default = _default_layout(type(layout), wanted.sharding, dtype, shape)
+    default = _default_layout(type(layout), requested.sharding, dtype, shape)
     usual_order, usual_tiling = (tuple(range(len(shape))), ()) if default is None else _order_and_tiling(default)
     if order == usual_order and (not tiling or tiling == usual_tiling):  # as in JAX, no tiling means the default one
         return None

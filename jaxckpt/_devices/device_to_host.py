@@ -70,12 +70,12 @@ class HostCopies:
         self,
         value: jax.Array,
         replicas: Replicas,
-        here: tuple[slice, ...],
+        index: tuple[slice, ...],
         dtype: np.dtype[Any],
         key: ShardKey | None = None,
     ) -> tuple[Any, Index | EllipsisType]:
         """An array, and the part of it that is a piece of a leaf. The copy of a jax.Array is not started yet."""
-        n_elements = math.prod(cut.stop - cut.start for cut in here)
+        n_elements = math.prod(cut.stop - cut.start for cut in index)
         if key is not None and key in self._left:
             shard = self._shards.get(key)
             if shard is None:
@@ -84,16 +84,16 @@ class HostCopies:
             self._left[key] -= n_elements
             if not self._left[key]:
                 del self._left[key], self._shards[key]
-            return shard, here
+            return shard, index
         array = self._choose(value, replicas, n_elements * dtype.itemsize)
         if value.dtype == dtype:
-            if all(cut == slice(0, n) for cut, n in zip(here, array.shape, strict=True)):
+            if all(cut == slice(0, n) for cut, n in zip(index, array.shape, strict=True)):
                 return array, ...
             if dtype.name in ("int2", "uint2"):  # XLA's compiler for CPUs aborts
-                return np.array(np.asarray(start_copies([array])[0])[here]), ...
-        part = cut_piece(array, here, dtype)
-        self._cut.add(id(part))
-        return part, ...
+                return np.array(np.asarray(start_copies([array])[0])[index]), ...
+        piece = cut_piece(array, index, dtype)
+        self._cut.add(id(piece))
+        return piece, ...
 
     def _choose(self, value: jax.Array, replicas: Replicas, n_bytes: int) -> jax.Array:
         """The replica on the device that has sent the least, because each device has its own link to the host."""
@@ -139,11 +139,11 @@ def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:
     return [np.asarray(array) for array in arrays]
 
 
-def cut_piece(array: jax.Array, here: tuple[slice, ...], dtype: np.dtype[Any]) -> jax.Array:
+def cut_piece(array: jax.Array, index: tuple[slice, ...], dtype: np.dtype[Any]) -> jax.Array:
     """A part of an array on one device, cut and cast there. All parts of a shape share one program per device."""
-    starts = start_indices([cut.start for cut in here], array.shape)
+    starts = start_indices([cut.start for cut in index], array.shape)
     with transfer_context(own_mesh(array)):
-        return cutter(tuple(cut.stop - cut.start for cut in here), dtype)(array, starts)
+        return cutter(tuple(cut.stop - cut.start for cut in index), dtype)(array, starts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,7 +155,7 @@ def cutter(sides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         is_cast, bits = array.dtype != dtype, transfer_dtype(dtype)
         if not is_cast and bits != dtype:
             array = lax.bitcast_convert_type(array, bits)
-        part = lax.dynamic_slice(array, [starts[dim] for dim in range(len(sides))], sides)
-        return part.astype(dtype) if is_cast else part
+        piece = lax.dynamic_slice(array, [starts[dim] for dim in range(len(sides))], sides)
+        return piece.astype(dtype) if is_cast else piece
 
     return jax.jit(cut)

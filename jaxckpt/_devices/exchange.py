@@ -96,33 +96,33 @@ def box_replicator(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
     spec = spec_of(sharding.spec)
     split = {axis for entry in spec for axis in entry}
 
-    def own_part(x: Any, starts: Any) -> Any:
-        mine = functools.reduce(
+    def local_piece(x: Any, starts: Any) -> Any:
+        supplies = functools.reduce(
             jnp.logical_and, (lax.axis_index(a) == 0 for a in mesh.axis_names if a not in split), True
         )
-        found: list[tuple[Any, Any]] = []
+        offsets: list[tuple[Any, Any]] = []
         for dim, side in enumerate(sides):
             index = 0
             for axis in spec[dim] if dim < len(spec) else ():
                 index = index * mesh.shape[axis] + lax.axis_index(axis)
             offset = starts[dim] - index * x.shape[dim]
-            found.append((offset, jnp.clip(offset, 0, max(0, x.shape[dim] - side))))
+            offsets.append((offset, jnp.clip(offset, 0, max(0, x.shape[dim] - side))))
         # Cut before any computation. Otherwise XLA creates a second array as large as the device's whole piece.
-        part = lax.dynamic_slice(x, [first for _, first in found], list(map(min, x.shape, sides)))
+        piece = lax.dynamic_slice(x, [first for _, first in offsets], list(map(min, x.shape, sides)))
         # jax before 0.7.1 has no jax.memory, and its operations also accept arrays in host memory.
         if memory_kind(sharding) is not None and hasattr(jax, "memory"):
-            part = jax.device_put(part, jax.memory.Space.Device)
-        bits = _as_bits(part)
-        for dim, (side, (offset, first)) in enumerate(zip(sides, found, strict=True)):
-            wanted = offset - first + jnp.arange(side, dtype=starts.dtype)
-            bits = jnp.take(bits, jnp.clip(wanted, 0, max(0, part.shape[dim] - 1)), axis=dim)
-            here = (wanted >= 0) & (wanted < part.shape[dim])
-            mine = mine & here.reshape([side if d == dim else 1 for d in range(len(sides))])
-        mine = jnp.reshape(mine, (*jnp.shape(mine), *([1] * (bits.ndim - jnp.ndim(mine)))))
-        return _from_bits(lax.psum(jnp.where(mine, bits, 0), mesh.axis_names), x.dtype)
+            piece = jax.device_put(piece, jax.memory.Space.Device)
+        bits = _as_bits(piece)
+        for dim, (side, (offset, first)) in enumerate(zip(sides, offsets, strict=True)):
+            positions = offset - first + jnp.arange(side, dtype=starts.dtype)
+            bits = jnp.take(bits, jnp.clip(positions, 0, max(0, piece.shape[dim] - 1)), axis=dim)
+            is_local = (positions >= 0) & (positions < piece.shape[dim])
+            supplies = supplies & is_local.reshape([side if d == dim else 1 for d in range(len(sides))])
+        supplies = jnp.reshape(supplies, (*jnp.shape(supplies), *([1] * (bits.ndim - jnp.ndim(supplies)))))
+        return _from_bits(lax.psum(jnp.where(supplies, bits, 0), mesh.axis_names), x.dtype)
 
     cut = jax.shard_map(
-        own_part, mesh=mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+        local_piece, mesh=mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
     )
     return jax.jit(cut)
 
@@ -142,8 +142,8 @@ def _as_bits(x: Any) -> Any:
 
 def _from_bits(bits: Any, dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = np.zeros(0, dtype).real.dtype
-        return lax.complex(_from_bits(bits[..., 0], part), _from_bits(bits[..., 1], part))
+        real_dtype = np.zeros(0, dtype).real.dtype
+        return lax.complex(_from_bits(bits[..., 0], real_dtype), _from_bits(bits[..., 1], real_dtype))
     if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
         return bits.astype(dtype)
     if dtype == jnp.float4_e2m1fn:

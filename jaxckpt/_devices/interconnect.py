@@ -43,13 +43,13 @@ class Interconnect:
             devices.setdefault(device.process_index, []).append(device)
         partition = [sorted(devices)] if partition is None else partition
         self.process = process
-        self.members = next(tuple(members) for members in partition if process in members)
+        self.community = next(tuple(community) for community in partition if process in community)
         """The community of this process."""
 
-        most = min(n_sending_devices(devices[member]) for members in partition for member in members)
+        most = min(n_sending_devices(devices[process]) for community in partition for process in community)
         self._width = 1 << most.bit_length() - 1
         self._devices = devices[process][: self._width]
-        grid = [[devices[member][: self._width] for member in members] for members in partition]
+        grid = [[devices[process][: self._width] for process in community] for community in partition]
         self._mesh = Mesh(np.array(grid), ("community", "process", "own"))
         self._along = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
 
@@ -70,8 +70,8 @@ class Interconnect:
         """Send the `spans` of some processes' bytes to all, `n_bytes` from each of at most `n_senders`. `own` has the
         bytes of this process. Returns the bytes of each sender."""
         words = n_bytes // (4 * self._width)
-        few = 2 * n_senders < len(self.members)
-        slots = list(spans) if few else list(self.members)
+        few = 2 * n_senders < len(self.community)
+        slots = list(spans) if few else list(self.community)
         first, _ = spans.get(self.process, (0, 0))
         sent = own[first : first + n_bytes] if self.process in spans else own[:0]
         if len(sent) < n_bytes:
@@ -89,10 +89,15 @@ class Interconnect:
     def _run(self, program: Any, sent: Bytes, *constants: Any) -> Any:
         """Run a program on the bytes that this process sends, and on arrays that are equal on its devices."""
         places = [SingleDeviceSharding(device) for device in self._devices]
-        parts = [[*sent.view(np.uint32).reshape(self._width, -1)], *([one] * self._width for one in constants)]
+        inputs = [
+            [*sent.view(np.uint32).reshape(self._width, -1)],
+            *([constant] * self._width for constant in constants),
+        ]
         with transfer_context(self._mesh):
             try:
-                return jax.block_until_ready(program(*(self._join(jax.device_put(part, places)) for part in parts)))
+                return jax.block_until_ready(
+                    program(*(self._join(jax.device_put(pieces, places)) for pieces in inputs))
+                )
             except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a process died
                 raise PeerFailedError(
                     f"process {self.process} could not exchange data with other processes: {error}"
@@ -104,9 +109,9 @@ class Interconnect:
             by_device = {shard.device: jax.device_get(shard.data) for shard in array.addressable_shards}
         return [by_device[device] for device in self._devices]
 
-    def _join(self, parts: Sequence[Any]) -> Any:
+    def _join(self, pieces: Sequence[Any]) -> Any:
         """An array over all processes, from the parts on the devices of this one."""
-        return jax.make_array_from_single_device_arrays((self._mesh.size * parts[0].size,), self._along, parts)
+        return jax.make_array_from_single_device_arrays((self._mesh.size * pieces[0].size,), self._along, pieces)
 
 
 def n_sending_devices(devices: Sequence[Any]) -> int:

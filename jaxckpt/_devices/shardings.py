@@ -58,7 +58,7 @@ def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
 
 def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
     """The box for JAX's slices, whose ends may be None."""
-    return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+    return tuple(entry.indices(n)[:2] for entry, n in zip(index, shape, strict=True))
 
 
 def process_layout(sharding: Sharding, shape: tuple[int, ...]) -> Layout:

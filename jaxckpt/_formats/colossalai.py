@@ -116,7 +116,9 @@ def _read_distributed(path: str, metas: Sequence[str]) -> Tree:
             if shard.file not in files:
                 files[shard.file] = _tensors(path_inside(path, shard.file, where))
             shards.setdefault(tensor, []).append(shard)
-    tree: dict[str, Tree] = {tensor: _parameter(tensor, parts, files) for tensor, parts in shards.items()}
+    tree: dict[str, Tree] = {
+        tensor: _parameter(tensor, tensor_shards, files) for tensor, tensor_shards in shards.items()
+    }
     return tree | _unlisted_tensors(files, shards)
 
 
@@ -133,7 +135,7 @@ def _tensors(path: str) -> Mapping[str, Tree]:
 def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[str, Tree]]) -> ForeignArray:
     """A parameter from the shards of the ranks. Equal shards, as for most norms, are replicas."""
     shape = shards[0].global_shape
-    parts: list[tuple[str, Box, ForeignArray]] = []
+    pieces: list[tuple[str, Box, ForeignArray]] = []
     for shard in shards:
         array = files[shard.file].get(name)
         if not isinstance(array, ForeignArray):
@@ -154,8 +156,8 @@ def _parameter(name: str, shards: Sequence[_Shard], files: Mapping[str, Mapping[
                 f" {list(shard.offsets)} of {list(shape)}"
             )
         box = box_at(shard.offsets, shard.lengths)
-        parts.append((shard.file, box, replace(array, shape=shard.lengths)))
-    return joined(name, shape, parts)
+        pieces.append((shard.file, box, replace(array, shape=shard.lengths)))
+    return joined(name, shape, pieces)
 
 
 def _unlisted_tensors(files: Mapping[str, Mapping[str, Tree]], listed: Collection[str]) -> dict[str, Tree]:

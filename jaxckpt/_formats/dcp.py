@@ -337,7 +337,7 @@ def _sharded(path: str, names: Sequence[str]) -> Tree:
             if len(offsets) != len(array.shape):
                 raise DataError(f"{where}: {show_path(tensor)} of shape {list(array.shape)} is at {offsets}")
             chunks.setdefault(tensor, []).append((box_at(offsets, array.shape), array, where))
-    return {tensor: _join_chunks(tensor, parts) for tensor, parts in chunks.items()}
+    return {tensor: _join_chunks(tensor, tensor_chunks) for tensor, tensor_chunks in chunks.items()}
 
 
 def _join_chunks(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> ForeignArray:

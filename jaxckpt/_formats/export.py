@@ -49,8 +49,8 @@ def arrays_of(
         elif leaf.value is not None and keep_values:
             continue
         else:
-            known = leaf.kind in ("bool", "int", "float", "complex")
-            data = np.asarray(decode_value(leaf.kind, leaf.value or "") if known else None)
+            is_number = leaf.kind in ("bool", "int", "float", "complex")
+            data = np.asarray(decode_value(leaf.kind, leaf.value or "") if is_number else None)
         if data.dtype == object:
             problem = "is an int beyond 64 bits" if leaf.kind == "int" else f"is a {leaf.kind}"
         else:

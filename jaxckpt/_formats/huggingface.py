@@ -176,10 +176,11 @@ def _block_of(quantization: Config) -> Sequence[int] | None:
     """The sides of blocks in compressed-tensors; None if each scale is for a row or a tensor. Raises InputError."""
     weights: list[Config] = [group["weights"] for group in quantization["config_groups"].values()]
     blocks = [
-        _sides(part.get("block_structure")) or (part.get("group_size") and (1, part["group_size"])) for part in weights
+        _sides(scheme.get("block_structure")) or (scheme.get("group_size") and (1, scheme["group_size"]))
+        for scheme in weights
     ]
     is_packed = "pack" in str(quantization.get("format"))
-    is_plain = all(part.get("symmetric", True) and part["num_bits"] == 8 for part in weights)
+    is_plain = all(scheme.get("symmetric", True) and scheme["num_bits"] == 8 for scheme in weights)
     if is_packed or len(set(blocks)) > 1 or not is_plain:
         raise InputError(
             "for compressed-tensors, rules exist only for symmetric 8-bit quantization that is not packed and is the"

@@ -200,9 +200,9 @@ def read_indexed(folder: str, index: str, read: Callable[[str], Mapping[Any, T]]
         if not exists(path):
             raise DataError(f"{index} names the file {file[:100]!r}, which is not in its folder")
         contents = read(path)
-        if odd := {*map(str, contents)} ^ expected:
-            has, lacks = ("index", "file") if min(odd) in expected else ("file", "index")
-            tensor = f"the tensor {show_path(min(odd))} is in the {has} but not in the {lacks}"
+        if unmatched := {*map(str, contents)} ^ expected:
+            has, lacks = ("index", "file") if min(unmatched) in expected else ("file", "index")
+            tensor = f"the tensor {show_path(min(unmatched))} is in the {has} but not in the {lacks}"
             raise DataError(f"{path}: {tensor} ({os.path.basename(index)})")
         tensors |= contents
     return tensors

@@ -396,8 +396,10 @@ def _values(wire: Message) -> Iterator[_Value]:
 def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
     """The tensor or text that consists of one or more ranges of elements."""
     first, where = runs[0], f"{path}: {show_path(tag)}"
-    if odd := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
-        raise DataError(f"{where} is {first.type}{list(first.dims)} and then {odd[0].type}{list(odd[0].dims)}")
+    if differing := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
+        raise DataError(
+            f"{where} is {first.type}{list(first.dims)} and then {differing[0].type}{list(differing[0].dims)}"
+        )
     n_bytes = sum(run.n_bytes for run in runs)
     offset = first.content[0]
     if first.type == "str":

@@ -217,8 +217,8 @@ class Deflated(ArrayData):
     def _inflated(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
         """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
         member = self.member
-        known = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
-        now = max(known, default=_Snapshot(0, 0, 0, zlib.decompressobj(-15)))
+        usable = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
+        now = max(usable, default=_Snapshot(0, 0, 0, zlib.decompressobj(-15)))
         position, source, crc, inflater = now.output_position, now.input_position, now.crc, now.inflater.copy()
         stretch = max(SNAPSHOT_BYTES, member.n_bytes // SNAPSHOTS)
         while position < member.n_bytes:

@@ -204,8 +204,8 @@ def _require_unique_folders(folder: str, path: str, tensors: Iterable[OpaqueObje
     counts = collections.Counter(name for tensor in tensors if isinstance(name := tensor.fields.get("path"), str))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise DataError(f"{path} is damaged: two of its tensors are in {min(twice)[:200]!r}")
-    there = {name for name in list_names(folder) if _PICKLED_TENSOR_NAME.fullmatch(name)}
-    if lost := there - counts.keys():
+    folders = {name for name in list_names(folder) if _PICKLED_TENSOR_NAME.fullmatch(name)}
+    if lost := folders - counts.keys():
         raise DataError(
             f"{path} has no leaf for {os.path.join(folder, min(lost))}: it is damaged, or from another save"
         )

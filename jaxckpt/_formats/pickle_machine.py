@@ -110,12 +110,12 @@ class Machine:
                 self._fill(1)
                 continue
             self._window_index += 1
-            known = operations[code]
-            if known is None:
+            entry = operations[code]
+            if entry is None:
                 if code == 0x2E:  # STOP
                     return self.stack.pop()
                 raise ValueError(f"the opcode {bytes([code])!r} does not build data")
-            operation, argument = known
+            operation, argument = entry
             if argument is None:
                 operation(self)
             else:
@@ -286,8 +286,8 @@ class Machine:
     def name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise TypeError("a name is not text")
-        known = f"{_MODULES.get(module, module)}.{name}"
-        self.push(self._globals.setdefault(known, Global(known)))
+        full_name = f"{_MODULES.get(module, module)}.{name}"
+        self.push(self._globals.setdefault(full_name, Global(full_name)))
 
     def named(self) -> None:
         self.name(*self.pop_many(2))

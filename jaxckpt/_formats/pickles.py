@@ -62,9 +62,11 @@ def unpickle(
         try:
             return machine.run()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            what = "it refers to a memo or mark that does not exist" if isinstance(error, LookupError) else str(error)
+            problem = (
+                "it refers to a memo or mark that does not exist" if isinstance(error, LookupError) else str(error)
+            )
             raise DataError(
-                f"{path}: the pickle at byte {start} is damaged at byte {machine.position}: {what}"
+                f"{path}: the pickle at byte {start} is damaged at byte {machine.position}: {problem}"
             ) from error
 
 

@@ -194,17 +194,17 @@ def group_by_name(
     return arrays, values
 
 
-def _require_mapping(given: Mapping[Any, Any] | None, what: str) -> Mapping[Any, Any]:
+def _require_mapping(argument: Mapping[Any, Any] | None, what: str) -> Mapping[Any, Any]:
     """An argument that may be omitted. Raises InputError unless it is a mapping."""
-    if given is not None and not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"{what} is of type {type(given).__name__}; expected a mapping")
-    return given or {}
+    if argument is not None and not isinstance(argument, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"{what} is of type {type(argument).__name__}; expected a mapping")
+    return argument or {}
 
 
-def _integers(given: Any) -> list[int] | None:
+def _integers(values: Any) -> list[int] | None:
     """A sequence of integers, or None if it is anything else."""
     try:
-        return list(map(index, given))
+        return list(map(index, values))
     except TypeError:
         return None
 
@@ -226,9 +226,9 @@ def _boxes(
             starts = by_rank.get(rank, {}).get(name)
             start, sizes = _integers(starts), _integers(shapes[name])
             if start is None or sizes is None or not len(start) == len(shard.shape) == len(sizes):
-                given = "no offset" if starts is None else f"offset {starts!r}"
-                given += f" in the shape {shapes[name]!r}"
-                problems.append(f"{show_path(name)} is {list(shard.shape)} in rank {rank}, with {given}")
+                position = "no offset" if starts is None else f"offset {starts!r}"
+                position += f" in the shape {shapes[name]!r}"
+                problems.append(f"{show_path(name)} is {list(shard.shape)} in rank {rank}, with {position}")
                 continue
             boxes.setdefault(name, {})[rank] = box_at(start, shard.shape)
     if problems:

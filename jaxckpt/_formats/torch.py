@@ -214,12 +214,12 @@ class _SavedArchive:
 
     def _tensor_v3(self, *args: Any) -> Any:
         storage, offset, shape, strides, _grad, _hooks, dtype, *metadata = args
-        known = dtype_of(dtype)
-        if known is None:
+        supported_dtype = dtype_of(dtype)
+        if supported_dtype is None:
             return unreadable(
                 f"has dtype {dtype.name[:80] if isinstance(dtype, Global) else '?'}, which JAX does not support"
             )
-        return _reject_conjugated(self._tensor(storage, offset, shape, strides, known), metadata)
+        return _reject_conjugated(self._tensor(storage, offset, shape, strides, supported_dtype), metadata)
 
     def _rebuild_from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """A tensor of a subclass. Only parameters and buffers can be read, because other subclasses may interpret their

@@ -66,14 +66,14 @@ class LeafDelta:
     def __str__(self) -> str:
         if not self.a or not self.b:
             return f"{show_path(self.path)}: only in {'a' if self.a else 'b'} ({self.a or self.b})"
-        what = self.a if self.a == self.b else f"{self.a} → {self.b}"
+        contents = self.a if self.a == self.b else f"{self.a} → {self.b}"
         if not self.differing:
-            return f"{show_path(self.path)}: {what}" + (", equal values" if self.size else "")
+            return f"{show_path(self.path)}: {contents}" + (", equal values" if self.size else "")
         share = f"{self.differing:,} of {self.size:,} elements differ"
         if not self.max_abs:  # texts, or different bits of equal numbers, such as 0.0 and -0.0
-            return f"{show_path(self.path)}: {what}, {share}"
+            return f"{show_path(self.path)}: {contents}, {share}"
         largest = f"largest difference {self.max_abs:.6g} (relative {self.max_rel:.3g})"
-        return f"{show_path(self.path)}: {what}, {share}, {largest}"
+        return f"{show_path(self.path)}: {contents}, {share}, {largest}"
 
 
 @dataclass(frozen=True, slots=True)

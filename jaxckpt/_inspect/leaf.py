@@ -124,11 +124,11 @@ class LazyLeaf:
     def __int__(self) -> int:
         return int(self._scalar_value("int"))
 
-    def _scalar_value(self, wanted: str) -> Any:
+    def _scalar_value(self, conversion: str) -> Any:
         """The value of a leaf that is one number. Raises TypeError for any other."""
         if self.shape or self.kind in ("str", "bytes"):
             raise TypeError(
-                f"{wanted}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}"
+                f"{conversion}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}"
             )
         return self.value
 
@@ -142,8 +142,8 @@ class LazyLeaf:
 
     def _repr_html_(self) -> str:
         """For notebooks: a description, and the boxes on the saved mesh."""
-        what = clipped(self._contents, 200)
-        facts = {"leaf": self.path, "is": what, "saved as": self.layout, "bytes": show_bytes(self.nbytes)}
+        contents = clipped(self._contents, 200)
+        facts = {"leaf": self.path, "is": contents, "saved as": self.layout, "bytes": show_bytes(self.nbytes)}
         mesh, spec = self._leaf.mesh, self._leaf.spec
         drawn = [] if mesh is None else [layout_drawing(mesh, spec, len(self.shape), show_axes(mesh.axes))]
         return notebook(definitions(facts), *drawn)
@@ -156,61 +156,61 @@ def saved_spec(leaf: LazyLeaf) -> Spec:
 
 def _enclosing_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     """The box that an index touches, and the index that remains to be applied to it. Raises IndexError."""
-    parts = [_index_part(part) for part in (index if isinstance(index, tuple) else (index,))]
-    used = sum(map(_dims, parts))
-    if sum(part is Ellipsis for part in parts) > 1:
+    entries = [_index_entry(entry) for entry in (index if isinstance(index, tuple) else (index,))]
+    used = sum(map(_dims, entries))
+    if sum(entry is Ellipsis for entry in entries) > 1:
         raise IndexError("an index can have only one Ellipsis ('...')")
     if used > len(shape):
         raise IndexError(f"too many indices: {used} for an array of shape {shape}")
     box: list[tuple[int, int]] = []
     rest: list[Any] = []
-    for part in parts:
-        if part is Ellipsis:
+    for entry in entries:
+        if entry is Ellipsis:
             box.extend((0, length) for length in shape[len(box) : len(box) + len(shape) - used])
             rest.append(Ellipsis)  # even for zero dimensions, because it separates index arrays on its two sides
-        elif part is None:
+        elif entry is None:
             rest.append(None)
-        elif isinstance(part, np.ndarray) and part.dtype == bool:  # a mask consumes as many dimensions as it has
-            for _ in range(part.ndim):
+        elif isinstance(entry, np.ndarray) and entry.dtype == bool:  # a mask consumes as many dimensions as it has
+            for _ in range(entry.ndim):
                 box.append((0, shape[len(box)]))
-            rest.append(part)
+            rest.append(entry)
         else:
-            bounds, remaining = _enclosing_range(part, shape[len(box)])
+            bounds, remaining = _enclosing_range(entry, shape[len(box)])
             box.append(bounds)
             rest.append(remaining)
     box.extend((0, length) for length in shape[len(box) :])
     return tuple(box), tuple(rest)
 
 
-def _index_part(part: Any) -> Any:
+def _index_entry(entry: Any) -> Any:
     """One entry of an index as None, Ellipsis, a slice, an int, or an array of ints or bools. Raises IndexError."""
-    if part is None or part is Ellipsis or isinstance(part, slice):
-        return part
-    array = np.asarray(part)
-    if array.size == 0 and not hasattr(part, "dtype"):
+    if entry is None or entry is Ellipsis or isinstance(entry, slice):
+        return entry
+    array = np.asarray(entry)
+    if array.size == 0 and not hasattr(entry, "dtype"):
         array = array.astype(np.intp)
     if array.dtype.kind not in "iub":
-        raise IndexError(f"only integers, slices, Ellipsis, None and integer or boolean arrays index, found {part!r}")
-    return int(array) if array.ndim == 0 and array.dtype != bool and not isinstance(part, np.ndarray) else array
+        raise IndexError(f"only integers, slices, Ellipsis, None and integer or boolean arrays index, found {entry!r}")
+    return int(array) if array.ndim == 0 and array.dtype != bool and not isinstance(entry, np.ndarray) else array
 
 
-def _dims(part: Any) -> int:
-    if part is None or part is Ellipsis:
+def _dims(entry: Any) -> int:
+    if entry is None or entry is Ellipsis:
         return 0
-    return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1
+    return entry.ndim if isinstance(entry, np.ndarray) and entry.dtype == bool else 1
 
 
-def _enclosing_range(part: Any, length: int) -> tuple[tuple[int, int], Any]:
+def _enclosing_range(entry: Any, length: int) -> tuple[tuple[int, int], Any]:
     """The range (start, stop) that an index of one dimension touches, and the index within that range."""
-    if isinstance(part, slice):
-        numbers = range(*part.indices(length))
+    if isinstance(entry, slice):
+        numbers = range(*entry.indices(length))
         if not numbers:
             return (0, 0), slice(0, 0)
         low, high = min(numbers[0], numbers[-1]), max(numbers[0], numbers[-1])
         return (low, high + 1), slice(None, None, numbers.step)
-    array = np.asarray(part).astype(np.intp)
+    array = np.asarray(entry).astype(np.intp)
     if array.size and (array.min() < -length or array.max() >= length):
-        raise IndexError(f"index {part} is out of bounds for a dimension of length {length}")
+        raise IndexError(f"index {entry} is out of bounds for a dimension of length {length}")
     numbers = np.where(array < 0, array + length, array)
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, -1)
-    return (low, high + 1), int(numbers - low) if isinstance(part, int) else numbers - low
+    return (low, high + 1), int(numbers - low) if isinstance(entry, int) else numbers - low

@@ -186,12 +186,12 @@ class _Drawings:
 
 def _data(manifest: Manifest, plan: RestorePlan | None, drawings: _Drawings) -> dict[str, Any]:
     """The leaves, and the properties that similar leaves share (their form), as JSON for the page's script."""
-    wanted = {} if plan is None else {leaf.path: leaf.wanted for leaf in plan.leaves}
+    restored_layouts = {} if plan is None else {leaf.path: leaf.wanted for leaf in plan.leaves}
     numbers: dict[Any, int] = {}
     forms: list[dict[str, Any]] = []
     leaves: list[list[Any]] = []
     for leaf in manifest.leaves:
-        restored = wanted.get(leaf.path)
+        restored = restored_layouts.get(leaf.path)
         form_key = (
             leaf.kind,
             leaf.stack,

@@ -22,7 +22,7 @@ from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.read_plan import ReadCost
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job
-from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, split_ties, wanted_dtype
+from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, restored_dtype, split_ties
 from jaxckpt.errors import show_count, show_path
 
 _MAX_BARS = 24
@@ -98,22 +98,22 @@ class RestorePlan:
     def needed_bytes(self) -> int:
         """Bytes that the processes need, summed over processes. A box that several devices of a process need counts
         once."""
-        return sum(part.cost.needed_bytes for part in self.processes)
+        return sum(process.cost.needed_bytes for process in self.processes)
 
     @property
     def read_bytes(self) -> int:
         """Bytes of the chunks and indexes that would be read (uncompressed), summed over processes."""
-        return sum(part.cost.read_bytes for part in self.processes)
+        return sum(process.cost.read_bytes for process in self.processes)
 
     @property
     def received_bytes(self) -> int:
         """Bytes that processes would receive from other processes (`Options.read`), summed over processes."""
-        return sum(part.cost.received_bytes for part in self.processes)
+        return sum(process.cost.received_bytes for process in self.processes)
 
     @property
     def requests(self) -> int:
         """Storage reads, summed over processes, before tensorstore merges neighboring ones."""
-        return sum(part.cost.requests for part in self.processes)
+        return sum(process.cost.requests for process in self.processes)
 
     @property
     def over_read(self) -> float:
@@ -125,7 +125,7 @@ class RestorePlan:
     def peak_host_bytes(self) -> int:
         """The most host memory that any process needs in addition to the arrays. For a mesh that this machine does not
         have, this includes data on its way to the devices, which may have their own memory."""
-        return max((part.cost.peak_host_bytes for part in self.processes), default=0)
+        return max((process.cost.peak_host_bytes for process in self.processes), default=0)
 
     def __repr__(self) -> str:
         count = sum(len(process.device_bytes) for process in self.processes)
@@ -137,8 +137,8 @@ class RestorePlan:
         return notebook(draw_plan(self, _MAX_BARS))
 
     def __str__(self) -> str:
-        busiest = max(self.processes, key=lambda part: part.cost.read_bytes)
-        devices = [size for part in self.processes for size in part.device_bytes.values()]
+        busiest = max(self.processes, key=lambda process: process.cost.read_bytes)
+        devices = [size for process in self.processes for size in process.device_bytes.values()]
         lines = [
             plan_headline(self),
             f"  needed     {show_bytes(self.needed_bytes)}",
@@ -191,7 +191,7 @@ def _range(sizes: Sequence[int]) -> str:
 
 def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
     """The plan as HTML without styles: its figures, a bar for each process, and the leaves that change their layout."""
-    sizes = [size for part in plan.processes for size in part.device_bytes.values()]
+    sizes = [size for process in plan.processes for size in process.device_bytes.values()]
     figures = {
         "needed": show_bytes(plan.needed_bytes),
         "read": show_bytes(plan.read_bytes),
@@ -202,9 +202,9 @@ def draw_plan(plan: RestorePlan, max_bars: int) -> Markup:
         "additional host memory": show_bytes(plan.peak_host_bytes),
         **({"cast only if no value changes": _shown_paths(plan.value_dependent)} if plan.value_dependent else {}),
     }
-    busiest = sorted(plan.processes, key=lambda part: -part.cost.read_bytes)[:max_bars]
-    widest = max(1, *(max(part.cost.read_bytes, part.cost.needed_bytes) for part in busiest))
-    lines = [_bar(part, widest) for part in sorted(busiest, key=lambda part: part.process)]
+    busiest = sorted(plan.processes, key=lambda process: -process.cost.read_bytes)[:max_bars]
+    widest = max(1, *(max(process.cost.read_bytes, process.cost.needed_bytes) for process in busiest))
+    lines = [_bar(process, widest) for process in sorted(busiest, key=lambda process: process.process)]
     rest = len(plan.processes) - len(busiest)
     moves = collections.Counter((_describe_layout(leaf.saved), _describe_layout(leaf.wanted)) for leaf in plan.leaves)
     rows = [[before, after, f"{count:,}"] for (before, after), count in moves.most_common(12)]
@@ -284,7 +284,7 @@ def _device_bytes(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf
         if stack_number is None or abstract.sharding is None:
             continue
         stack = manifest.decoded_stacks[stack_number]
-        itemsize = wanted_dtype(stack, abstract).itemsize
+        itemsize = restored_dtype(stack, abstract).itemsize
         for device, process, box in placement_of(abstract.sharding, stack.shape):
             on_devices = n_bytes.setdefault(process, {})
             on_devices[device] = on_devices.get(device, 0) + count * volume(box) * itemsize

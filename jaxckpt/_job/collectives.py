@@ -36,9 +36,9 @@ class CollectiveCalls(Generic[Item, Result]):
         while self._left:
             yield self._left[0]
 
-    def run_next(self, given: Any = None) -> Result:
+    def run_next(self, data: Any = None) -> Result:
         """Make the next call."""
-        return self._ordered.run(lambda: self._call(self._left.popleft(), given))
+        return self._ordered.run(lambda: self._call(self._left.popleft(), data))
 
     def extend(self, agree: Callable[[], Sequence[Item] | None]) -> Sequence[Item] | None:
         """Add the items that `agree` returns, if any. All processes make these calls as soon as they have agreed."""

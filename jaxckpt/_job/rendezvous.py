@@ -343,8 +343,8 @@ class Rendezvous:
     def _read_posted(self, folder: str) -> dict[int, str]:
         """The texts posted in a folder so far, by process. Only for process 0."""
         get: Callable[[str], list[tuple[str, str]]] = self.call.client.key_value_dir_get
-        found = self._request(functools.partial(get, f"{self.key}/{folder}/"))
-        return {int(key.rpartition("/")[2]): text for key, text in found}
+        posted = self._request(functools.partial(get, f"{self.key}/{folder}/"))
+        return {int(key.rpartition("/")[2]): text for key, text in posted}
 
     def _request(self, request: Callable[[], T]) -> T:
         """The answer to a request that has no timeout. Only for process 0, in which the service usually runs."""

@@ -30,11 +30,11 @@ class Domains:
 
     def require_enough(self) -> None:
         """Raise InputError if there are too few domains for this number of copies."""
-        found = len(set(self.by_process))
-        if found <= self.copies:
+        n_domains = len(set(self.by_process))
+        if n_domains <= self.copies:
             raise InputError(
                 f"copies={self.copies} puts each object into {show_count(self.copies + 1, 'failure domain')}, but the"
-                f" processes of this job are in only {found}: pass copies={found - 1}, or other local_domains="
+                f" processes of this job are in only {n_domains}: pass copies={n_domains - 1}, or other local_domains="
             )
 
 
@@ -131,49 +131,51 @@ def _copy_holders(domains: Domains, owner: int, holders: tuple[int, ...]) -> tup
     """The processes that keep copies of an object, all in different domains: (those that hold its data by its sharding,
     peers that receive it)."""
     used = {domains.by_process[owner]}
-    ring, place = _ring(domains, holders)
-    following = itertools.chain(ring[place[owner] + 1 :], ring[: place[owner]])
+    ring, positions = _ring(domains, holders)
+    following = itertools.chain(ring[positions[owner] + 1 :], ring[: positions[owner]])
     replicas = _first_in_new_domains(following, domains, used, domains.copies)
     peers = _first_in_new_domains(_peers(domains)[owner], domains, used, domains.copies - len(replicas))
     return replicas, peers
 
 
 def _first_in_new_domains(processes: Iterable[int], domains: Domains, used: set[str], count: int) -> tuple[int, ...]:
-    found: list[int] = []
+    chosen: list[int] = []
     for process in processes:
-        if len(found) == count:
+        if len(chosen) == count:
             break
         if domains.by_process[process] not in used:
             used.add(domains.by_process[process])
-            found.append(process)
-    return tuple(found)
+            chosen.append(process)
+    return tuple(chosen)
 
 
 @lru_cache(maxsize=1024)
 def _ring(domains: Domains, holders: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
     """A ring of processes, domain by domain, and the position of each."""
     ring = tuple(sorted(holders, key=lambda process: (domains.by_process[process], process)))
-    return ring, {process: place for place, process in enumerate(ring)}
+    return ring, {process: position for position, process in enumerate(ring)}
 
 
 @lru_cache(maxsize=64)
 def _peers(domains: Domains) -> tuple[tuple[int, ...], ...]:
     """For each process, one peer per copy. Its own domain and those of its peers all differ."""
     count = len(domains.by_process)
-    ring, place = _ring(domains, tuple(range(count)))
+    ring, positions = _ring(domains, tuple(range(count)))
     sizes = {label: domains.by_process.count(label) for label in set(domains.by_process)}
     shift = max(sizes.values())
     if (domains.copies + 1) * shift <= count:  # a rotation of the ring by this leaves every domain, with equal loads
         turns = range(1, domains.copies + 1)
-        return tuple(tuple(ring[(place[p] + turn * shift) % count] for turn in turns) for p in range(count))
+        return tuple(tuple(ring[(positions[p] + turn * shift) % count] for turn in turns) for p in range(count))
     members = {label: [process for process in ring if domains.by_process[process] == label] for label in sizes}
     taken = dict.fromkeys(sizes, 0)
     chosen: dict[int, tuple[int, ...]] = {}
     for process in sorted(ring, key=lambda process: -sizes[domains.by_process[process]]):
-        others = sorted((taken[label] / sizes[label], label) for label in sizes if label != domains.by_process[process])
-        found: list[int] = []
-        for _, label in others[: domains.copies]:
-            found.append(members[label][taken[label] % sizes[label]])
+        other_domains = sorted(
+            (taken[label] / sizes[label], label) for label in sizes if label != domains.by_process[process]
+        )
+        peers: list[int] = []
+        for _, label in other_domains[: domains.copies]:
+            peers.append(members[label][taken[label] % sizes[label]])
             taken[label] += 1
-        chosen[process] = tuple(found)
+        chosen[process] = tuple(peers)
     return tuple(chosen[process] for process in range(count))

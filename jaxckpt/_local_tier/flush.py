@@ -144,8 +144,8 @@ class Flush:
             pending.add_done_bytes(obj.n_bytes)
         if self.options.sync:
             with self.call.watchdog.operation(f"syncing {self.store.url}"):
-                for number, found in indices.items():
-                    self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], found)
+                for number, object_indices in indices.items():
+                    self.store.sync_folders(manifest.data_folder, manifest.decoded_stacks[number], object_indices)
 
     def _read(self, key: str) -> bytes:
         content = self.source.read(key)

@@ -159,28 +159,28 @@ class _PeerReads:
             sent = None
             for pair in sending.keys() & pairs:
                 outgoing, requests = sending[pair]
-                for part in self._read(requests, planned.n_bytes - outgoing.waiting_bytes, aside):
-                    outgoing.add(part)
+                for data in self._read(requests, planned.n_bytes - outgoing.waiting_bytes, aside):
+                    outgoing.add(data)
                 sent = outgoing.take(planned.n_bytes)
             received = calls.run_next(sent)
             for pair in receiving.keys() & pairs:
                 incoming, requests = receiving[pair]
                 assert received is not None
-                for part in incoming.add(received):
-                    self._source.received[next(requests)] = part
+                for data in incoming.add(received):
+                    self._source.received[next(requests)] = data
 
     def _read(self, requests: Iterator[FileRequest], n_bytes: int, aside: StorageThread) -> list[Array]:
         """Read the next requests, of at least `n_bytes` together, if there are so many."""
-        wanted: list[tuple[FileRequest, Array]] = []
+        targets: list[tuple[FileRequest, Array]] = []
         while n_bytes > 0 and (request := next(requests, None)) is not None:
             size = self._source.files.request_bytes(request)
-            wanted.append((request, aligned_empty((size,), np.dtype(np.uint8))))
+            targets.append((request, aligned_empty((size,), np.dtype(np.uint8))))
             n_bytes -= size
         try:  # the others wait in a program, so any error is reported in the next rendezvous
-            aside.run(f"reading from {self._source.url}", lambda: JoinedWork(self._source.serve(wanted)).result())
+            aside.run(f"reading from {self._source.url}", lambda: JoinedWork(self._source.serve(targets)).result())
         except Exception as error:
             self._failure = self._failure or error
-        return [data for _, data in wanted]
+        return [data for _, data in targets]
 
     def raise_failures(self) -> None:
         """Raise the error of this process's reads, if any. Raise DamagedError in all processes if a file of any of them

@@ -158,13 +158,13 @@ class ProcessFolders:
         self, save: PreparedSave, begun: Begun, incoming: _IncomingCopies, received: Bytes
     ) -> Generator[StagedObject]:
         """Write a complete state to this process's data folder. Yields complete objects."""
-        for part in incoming.stream.add(received):
+        for data in incoming.stream.add(received):
             if incoming.has_state:
                 incoming.has_state = False
                 name = f"{begun.data}/{manifests.state_file_name(incoming.sender)}"
-                self.store.put(name, part.tobytes(), sync=save.options.sync)
+                self.store.put(name, data.tobytes(), sync=save.options.sync)
             else:
-                yield _staged_copy(next(incoming.objects), part, save.plan.stacks)
+                yield _staged_copy(next(incoming.objects), data, save.plan.stacks)
 
     def publish(
         self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share

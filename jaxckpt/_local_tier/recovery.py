@@ -98,7 +98,7 @@ class Recovery:
         `allow_peers`, the step counts only if each process sees all of its files.
         """
         process = rendezvous.call.index
-        content = next((one.content for one in local_steps if one.candidate == candidate), None)
+        content = next((local_step.content for local_step in local_steps if local_step.candidate == candidate), None)
         if sender is not None:
             texts = rendezvous.gather(_packed(content) if content is not None and process == sender else "")
             content = _unpacked(rendezvous.broadcast(texts[sender] if texts else ""))
@@ -108,25 +108,29 @@ class Recovery:
             raise ManifestError(f"the manifest of {url} was lost or changed in transit")
         manifest = decode(content, url)
         files = Files.of(manifest)
-        of_step = [one for one in local_steps if one.step == candidate.step]
+        of_step = [local_step for local_step in local_steps if local_step.step == candidate.step]
         folder_numbers = np.full(len(files.keys), -1)
         numbers = {key: number for number, key in enumerate(files.keys)}
         nothing = _bits([], len(folder_numbers))
         usable: dict[str, Availability] = {}
-        for number, one in enumerate(of_step):
-            there = self._usable(one.folder, manifest.data_folder, files, numbers)
-            folder_numbers[there] = number
-            usable[one.folder_id] = usable.get(one.folder_id, nothing) | _bits(there, len(folder_numbers))
+        for number, local_step in enumerate(of_step):
+            file_numbers = self._usable(local_step.folder, manifest.data_folder, files, numbers)
+            folder_numbers[file_numbers] = number
+            usable[local_step.folder_id] = usable.get(local_step.folder_id, nothing) | _bits(
+                file_numbers, len(folder_numbers)
+            )
         texts = rendezvous.gather(json.dumps({name: _packed(bits.tobytes()) for name, bits in usable.items()}))
-        held = [
-            {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in some.items()}
-            for some in json.loads(rendezvous.broadcast(f"[{','.join(texts)}]"))
+        usable_by_process = [
+            {name: np.frombuffer(_unpacked(bits), np.uint8) for name, bits in bits_by_folder.items()}
+            for bits_by_folder in json.loads(rendezvous.broadcast(f"[{','.join(texts)}]"))
         ]
         by_folder: dict[str, Availability] = {}
-        for name, bits in itertools.chain.from_iterable(map(dict.items, held)):
+        for name, bits in itertools.chain.from_iterable(map(dict.items, usable_by_process)):
             by_folder[name] = by_folder.get(name, bits) & bits
         # A process is asked only for files that it can read. Another process may see more files in the same folder.
-        readable = np.array([np.bitwise_or.reduce([nothing, *some.values()]) for some in held])
+        readable = np.array(
+            [np.bitwise_or.reduce([nothing, *bits_by_folder.values()]) for bits_by_folder in usable_by_process]
+        )
         lacking = missing_files(readable if allow_peers else np.bitwise_and.reduce(readable)[None], len(folder_numbers))
         if lacking:
             if process == 0:
@@ -138,14 +142,14 @@ class Recovery:
                     *(candidate.step, why, len(lacking), len(folder_numbers), files.keys[lacking[0]]),
                 )
             return None
-        for one in of_step:
-            if one.candidate != candidate and manifest.data_folder in one.folder.names():
-                _publish_manifest(one.folder, manifest.data_folder, content, sync=self._options.sync)
+        for local_step in of_step:
+            if local_step.candidate != candidate and manifest.data_folder in local_step.folder.names():
+                _publish_manifest(local_step.folder, manifest.data_folder, content, sync=self._options.sync)
         if process == 0:
             _log.info("step %d is complete in the local folders of %d processes", candidate.step, len(by_folder))
         self._agreed_manifest = manifest
         max_bytes = max(1, max_read_bytes(self._options.host_bytes) // 4)
-        folders = [one.folder for one in of_step]
+        folders = [local_step.folder for local_step in of_step]
         source = UnionCheckpoint(
             url, manifest, candidate.digest, files, folders, folder_numbers.tolist(), readable, max_bytes
         )
@@ -158,19 +162,19 @@ class Recovery:
 
     def _usable(self, folder: Folder, data: str, files: Files, numbers: Mapping[str, int]) -> list[int]:
         """The files of a save that exist with the right length and have not failed to be read."""
-        there = {
+        keys = {
             numbers[key]: key
             for key in folder.files_below(data)
             if key in numbers and f"{folder.url}/{key}" not in self._unusable_files
         }
         try:
-            misfits = folder.check_lengths({key: files.lengths[number] for number, key in there.items()})
+            misfits = folder.check_lengths({key: files.lengths[number] for number, key in keys.items()})
         except StorageError as error:
             _log.warning("the local folder %s is not used: %s", folder.url, error)
             return []
         for key, why in misfits.items():
             _log.warning("the local file %s/%s is not used: it %s", folder.url, key, why)
-        return [number for number, key in there.items() if key not in misfits]
+        return [number for number, key in keys.items() if key not in misfits]
 
     def mark_damaged(self, source: UnionCheckpoint, error: DamagedError) -> None:
         """Note damaged files of a local step, so that copies in other processes are used."""
@@ -182,8 +186,10 @@ class Recovery:
         record = None if self._agreed_manifest is None else self._agreed_manifest.step
         if record is None or record.number != step:
             newest = self._tier.newest
-            ours = (one for one in self.steps() if one.candidate and one.candidate[:2] == newest)
-            record = next((decode(one.content or b"", one.folder.url).step for one in ours), None)
+            ours = (
+                local_step for local_step in self.steps() if local_step.candidate and local_step.candidate[:2] == newest
+            )
+            record = next((decode(local_step.content or b"", local_step.folder.url).step for local_step in ours), None)
         return record if record is not None and record.number == step else None
 
 
@@ -195,8 +201,8 @@ def _read_step(process: str, folder: Folder, step: int) -> LocalStep:
             return LocalStep(process, folder, step, None, None)
         manifest = decode(content, folder.url)
         if manifest.step is not None and manifest.step.number == step:
-            found = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
-            return LocalStep(process, folder, step, content, found)
+            candidate = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
+            return LocalStep(process, folder, step, content, candidate)
         why = "it is of another step"
     except (CorruptError, StorageError) as error:
         why = str(error)
@@ -217,9 +223,9 @@ def _publish_manifest(folder: Folder, data: str, content: bytes, *, sync: bool) 
 
 def _bits(numbers: Sequence[int], count: int) -> Availability:
     """One bit per file, set for some of them."""
-    there = np.zeros(count, bool)
-    there[numbers] = True
-    return np.packbits(there)
+    is_set = np.zeros(count, bool)
+    is_set[numbers] = True
+    return np.packbits(is_set)
 
 
 def _packed(content: bytes) -> str:

@@ -39,7 +39,11 @@ class Candidate(NamedTuple):
 def candidates(reports: Iterable[Iterable[Candidate]]) -> list[Candidate]:
     """The saves that processes have found, newest first. For one step, saves in more folders come first."""
     counts = collections.Counter(itertools.chain.from_iterable(reports))
-    return sorted(counts, key=lambda one: (one.step, counts[one], one.save_id, one.digest), reverse=True)
+    return sorted(
+        counts,
+        key=lambda candidate: (candidate.step, counts[candidate], candidate.save_id, candidate.digest),
+        reverse=True,
+    )
 
 
 # Files ----------------------------------------------------------------------------------------------------
@@ -70,8 +74,8 @@ class Files:
         numbers: dict[str, dict[str, int]] = {}
         for record in manifest.stacks:
             starts.append(len(keys))
-            numbers[record.name] = {place: number for number, place in enumerate(record.objects, len(keys))}
-            keys += [f"{manifest.data_folder}/{record.name}/c/{place}" for place in record.objects]
+            numbers[record.name] = {index_key: number for number, index_key in enumerate(record.objects, len(keys))}
+            keys += [f"{manifest.data_folder}/{record.name}/c/{index_key}" for index_key in record.objects]
             lengths += [length for length, _ in record.objects.values()]
         starts.append(len(keys))
         keys += [
@@ -97,29 +101,29 @@ FileRequest = tuple[int, Box]
 def split_request(number: int, stack: Stack, box: Box, max_bytes: int) -> Iterator[FileRequest]:
     """The requests for a box of an object, each of at most `max_bytes` or one chunk."""
     grids = stack.object, stack.chunk
-    for part in cut_down(box, grids, lambda part: volume(part) * stack.itemsize <= max_bytes):
-        yield number, part
+    for piece in cut_down(box, grids, lambda piece: volume(piece) * stack.itemsize <= max_bytes):
+        yield number, piece
 
 
-def missing_files(held: Availability, count: int) -> list[int]:
+def missing_files(readable: Availability, count: int) -> list[int]:
     """The files, out of this many, that no process can read."""
-    return np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(held), count=count) == 0).tolist()
+    return np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(readable), count=count) == 0).tolist()
 
 
-def choose_sender(number: int, receiver: int, held: Availability) -> int:
+def choose_sender(number: int, receiver: int, readable: Availability) -> int:
     """The process that reads a file for `receiver`: one of the next few processes that have it. The number of the file
     decides which."""
-    holders = np.flatnonzero(held[:, number // 8] & (128 >> number % 8))
+    holders = np.flatnonzero(readable[:, number // 8] & (128 >> number % 8))
     first = int(np.searchsorted(holders, receiver))
     return int(holders[(first + number % min(MAX_SENDERS, len(holders))) % len(holders)])
 
 
 def requests_by_pair(
-    asked: Sequence[Iterable[FileRequest]], held: Availability
+    asked: Sequence[Iterable[FileRequest]], readable: Availability
 ) -> dict[tuple[int, int], list[FileRequest]]:
     """What each process sends to each other one, given the requests of each process, in order."""
     by_pair: dict[tuple[int, int], list[FileRequest]] = {}
     for receiver, requests in enumerate(asked):
         for request in requests:
-            by_pair.setdefault((choose_sender(request[0], receiver, held), receiver), []).append(request)
+            by_pair.setdefault((choose_sender(request[0], receiver, readable), receiver), []).append(request)
     return by_pair

@@ -86,55 +86,55 @@ def round_calls(channels: Sequence[Pairs], rounds: Sequence[Round], process: int
 
 
 class Outgoing:
-    """The parts that a process sends to another one, as a stream."""
+    """The data that a process sends to another one, as a stream."""
 
     def __init__(self) -> None:
-        self._parts = deque[Bytes | StagedObject]()
+        self._queue = deque[Bytes | StagedObject]()
         self.waiting_bytes = 0
         """Bytes that have been added and not yet taken."""
 
-    def add(self, part: Bytes | StagedObject) -> None:
-        """Add a part. A staged object is brought into host memory when it is taken."""
-        self._parts.append(part)
-        self.waiting_bytes += part.obj.n_bytes if isinstance(part, StagedObject) else len(part)
+    def add(self, data: Bytes | StagedObject) -> None:
+        """Add data. A staged object is brought into host memory when it is taken."""
+        self._queue.append(data)
+        self.waiting_bytes += data.obj.n_bytes if isinstance(data, StagedObject) else len(data)
 
     def take(self, n_bytes: int) -> Bytes:
         """The next bytes, padded with zeros."""
         taken = np.empty(n_bytes, np.uint8)
         filled = 0
-        while filled < n_bytes and self._parts:
-            part = self._parts.popleft()
-            if isinstance(part, StagedObject):
-                part = np.ascontiguousarray(part.data().array()).reshape(-1).view(np.uint8)
-            fitting = part[: n_bytes - filled]
+        while filled < n_bytes and self._queue:
+            data = self._queue.popleft()
+            if isinstance(data, StagedObject):
+                data = np.ascontiguousarray(data.data().array()).reshape(-1).view(np.uint8)
+            fitting = data[: n_bytes - filled]
             taken[filled : filled + len(fitting)] = fitting
             filled += len(fitting)
             self.waiting_bytes -= len(fitting)
-            if len(fitting) < len(part):
-                self._parts.appendleft(part[len(fitting) :])
+            if len(fitting) < len(data):
+                self._queue.appendleft(data[len(fitting) :])
         taken[filled:] = 0
         return taken
 
 
 class Incoming:
-    """The parts that a process receives from another one."""
+    """The data that a process receives from another one."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._sizes = deque(sizes)
-        self._part: Bytes | None = None
+        self._current: Bytes | None = None
         self._filled_bytes = 0
 
     def add(self, received: Bytes) -> Iterator[Bytes]:
-        """Add the bytes of a round. Yields the parts that are complete."""
+        """Add the bytes of a round. Yields the complete items."""
         while self._sizes:
-            if self._part is None:
-                self._part, self._filled_bytes = aligned_empty((self._sizes[0],), np.dtype(np.uint8)), 0
-            fitting = received[: len(self._part) - self._filled_bytes]
-            self._part[self._filled_bytes : self._filled_bytes + len(fitting)] = fitting
+            if self._current is None:
+                self._current, self._filled_bytes = aligned_empty((self._sizes[0],), np.dtype(np.uint8)), 0
+            fitting = received[: len(self._current) - self._filled_bytes]
+            self._current[self._filled_bytes : self._filled_bytes + len(fitting)] = fitting
             self._filled_bytes += len(fitting)
             received = received[len(fitting) :]
-            if self._filled_bytes < len(self._part):
+            if self._filled_bytes < len(self._current):
                 return
-            complete, self._part = self._part, None
+            complete, self._current = self._current, None
             self._sizes.popleft()
             yield complete

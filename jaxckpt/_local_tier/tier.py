@@ -187,12 +187,12 @@ class LocalTier:
             )
         if note is not None and (note.get("run"), note.get("storage")) != (self.run_id, self._storage_url):
             where = note.get("storage")
-            whose = f"local steps of another run, which is stored at {where}, expected {self._storage_url}"
+            content = f"local steps of another run, which is stored at {where}, expected {self._storage_url}"
             if where == self._storage_url:
-                whose = f"local steps of an earlier run in {where}, which was deleted or replaced since"
+                content = f"local steps of an earlier run in {where}, which was deleted or replaced since"
             elif where is None:
-                whose = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
-            raise InputError(f"{self.own_folder.url} holds {whose}: remove that folder, or give another local=")
+                content = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
+            raise InputError(f"{self.own_folder.url} holds {content}: remove that folder, or give another local=")
         if note is None:
             note = {"run": self.run_id, "storage": self._storage_url, "folder": self._folder_id or uuid.uuid4().hex}
             self.folder.create_child(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
@@ -202,7 +202,7 @@ class LocalTier:
     def folders(self) -> dict[int, tuple[str, Folder]]:
         """The folders of the run that this process sees, each with its id, by the index of the process that created
         it."""
-        found: dict[int, tuple[str, Folder]] = {}
+        folders: dict[int, tuple[str, Folder]] = {}
         for name in self.folder.names():
             if re.fullmatch(r"process-(0|[1-9]\d{0,8})", name, re.ASCII):
                 folder = self.folder.child(name)
@@ -212,10 +212,10 @@ class LocalTier:
                     _log.warning("%s is ignored: %s", folder.url, error)
                     continue
                 if (note.get("run"), note.get("storage")) == (self.run_id, self._storage_url):
-                    found[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
+                    folders[int(name.removeprefix("process-"))] = str(note.get("folder")), folder
                 else:
                     _log.warning("%s is ignored: it belongs to another run", folder.url)
-        return dict(sorted(found.items()))
+        return dict(sorted(folders.items()))
 
     def record_restored(self, restored: tuple[int, str] | None, *, complete: bool = True) -> None:
         """Note the (step, save id) of the local step that all processes restore; None if they restore from the storage.
@@ -294,8 +294,8 @@ class LocalTier:
         kept = self.newest
         if kept is not None and kept[0] > step:
             kept = None  # a run that restarts from an older step discards the newer ones
-        known, is_ours = self._is_examined or self._last_saved is not None, self._last_saved is not None
-        return KeptStep(known, is_ours, *(kept or (-1, "")))
+        can_delete_others, has_saved = self._is_examined or self._last_saved is not None, self._last_saved is not None
+        return KeptStep(can_delete_others, has_saved, *(kept or (-1, "")))
 
     def delete_other_steps(self, kept: KeptStep) -> None:
         """Delete all steps except the one that stays."""

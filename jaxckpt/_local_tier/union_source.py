@@ -89,9 +89,9 @@ class UnionCheckpoint:
         return [
             request
             for box in boxes
-            for index, part, _ in indexed_objects_of(array, box)
+            for index, common, _ in indexed_objects_of(array, box)
             if self.folder_of_file[number := numbers["/".join(map(str, index))]] < 0
-            for request in split_request(number, array, part, self.max_bytes)
+            for request in split_request(number, array, common, self.max_bytes)
         ]
 
     def missing_state_requests(self, processes: Iterable[int]) -> list[FileRequest]:
@@ -111,20 +111,20 @@ class UnionCheckpoint:
             raise DataError(f"{self.path(number)} {self.damaged[self.path(number)]}")
         return content
 
-    def serve(self, wanted: Sequence[tuple[FileRequest, Array]]) -> list[Pending[None]]:
+    def serve(self, targets: Sequence[tuple[FileRequest, Array]]) -> list[Pending[None]]:
         """Start to read the requests of other processes, each into an array of bytes."""
         by_stack: dict[int | None, list[tuple[FileRequest, Array]]] = {}
-        for request, target in wanted:
+        for request, target in targets:
             by_stack.setdefault(self.files.stack(request[0]), []).append((request, target))
         begun: list[Pending[None]] = []
-        for number, some in by_stack.items():
+        for number, stack_targets in by_stack.items():
             if number is None:
-                for (file, _), target in some:
+                for (file, _), target in stack_targets:
                     target[...] = np.frombuffer(self.read_state(file - self.files.starts[-1]), np.uint8)
                 continue
             dtype = DTYPES[self.files.stacks[number].dtype]
             reader = _UnionReader(self, self.files.stacks[number])
-            begun += reader.read([(box, data.view(dtype).reshape(extent(box))) for (_, box), data in some])
+            begun += reader.read([(box, data.view(dtype).reshape(extent(box))) for (_, box), data in stack_targets])
         return begun
 
     def wait_and_record(self, number: int, pending: Pending[None]) -> None:
@@ -151,27 +151,29 @@ class _UnionReader(ArrayReader):
     readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader])
     """Readers by the index of the folder."""
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         source, stack = self.source, self.record.stack()
         by_object: dict[int, list[tuple[Box, Array, int]]] = {}
-        pending_by_box: list[list[Pending[None]]] = [[] for _ in wanted]
+        pending_by_box: list[list[Pending[None]]] = [[] for _ in targets]
         numbers = source.files.numbers[self.record.name]
-        for at, (box, target) in enumerate(wanted):
-            for index, part, _ in indexed_objects_of(stack, box):
+        for at, (box, target) in enumerate(targets):
+            for index, common, _ in indexed_objects_of(stack, box):
                 number = numbers["/".join(map(str, index))]
-                into = target[slices_within(part, box)]
+                into = target[slices_within(common, box)]
                 if source.folder_of_file[number] >= 0:
-                    by_object.setdefault(number, []).append((part, into, at))
+                    by_object.setdefault(number, []).append((common, into, at))
                     continue
-                for request in split_request(number, stack, part, source.max_bytes):
+                for request in split_request(number, stack, common, source.max_bytes):
                     data = source.received.pop(request).view(target.dtype).reshape(extent(request[1]))
-                    into[slices_within(request[1], part)] = data
-        for number, some in by_object.items():
+                    into[slices_within(request[1], common)] = data
+        for number, object_targets in by_object.items():
             with source.recording_damage(number):
-                begun = self._reader(source.folder_of_file[number]).read([(part, into) for part, into, _ in some])
-            for (_, _, at), pending in zip(some, begun, strict=True):
+                begun = self._reader(source.folder_of_file[number]).read(
+                    [(common, into) for common, into, _ in object_targets]
+                )
+            for (_, _, at), pending in zip(object_targets, begun, strict=True):
                 pending_by_box[at].append(MappedWork(pending, functools.partial(source.wait_and_record, number)))
-        return [JoinedWork(some) for some in pending_by_box]
+        return [JoinedWork(pending) for pending in pending_by_box]
 
     def _reader(self, folder: int) -> ArrayReader:
         if folder not in self.readers:

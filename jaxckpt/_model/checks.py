@@ -108,7 +108,7 @@ def _tree_problems(manifest: Manifest) -> Iterator[str]:
 def _are_leaves_valid(manifest: Manifest) -> bool:
     """Whether no leaf has a problem. Leaves of a stack with the same kind and layout are checked once."""
     count = len(manifest.stacks)
-    members: list[list[LeafRecord]] = [[] for _ in range(count)]
+    leaves_by_stack: list[list[LeafRecord]] = [[] for _ in range(count)]
     for leaf in manifest.leaves:
         if leaf.value is not None:
             if _value_problem(leaf):
@@ -116,8 +116,10 @@ def _are_leaves_valid(manifest: Manifest) -> bool:
         elif leaf.stack is None or leaf.stack >= count:
             return False
         else:
-            members[leaf.stack].append(leaf)
-    return all(_is_filled(manifest, stack, leaves) for stack, leaves in zip(manifest.stacks, members, strict=True))
+            leaves_by_stack[leaf.stack].append(leaf)
+    return all(
+        _is_filled(manifest, stack, leaves) for stack, leaves in zip(manifest.stacks, leaves_by_stack, strict=True)
+    )
 
 
 def _is_filled(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord]) -> bool:
@@ -133,7 +135,7 @@ def _is_filled(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord])
 
 def _leaf_problems(manifest: Manifest) -> Iterator[str]:
     """The problems of each leaf."""
-    holders: dict[tuple[int | None, int], str] = {}
+    paths: dict[tuple[int | None, int], str] = {}
     counts = collections.Counter[tuple[int | None, int]]()
     for leaf in manifest.leaves:
         problem = _array_problem(manifest, leaf) if leaf.value is None else _value_problem(leaf)
@@ -142,15 +144,15 @@ def _leaf_problems(manifest: Manifest) -> Iterator[str]:
             if leaf.row is None or leaf.row >= stack.rows:
                 problem = f"is row {leaf.row} of stack {stack.name}, which has {stack.rows}"
             elif counts[leaf.stack, leaf.row] == MAX_TIED:
-                holder = show_path(holders[leaf.stack, leaf.row][:200])
-                problem = f"shares its row with {holder} and {MAX_TIED - 1} others; the limit is {MAX_TIED} leaves"
+                path = show_path(paths[leaf.stack, leaf.row][:200])
+                problem = f"shares its row with {path} and {MAX_TIED - 1} others; the limit is {MAX_TIED} leaves"
             else:
                 counts[leaf.stack, leaf.row] += 1
-                holders[leaf.stack, leaf.row] = leaf.path
+                paths[leaf.stack, leaf.row] = leaf.path
         if problem:
             yield f"leaf {show_path(leaf.path[:200])} {problem}"
-    if len(holders) != sum(stack.rows for stack in manifest.stacks):
-        yield f"the leaves fill {len(holders)} of the {sum(stack.rows for stack in manifest.stacks)} rows of all stacks"
+    if len(paths) != sum(stack.rows for stack in manifest.stacks):
+        yield f"the leaves fill {len(paths)} of the {sum(stack.rows for stack in manifest.stacks)} rows of all stacks"
 
 
 def _value_problem(leaf: LeafRecord) -> str | None:
@@ -253,10 +255,10 @@ def _object_problems(record: StackRecord, where: str) -> Iterator[str]:
         [(str(i), -(-(min(n, (i + 1) * o) - i * o) // c)) for i in range(-(-n // o))]
         for n, o, c in zip(stack.array_shape, stack.object, stack.chunk, strict=True)
     ]
-    for place in itertools.product(*sides):
-        key = "/".join([text for text, _ in place])
+    for cell in itertools.product(*sides):
+        key = "/".join([text for text, _ in cell])
         length = record.objects.get(key, (-1, ""))[0]
-        data_bytes = math.prod([chunks for _, chunks in place]) * chunk_bytes
+        data_bytes = math.prod([chunks for _, chunks in cell]) * chunk_bytes
         if stack.compression is None:
             fits = index_bytes + data_bytes <= length <= most
         else:

@@ -114,15 +114,15 @@ def bounded_shape(
     so that the part is one run. A prime side of a split dimension is cut last, and only if the part would exceed
     16 × `max_bytes`."""
     unsplit = _unsplit_dims(cell, shape)
-    found = [max(1, n) for n in (cell if sides is None else sides)]
-    while math.prod(found) * itemsize > max_bytes:
-        smaller = {dim: _halved(cell[dim], side, unsplit[dim]) for dim, side in enumerate(found) if side > 1}
-        gentle = [dim for dim, side in smaller.items() if found[dim] <= 4 * side]
-        if not smaller or (not gentle and math.prod(found) * itemsize <= 16 * max_bytes):
+    bounded = [max(1, n) for n in (cell if sides is None else sides)]
+    while math.prod(bounded) * itemsize > max_bytes:
+        smaller = {dim: _halved(cell[dim], side, unsplit[dim]) for dim, side in enumerate(bounded) if side > 1}
+        gentle = [dim for dim, side in smaller.items() if bounded[dim] <= 4 * side]
+        if not smaller or (not gentle and math.prod(bounded) * itemsize <= 16 * max_bytes):
             break
         dim = min(gentle or smaller)
-        found[dim] = smaller[dim]
-    return tuple(found)
+        bounded[dim] = smaller[dim]
+    return tuple(bounded)
 
 
 def object_shape(

@@ -31,8 +31,8 @@ def chunks_of(
     """
     size = stack.chunk_stored_bytes - 4
     scratch, used = np.empty(0, np.uint8), 0
-    parts = pieces.separate_arrays(stack.chunk)
-    for box, array in [(pieces.box, pieces.single_array)] if parts is None else parts:
+    separate = pieces.separate_arrays(stack.chunk)
+    for box, array in [(pieces.box, pieces.single_array)] if separate is None else separate:
         in_order = array is not None and array.flags.c_contiguous
         run = zarr.contiguous_chunk_numbers(stack, index, box) if in_order else None
         if array is not None and run is not None:
@@ -58,11 +58,11 @@ def contiguous_bytes(block: Box, box: Box, target: Array) -> Bytes | None:
     block and these bytes are contiguous."""
     if not contains(box, block):
         return None
-    place = target[slices_within(block, box)]
-    return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
+    view = target[slices_within(block, box)]
+    return view.reshape(-1).view(np.uint8) if view.flags.c_contiguous else None
 
 
-def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Box, Array]]) -> None:
+def scatter(stack: Stack, chunks: Chunks, data: Bytes, targets: Sequence[tuple[Box, Array]]) -> None:
     """Copy the overlap of some chunks and each wanted box of the stack into the array of that box.
 
     `data` has the chunks in sequence, each followed by its checksum. One call copies all chunks that are inside a box.
@@ -71,15 +71,15 @@ def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Bo
     grid = [(stop - start) // side for (start, stop), side in zip(chunks.box, sides, strict=True)]
     next_chunks = _strides(grid, chunks.slowest, stack.chunk_stored_bytes)
     next_elements = _strides(sides, range(len(sides)), stack.itemsize)
-    for part, target in wanted:
-        common = intersection(part, chunks.box)
+    for box, target in targets:
+        common = intersection(box, chunks.box)
         if common is None:
             continue
         bits = as_bits(target)
         spans = [_spans(a - o, b - o, side) for (a, b), (o, _), side in zip(common, chunks.box, sides, strict=True)]
-        shift = [origin - first for (origin, _), (first, _) in zip(chunks.box, part, strict=True)]
+        shift = [origin - first for (origin, _), (first, _) in zip(chunks.box, box, strict=True)]
         for chosen in itertools.product(*spans):
-            place = bits[tuple([slice(a + s, b + s) for (a, b), s in zip(chosen, shift, strict=True)])]
+            destination = bits[tuple([slice(a + s, b + s) for (a, b), s in zip(chosen, shift, strict=True)])]
             offset, shape, strides = 0, list[int](), list[int]()
             for (start, stop), side, next_chunk, next_element in zip(
                 chosen, sides, next_chunks, next_elements, strict=True
@@ -90,7 +90,7 @@ def scatter(stack: Stack, chunks: Chunks, data: Bytes, wanted: Sequence[tuple[Bo
                     if length > 1:
                         shape.append(length)
                         strides.append(step)
-            np.copyto(place.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
+            np.copyto(destination.reshape(shape), np.ndarray(shape, bits.dtype, data, offset, strides))
 
 
 def _strides(sides: Sequence[int], slowest: Sequence[int], step: int) -> list[int]:
@@ -132,7 +132,7 @@ def combined_digest(entries: Iterable[tuple[int, bytes]]) -> str:
     import xxhash  # imported only by saves that compare content
 
     return xxhash.xxh3_128_hexdigest(
-        b"".join(number.to_bytes(8, "little") + found for number, found in sorted(entries))
+        b"".join(number.to_bytes(8, "little") + digest for number, digest in sorted(entries))
     )
 
 
@@ -142,11 +142,11 @@ def sample_digest(pieces: Pieces) -> bytes:
     import xxhash  # imported only by saves that compare content
 
     last = min(16, 3 + math.prod(extent(pieces.box)) * pieces.dtype.itemsize // SAMPLE_EVERY_BYTES) - 1
-    found = xxhash.xxh3_64()
-    for place in range(last + 1):
-        group = pieces.groups[(len(pieces.groups) - 1) * place // last]
-        _, array = group[(len(group) - 1) * place // last]
+    hasher = xxhash.xxh3_64()
+    for sample in range(last + 1):
+        group = pieces.groups[(len(pieces.groups) - 1) * sample // last]
+        _, array = group[(len(group) - 1) * sample // last]
         count = min(array.size, SAMPLE_BYTES // array.itemsize)
-        start = (array.size - count) * place // last
-        found.update(array.flat[start : start + count].tobytes())
-    return found.digest()
+        start = (array.size - count) * sample // last
+        hasher.update(array.flat[start : start + count].tobytes())
+    return hasher.digest()

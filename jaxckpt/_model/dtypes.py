@@ -83,9 +83,9 @@ def _can_round_trip(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
         values = values[:16]
     try:
         with np.errstate(all="ignore"):
-            there = values.astype(target)
+            converted = values.astype(target)
             # Compared as float64, which holds every value, so that a type without NaN or sign cannot hide a difference.
-            before, after = values.astype(np.float64), there.astype(np.complex128).real
+            before, after = values.astype(np.float64), converted.astype(np.complex128).real
     except (TypeError, ValueError):
         return False
     same_sign = np.isnan(before) | (np.signbit(before) == np.signbit(after))

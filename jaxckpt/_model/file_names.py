@@ -40,5 +40,5 @@ def is_sealed(manifest: bytes) -> bool:
 
 def data_folder_of(content: bytes) -> str | None:
     """The data folder that a manifest names, if it can be read from a possibly damaged manifest."""
-    found = re.search(rb'"save_id":"([0-9A-Za-z_-]{1,200})"', content)
-    return f"data-{found.group(1).decode()}" if found else None
+    match = re.search(rb'"save_id":"([0-9A-Za-z_-]{1,200})"', content)
+    return f"data-{match.group(1).decode()}" if match else None

@@ -242,20 +242,20 @@ def mesh_layout(processes: IntArray, axes: Sequence[str], spec: Spec, rank: int)
     entries = (*spec, *itertools.repeat((), rank - len(spec)))
     split = [axes.index(axis) for entry in entries for axis in entry]
     grid = tuple(math.prod(processes.shape[axes.index(axis)] for axis in entry) for entry in entries)
-    others = [axis for axis in range(len(axes)) if axis not in split]
-    by_cell = np.sort(processes.transpose(split + others).reshape(math.prod(grid), -1), axis=1)
+    replicated = [axis for axis in range(len(axes)) if axis not in split]
+    by_cell = np.sort(processes.transpose(split + replicated).reshape(math.prod(grid), -1), axis=1)
     rows, number = np.unique(by_cell, axis=0, return_inverse=True)
     groups = [tuple(dict.fromkeys(row)) for row in rows.tolist()]
     return Layout(grid, tuple(groups[i] for i in number.ravel().tolist()))
 
 
-def layout_of(held: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
+def layout_of(pairs: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layout:
     """The layout of an array with these (box, process) pairs, as a JAX sharding returns them.
 
     Raises SpecError if the boxes do not form a regular grid; those of all known JAX shardings do.
     """
     holders: dict[Box, set[int]] = {}
-    for box, process in held:
+    for box, process in pairs:
         holders.setdefault(box, set()).add(process)
     if 0 in shape:  # no elements, so no cells
         return Layout((1,) * len(shape), (tuple(sorted(set().union(*holders.values()))),))
@@ -290,12 +290,12 @@ def coarsen(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=256)
-def intersect_holders(layout: Layout, held: Layout) -> Layout | None:
-    """The cells of `layout` with only the holders that also hold the complete cell in `held`; None if a cell has
+def intersect_holders(layout: Layout, other: Layout) -> Layout | None:
+    """The cells of `layout` with only the holders that also hold the complete cell in `other`; None if a cell has
     none."""
-    cut: Layout | None = held
+    cut: Layout | None = other
     # Dimensions that become coarser come first, so that no intermediate grid is finer than both grids.
-    for dim in sorted(range(len(held.grid)), key=lambda dim: layout.grid[dim] / held.grid[dim]):
+    for dim in sorted(range(len(other.grid)), key=lambda dim: layout.grid[dim] / other.grid[dim]):
         cut = None if cut is None else _cut_along(cut, dim, layout.grid[dim])
     if cut is None:
         return None
@@ -394,14 +394,14 @@ def cut_at_chunks(boxes: Sequence[Box], chunk: Sequence[int]) -> Iterator[tuple[
 
 
 def cut_to_size(box: Box, grids: Sequence[Sequence[int]], max_elements: int) -> Iterator[Box]:
-    """As `cut_down`, until no part has more than `max_elements`."""
-    return cut_down(box, grids, lambda part: volume(part) <= max_elements)
+    """As `cut_down`, until no box has more than `max_elements`."""
+    return cut_down(box, grids, lambda cut: volume(cut) <= max_elements)
 
 
 def cut_down(box: Box, grids: Sequence[Sequence[int]], fits: Callable[[Box], bool]) -> Iterator[Box]:
     """`box`, cut at the borders of the first grid. Cells that are too large are cut at the borders of the next grid.
 
-    At the borders of the last grid, parts are cut only until they fit; a part that is still too large is a single cell.
+    At the borders of the last grid, boxes are cut only until they fit; a box that is still too large is a single cell.
     Leading dimensions are cut first, so that the boxes are as contiguous as possible.
     """
     if not grids:

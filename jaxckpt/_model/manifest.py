@@ -165,18 +165,18 @@ def _round_trip_json(value: Any, what: str, encoded: Callable[[], Any] | None = 
 
 def droppable(manifest: Manifest, paths: Sequence[str]) -> tuple[str, ...]:
     """The paths whose subtrees can be dropped together: they exist, and share no stack with leaves that stay."""
-    found = {path: _leaves_below(manifest, [path]) for path in paths}
+    leaves_by_path = {path: _leaves_below(manifest, [path]) for path in paths}
     while True:
-        gone = set[int]().union(*found.values())
+        gone = set[int]().union(*leaves_by_path.values())
         needed = {leaf.stack for number, leaf in enumerate(manifest.leaves) if number not in gone} - {None}
         kept = {
             path
-            for path, numbers in found.items()
+            for path, numbers in leaves_by_path.items()
             if not numbers or any(manifest.leaves[number].stack in needed for number in numbers)
         }
         if not kept:
-            return tuple(found)
-        found = {path: numbers for path, numbers in found.items() if path not in kept}
+            return tuple(leaves_by_path)
+        leaves_by_path = {path: numbers for path, numbers in leaves_by_path.items() if path not in kept}
 
 
 def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest:

@@ -56,7 +56,7 @@ def intact_chunks_crc32c(stored_bytes: int, count: int) -> int:
     """
     zeros = bytes(stored_bytes - 4)
     chunk = zeros + crc32c.crc32c(zeros).to_bytes(4, "little")
-    return functools.reduce(lambda found, _: crc32c.crc32c(chunk, found), range(count), 0)
+    return functools.reduce(lambda checksum, _: crc32c.crc32c(chunk, checksum), range(count), 0)
 
 
 def digest_of(sums: np.ndarray[Any, Any]) -> str:

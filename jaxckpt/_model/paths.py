@@ -12,9 +12,9 @@ def escape_key(key: object) -> str:
     return str(key).replace("~", "~0").replace("/", "~1") or "~2"
 
 
-def unescape_key(part: str) -> str:
+def unescape_key(component: str) -> str:
     """The str key of a path component."""
-    return "" if part == "~2" else part.replace("~1", "/").replace("~0", "~")
+    return "" if component == "~2" else component.replace("~1", "/").replace("~0", "~")
 
 
 def escape_keys(keys: Sequence[Any]) -> Iterable[str]:
@@ -38,9 +38,9 @@ def are_strings(keys: Iterable[Any]) -> bool:
     return True
 
 
-def closest_hint(path: str, known: Iterable[str]) -> str:
+def closest_hint(path: str, candidates: Iterable[str]) -> str:
     """A hint for a path that was not found."""
-    near = difflib.get_close_matches(path, list(known), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(path, list(candidates), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -62,10 +62,10 @@ class Pieces:
         if (alone := self.single_array) is not None:
             return alone
         out = np.empty(extent(self.box), self.dtype)
-        for held, array in itertools.chain.from_iterable(self.groups):
-            common = intersection(held, self.box)
+        for piece, array in itertools.chain.from_iterable(self.groups):
+            common = intersection(piece, self.box)
             if common is not None:
-                np.copyto(as_bits(out)[slices_within(common, self.box)], as_bits(array)[slices_within(common, held)])
+                np.copyto(as_bits(out)[slices_within(common, self.box)], as_bits(array)[slices_within(common, piece)])
         return out
 
     @property
@@ -76,30 +76,30 @@ class Pieces:
 
     def separate_arrays(self, chunk: Sequence[int]) -> list[tuple[Box, Array]] | None:
         """Each box and its array, if the pieces do not overlap and share no chunk of these sides; otherwise None."""
-        found: list[tuple[Box, Array]] = []
-        for held, array in itertools.chain.from_iterable(self.groups):
-            common = intersection(held, self.box)
+        arrays: list[tuple[Box, Array]] = []
+        for piece, array in itertools.chain.from_iterable(self.groups):
+            common = intersection(piece, self.box)
             if common is None:
                 continue
             for (start, stop), side, (_, end) in zip(common, chunk, self.box, strict=True):
                 if start % side or (stop % side and stop != end):
                     return None
-            found.append((common, array if common == held else array[slices_within(common, held)]))
-        return found if sum(volume(box) for box, _ in found) == volume(self.box) else None
+            arrays.append((common, array if common == piece else array[slices_within(common, piece)]))
+        return arrays if sum(volume(box) for box, _ in arrays) == volume(self.box) else None
 
     def gather(self, box: Box, scratch: Bytes) -> Bytes:
         """The bytes of a box in C order, copied into `scratch`. Bytes outside of the pieces become zero."""
         shape = extent(box)
         flat = scratch[: math.prod(shape) * self.dtype.itemsize]
         out = as_bits(flat.view(self.dtype)).reshape(shape)
-        wanted = box
+        region = box
         if not contains(self.box, box):
             flat[:] = 0
-            wanted = intersection(box, self.box) or box
-        for held, array in self._touching(box):
-            common = intersection(held, wanted)
+            region = intersection(box, self.box) or box
+        for piece, array in self._touching(box):
+            common = intersection(piece, region)
             if common is not None:
-                np.copyto(out[slices_within(common, box)], as_bits(array)[slices_within(common, held)])
+                np.copyto(out[slices_within(common, box)], as_bits(array)[slices_within(common, piece)])
         return flat
 
     def _touching(self, box: Box) -> list[tuple[Box, Array]]:

@@ -187,11 +187,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @functools.cached_property
     def ties(self) -> dict[int, int]:
         """For each leaf that shares its row with an earlier leaf: the index of the first leaf in that row."""
-        places = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]
-        if len({place for _, place in places}) == len(places):
+        rows = [(number, (leaf.stack, leaf.row)) for number, leaf in enumerate(self.leaves) if leaf.stack is not None]
+        if len({row for _, row in rows}) == len(rows):
             return {}
         first = dict[tuple[int, int | None], int]()
-        return {number: one for number, place in places if (one := first.setdefault(place, number)) != number}
+        return {
+            number: first_number for number, row in rows if (first_number := first.setdefault(row, number)) != number
+        }
 
     def stack_and_row(self, leaf: LeafRecord) -> tuple[int, int]:
         """(stack, row) of a leaf in a stack."""

@@ -76,10 +76,10 @@ def parse_select(select: Select | None) -> Selector:
     raise _invalid_select_error(select)
 
 
-def _invalid_select_error(found: object) -> InputError:
+def _invalid_select_error(value: object) -> InputError:
     return InputError(
         "select must be a glob, a compiled regular expression of str, a list of them, or a function of the path that"
-        f" returns a bool, found {_abbreviate(found)}"
+        f" returns a bool, found {_abbreviate(value)}"
     )
 
 
@@ -105,8 +105,8 @@ def _parse_pattern(pattern: object) -> tuple[str, Callable[[str], bool]]:
     expression = cast("re.Pattern[str]", pattern)
 
     def matches(path: str) -> bool:
-        parts = path.split("/")
-        return any(expression.fullmatch("/".join(parts[:end])) for end in range(1, len(parts) + 1))
+        components = path.split("/")
+        return any(expression.fullmatch("/".join(components[:end])) for end in range(1, len(components) + 1))
 
     return _abbreviate(pattern), matches
 
@@ -201,9 +201,9 @@ def _rename_path(mapping: Mapping[str, str], path: str) -> str:
 def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
     """The error for entries of an argument that match nothing, with hints."""
     texts = list(entries)
-    known = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
+    candidates = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
     # Each hint needs a scan of all paths.
-    hints = [closest_hint(text.strip("'\""), known) if number < 3 else "" for number, text in enumerate(texts)]
+    hints = [closest_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
     lines = [
         f"{text} matches none of the {show_count(len(paths), 'leaf')} of {where}{hint}"
         for text, hint in zip(texts, hints, strict=True)

@@ -103,17 +103,17 @@ def _cut(name: str, width: int, spans: Iterable[_Span]) -> str | None:
     if offsets[-1] <= width:
         return name
 
-    def kept(ends: int) -> list[_Span]:
+    def spans_with_ends(ends: int) -> list[_Span]:
         """The spans, and this number of characters at the ends: twice as many at the second as at the first."""
         head = (ends + 1) // 3
         return _merged([(0, head), *sorted(spans), (len(name) - ends + head, len(name))], offsets)
 
     def is_too_wide(ends: int) -> bool:
-        shown = kept(ends)
+        shown = spans_with_ends(ends)
         return sum(offsets[stop] - offsets[start] for start, stop in shown) + len(shown) - 1 > width
 
     most = bisect.bisect_left(range(len(name)), True, key=is_too_wide) - 1
-    return None if most < 0 else _ELLIPSIS.join(name[start:stop] for start, stop in kept(most))
+    return None if most < 0 else _ELLIPSIS.join(name[start:stop] for start, stop in spans_with_ends(most))
 
 
 def _merged(spans: Iterable[_Span], offsets: Sequence[int]) -> list[_Span]:

@@ -112,8 +112,8 @@ def shape_stack(
 
 def objects_of(stack: Stack, box: Box) -> Iterator[tuple[Box, Box]]:
     """(the part of `box` in the object, the object's box) for each object that `box` touches."""
-    for _, part, obj in indexed_objects_of(stack, box):
-        yield part, obj
+    for _, common, obj in indexed_objects_of(stack, box):
+        yield common, obj
 
 
 def indexed_objects_of(stack: Stack, box: Box) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
@@ -125,6 +125,6 @@ def indexed_objects_of(stack: Stack, box: Box) -> Iterator[tuple[tuple[int, ...]
     )
     for offset, cell in grid_cells(extent(shifted), stack.object):
         obj = tuple((a + s, b + s) for (a, b), (s, _) in zip(cell, shifted, strict=True))
-        part = intersection(box, obj)
-        if part is not None:
-            yield tuple(o + start for o, (start, _) in zip(offset, ranges, strict=True)), part, obj
+        common = intersection(box, obj)
+        if common is not None:
+            yield tuple(o + start for o, (start, _) in zip(offset, ranges, strict=True)), common, obj

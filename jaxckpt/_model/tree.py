@@ -125,9 +125,9 @@ def keys_of(node: Container) -> Sequence[Key]:
                 return decoded
         case _:
             pass
-    known = [repr(key)[:40] for key in (node.keys or ())[:8]]
+    shown_keys = [repr(key)[:40] for key in (node.keys or ())[:8]]
     raise ValueError(
-        f"a {node.type} of {count} children, name {str(node.name)[:80]!r} and keys {', '.join(known)}"
+        f"a {node.type} of {count} children, name {str(node.name)[:80]!r} and keys {', '.join(shown_keys)}"
         f"{', …' if len(node.keys or ()) > 8 else ''} is not a record of a container"
     )
 

@@ -66,8 +66,8 @@ def object_key(stack: Stack, index: tuple[int, ...]) -> str:
 def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:
     """The box of the stack in a chunk, by the chunk's number in an object; None if it is outside of the array."""
     grid = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
-    place = np.unravel_index(number, grid)
-    sides = zip(index, place, stack.object, stack.chunk, stack.array_shape, strict=True)
+    position = np.unravel_index(number, grid)
+    sides = zip(index, position, stack.object, stack.chunk, stack.array_shape, strict=True)
     box = tuple((i * o + int(p) * c, min(i * o + (int(p) + 1) * c, n)) for i, p, o, c, n in sides)
     return box if all(start < stop for start, stop in box) else None
 
@@ -86,35 +86,37 @@ class Chunks:
     """The dimensions of the box, from the slowest to the fastest in the order of `numbers`."""
 
 
-def chunk_runs(stack: Stack, index: tuple[int, ...], part: Box) -> Iterator[Chunks]:
-    """The chunks of an object that `part`, a box of the stack, touches, grouped into boxes. The chunks of each box, in
-    sequence, are the box in C order. No box is larger than `CHUNK_BATCH_BYTES` unless a chunk is."""
-    counts, first_chunks, ranges = _chunks(stack, index, part)
+def chunk_runs(stack: Stack, index: tuple[int, ...], region: Box) -> Iterator[Chunks]:
+    """The chunks of an object that `region`, a box of the stack, touches, grouped into boxes. The chunks of each box,
+    in sequence, are the box in C order. No box is larger than `CHUNK_BATCH_BYTES` unless a chunk is."""
+    counts, first_chunks, ranges = _chunks(stack, index, region)
     # Cut along one dimension, so that all chunks of a block have length 1 in the dimensions before it.
     row = next((dim for dim, side in enumerate(stack.chunk) if side > 1), len(counts) - 1)
     along = max((dim for dim in range(row + 1) if ranges[dim][1] - ranges[dim][0] > 1), default=row)
     most = max(1, CHUNK_BATCH_BYTES // stack.chunk_stored_bytes)
     steps = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
     # For each dimension and position along it: what the position adds to a chunk's number, and its range in the stack.
-    places = [
-        [(place * step, ((first + place) * side, (first + place + 1) * side)) for place in range(*bounds)]
+    positions = [
+        [(position * step, ((first + position) * side, (first + position + 1) * side)) for position in range(*bounds)]
         for step, first, side, bounds in zip(steps, first_chunks, stack.chunk, ranges, strict=True)
     ]
     stride, slowest = steps[along], range(len(counts))
-    for at in range(0, len(places[along]), most):
-        some = places[along][at : at + most]
-        together = [(some[0][0], (some[0][1][0], some[-1][1][1]))]
-        for chosen in itertools.product(*places[:along], together, *places[along + 1 :]):
+    for at in range(0, len(positions[along]), most):
+        run = positions[along][at : at + most]
+        merged = [(run[0][0], (run[0][1][0], run[-1][1][1]))]
+        for chosen in itertools.product(*positions[:along], merged, *positions[along + 1 :]):
             first = sum([number for number, _ in chosen])
             box = tuple([side for _, side in chosen])
-            yield Chunks(range(first, first + len(some) * stride, stride), box, slowest)
+            yield Chunks(range(first, first + len(run) * stride, stride), box, slowest)
 
 
-def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: IntArray, max_bytes: int) -> Iterator[Chunks]:
-    """The chunks of an object that `part`, a box of the stack, touches, in as few boxes as possible. No box is larger
+def chunk_blocks(
+    stack: Stack, index: tuple[int, ...], region: Box, starts: IntArray, max_bytes: int
+) -> Iterator[Chunks]:
+    """The chunks of an object that `region`, a box of the stack, touches, in as few boxes as possible. No box is larger
     than `max_bytes` unless a chunk is. Its chunks are neighbors in the file; `starts` has the offset of each chunk by
     its number."""
-    counts, first_chunks, ranges = _chunks(stack, index, part)
+    counts, first_chunks, ranges = _chunks(stack, index, region)
     numbers = np.arange(len(starts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
     steps, cuts = list[int](), list[list[int]]()
     for dim, length in enumerate(numbers.shape):
@@ -122,10 +124,10 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: IntArr
             steps.append(1 << 62)
             cuts.append([0, 1])
             continue
-        found = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
-        steps.append(int(found[found > 0].min(initial=1 << 62)))
+        spacing = np.diff(starts[numbers[(0,) * dim + (slice(None),) + (0,) * (numbers.ndim - dim - 1)]])
+        steps.append(int(spacing[spacing > 0].min(initial=1 << 62)))
         # Cut where the spacing changes: the object was written in several parts.
-        cuts.append([0, *(np.flatnonzero(found != steps[dim]) + 1).tolist(), length])
+        cuts.append([0, *(np.flatnonzero(spacing != steps[dim]) + 1).tolist(), length])
     slowest = sorted(range(numbers.ndim), key=lambda dim: steps[dim], reverse=True)
     room = max(1, max_bytes // stack.chunk_stored_bytes)
     spans = list[list[tuple[int, int]]]([[]] * numbers.ndim)
@@ -136,25 +138,25 @@ def chunk_blocks(stack: Stack, index: tuple[int, ...], part: Box, starts: IntArr
         spans[dim] = [(at, min(at + side, b)) for a, b in pieces for at in range(a, b, side)]
         room = room // longest if side == longest else 1
     origins = [first + start for first, (start, _) in zip(first_chunks, ranges, strict=True)]
-    for place in itertools.product(*spans):
-        some = numbers[tuple(slice(*span) for span in place)].transpose(slowest).ravel()
-        box = tuple(((o + a) * c, (o + b) * c) for o, (a, b), c in zip(origins, place, stack.chunk, strict=True))
-        yield Chunks(some.tolist(), box, slowest)
+    for block in itertools.product(*spans):
+        block_numbers = numbers[tuple(slice(*span) for span in block)].transpose(slowest).ravel()
+        box = tuple(((o + a) * c, (o + b) * c) for o, (a, b), c in zip(origins, block, stack.chunk, strict=True))
+        yield Chunks(block_numbers.tolist(), box, slowest)
 
 
-def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], part: Box) -> list[int] | None:
-    """The numbers of the chunks of `part`, a box of the stack in one object, if the part in C order consists of these
+def contiguous_chunk_numbers(stack: Stack, index: tuple[int, ...], box: Box) -> list[int] | None:
+    """The numbers of the chunks of `box`, a box of the stack in one object, if the box in C order consists of these
     chunks in sequence; otherwise None."""
     row, side = index[0] * stack.object[0], stack.chunk[0]
-    (start, stop), *rest = part
+    (start, stop), *rest = box
     origins = (i * o for i, o in zip(index[1:], stack.object[1:], strict=True))
     region = tuple([(a - o, b - o) for (a, b), o in zip(rest, origins, strict=True)])
-    found = _contiguous_in_rows(stack.chunk[1:], stack.object[1:], region, side > 1)
-    if found is None or start % side or stop % side:
+    pattern = _contiguous_in_rows(stack.chunk[1:], stack.object[1:], region, side > 1)
+    if pattern is None or start % side or stop % side:
         return None
-    count, numbers = found
-    rows = range((start - row) // side, (stop - row) // side)
-    return [place * count + number for place in rows for number in numbers]
+    count, numbers = pattern
+    chunk_rows = range((start - row) // side, (stop - row) // side)
+    return [chunk_row * count + number for chunk_row in chunk_rows for number in numbers]
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,15 +171,15 @@ def _contiguous_in_rows(
             return None
         begun = begun or side > 1
         count *= whole // side
-        places = range(start // side, stop // side)
-        numbers = [number * (whole // side) + place for number in numbers for place in places]
+        positions = range(start // side, stop // side)
+        numbers = [number * (whole // side) + position for number in numbers for position in positions]
     return count, tuple(numbers)
 
 
-def _chunks(stack: Stack, index: tuple[int, ...], part: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+def _chunks(stack: Stack, index: tuple[int, ...], region: Box) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     """For each dimension of an object: its number of chunks, the stack's index of its first chunk, and the range of its
-    chunks that `part` touches."""
+    chunks that `region` touches."""
     counts = [o // c for o, c in zip(stack.object, stack.chunk, strict=True)]
     first_chunks = [i * count for i, count in zip(index, counts, strict=True)]
-    ranges = [(a - f, b - f) for (a, b), f in zip(touched_cells(part, stack.chunk), first_chunks, strict=True)]
+    ranges = [(a - f, b - f) for (a, b), f in zip(touched_cells(region, stack.chunk), first_chunks, strict=True)]
     return counts, first_chunks, ranges

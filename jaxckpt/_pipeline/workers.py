@@ -54,7 +54,7 @@ class Workers:
         What one of these threads submits is done before this returns, because all of them could otherwise wait for work
         that is left in the queue.
         """
-        task = Task(functools.partial(_run_part, current_watchdog(), work))
+        task = Task(functools.partial(_run_work, current_watchdog(), work))
         if _this_thread.workers is self:
             task.run()
             return task
@@ -83,7 +83,7 @@ class _Thread(threading.local):
 _this_thread = _Thread()
 
 
-def _run_part(watchdog: Watchdog | None, work: Callable[[], T]) -> T:
+def _run_work(watchdog: Watchdog | None, work: Callable[[], T]) -> T:
     with under(watchdog):
         try:
             return work()
@@ -258,7 +258,7 @@ class JoinedWork:
         for work in self.works:
             try:
                 work.result()
-            except Exception as found:
-                error = error or found
+            except Exception as failure:
+                error = error or failure
         if error is not None:
             raise error

@@ -13,7 +13,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.stacks import Stack
 from jaxckpt._restore.batched_placement import rows_per_block
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.wants import WantedRange, Wants, wanted_dtype
+from jaxckpt._restore.wants import WantedRange, Wants, restored_dtype
 
 CALLBACK_DEVICES = 1024
 """Up to this number of devices of a sharding, one call of `jax.make_array_from_callback` places all pieces of a leaf:
@@ -21,7 +21,7 @@ CALLBACK_DEVICES = 1024
 job, once for each shape: 1 µs for each device."""
 
 
-class Way(enum.Enum):
+class PlacementMode(enum.Enum):
     """How values are created from the rows of host buffers."""
 
     ON_HOST = enum.auto()
@@ -51,7 +51,7 @@ class Destination:
     is_whole: bool
     """Whether the box is the whole leaf, and its array is the leaf's value. Otherwise the value joins all boxes."""
 
-    way: Way
+    mode: PlacementMode
 
     block_rows: int
     """How many leaves are placed together if the way is IN_BLOCKS."""
@@ -88,18 +88,18 @@ def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process
         shardings_by_box = local_boxes(sharding, stack.shape)
         shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
     if not abstract.on_devices:
-        return Destination(boxes, shardings, is_whole, Way.ON_HOST, 0)
-    dtype = wanted_dtype(stack, abstract)
+        return Destination(boxes, shardings, is_whole, PlacementMode.ON_HOST, 0)
+    dtype = restored_dtype(stack, abstract)
     block_rows = rows_per_block(sharding, stack.shape, dtype, None if is_whole else boxes, n_leaves)
-    return Destination(boxes, shardings, is_whole, _way_to_devices(sharding, is_whole, block_rows), block_rows)
+    return Destination(boxes, shardings, is_whole, _mode_on_devices(sharding, is_whole, block_rows), block_rows)
 
 
-def _way_to_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) -> Way:
+def _mode_on_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) -> PlacementMode:
     if block_rows:
-        return Way.IN_BLOCKS
+        return PlacementMode.IN_BLOCKS
     if sharding is None or is_whole or len(sharding.device_set) > CALLBACK_DEVICES:
-        return Way.TOGETHER
-    return Way.BY_LEAF
+        return PlacementMode.TOGETHER
+    return PlacementMode.BY_LEAF
 
 
 def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:

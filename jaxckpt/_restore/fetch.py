@@ -54,7 +54,9 @@ def fetch(
     for group in split_ties(source.manifest, abstract_leaves):
         reads, leaves = _plan_reads(source, group, options, rendezvous)
         total = sum(step.n_bytes for step in reads.steps)
-        total += sum(portion.read.n_bytes for rounds in reads.rounds.values() for one in rounds for portion in one)
+        total += sum(
+            portion.read.n_bytes for rounds in reads.rounds.values() for portions in rounds for portion in portions
+        )
         with detect_replacement(source, options), display_progress("restore", total, options.progress) as advance:
             require_metadata(source, leaves.stacks[process::processes], options)
             if reads.rounds and rendezvous is not None:
@@ -67,7 +69,7 @@ def fetch(
     for number, abstract in abstract_leaves.items():
         if abstract.weak:
             values[number] = _weakly_typed(values[number])
-    return values | {number: values[one] for number, one in representative.items()}
+    return values | {number: values[first_number] for number, first_number in representative.items()}
 
 
 def _plan_reads(

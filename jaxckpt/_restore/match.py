@@ -122,7 +122,7 @@ class Match:
     """False if the target has leaves that a checkpoint can contain, and none of them is in this one."""
 
 
-def given_casts(
+def requested_casts(
     manifest: Manifest, match: Match, request: RestoreRequest, policies: Mapping[str, str]
 ) -> tuple[dict[str, np.dtype[Any]], list[Problem]]:
     """The dtype of each requested path that has one in `dtype=`, and the problems."""
@@ -202,7 +202,7 @@ class _Comparison:
     def match(self) -> tuple[Match, list[Problem]]:
         leaves, target_structure = flatten(self.request.target)
         leaves = _with_shardings(leaves, self.request.mesh)
-        types = {kind: known for kind in {type(leaf.value) for leaf in leaves} if (known := leaf_type(kind))}
+        types = {kind: registered for kind in {type(leaf.value) for leaf in leaves} if (registered := leaf_type(kind))}
         outcomes = [
             self._match_object(leaf, types[type(leaf.value)])
             if types and type(leaf.value) in types
@@ -295,16 +295,16 @@ class _Comparison:
         """Paths of saved leaves that a strict restore should request, and does not."""
         if not self.request.strict or len(requests.paths) == len(self.selected):
             return []
-        known = {*requests.paths, *(path for outcome in refused for path in outcome.saved_paths)}
-        return [path for path in self.selected if path not in known]
+        requested = {*requests.paths, *(path for outcome in refused for path in outcome.saved_paths)}
+        return [path for path in self.selected if path not in requested]
 
     def _leaves_below(self, path: str, paths: Iterable[str]) -> list[str]:
         return [leaf for leaf in paths if leaf.startswith(f"{path}/")] if path else [*paths]
 
     def _subtree(self, path: str, below: Sequence[str]) -> Structure:
-        part = subtree(self.structure, path)
+        structure = subtree(self.structure, path)
         numbers = [self.selected[leaf] for leaf in below]
-        return prune(part, dict(zip(numbers, numbers, strict=True))) if numbers else part
+        return prune(structure, dict(zip(numbers, numbers, strict=True))) if numbers else structure
 
     def _is_missing(self, leaf: Leaf) -> bool:
         """Whether a leaf of the target that does not come from the checkpoint is a problem."""

@@ -20,11 +20,11 @@ from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS, decode_value
 from jaxckpt._restore.batched_placement import place_rows
-from jaxckpt._restore.destinations import Destination, Destinations, Way, local_boxes
+from jaxckpt._restore.destinations import Destination, Destinations, PlacementMode, local_boxes
 from jaxckpt._restore.read_loop import Buffers, host_value
 from jaxckpt._restore.read_plan import ReadStep, Run
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.wants import AbstractLeavesByRow, row_ranges, wanted_dtype
+from jaxckpt._restore.wants import AbstractLeavesByRow, restored_dtype, row_ranges
 from jaxckpt.errors import ManifestError, show_path
 
 _GC_THRESHOLD = 100_000
@@ -81,7 +81,7 @@ class LeafBuilder:
     values: dict[int, Any] = field(default_factory=dict[int, Any])
     """The values that have been created, by leaf number."""
 
-    _parts: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
+    _streamed: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
     """By stack, row and box: an array for each device that needs it, if already read."""
 
     @property
@@ -112,26 +112,26 @@ class LeafBuilder:
             numbers = [abstract_leaves[row][0] for row in range(start, stop)]
             yield _Leaves(numbers, (start, stop), stack, abstract, self._destinations.of(abstract, stack))
 
-    def _create(self, leaves: _Leaves, parts: Sequence[Array], transfer: _DevicePut) -> list[Any]:
+    def _create(self, leaves: _Leaves, buffers: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
         them. Returns the arrays on devices that were created here."""
         abstract, destination = leaves.abstract, leaves.destination
-        match destination.way:
-            case Way.ON_HOST:
-                self._keep_on_host(leaves, _split_rows(parts[0]))
-            case Way.IN_BLOCKS:
+        match destination.mode:
+            case PlacementMode.ON_HOST:
+                self._keep_on_host(leaves, _split_rows(buffers[0]))
+            case PlacementMode.IN_BLOCKS:
                 devices = None if destination.is_whole else destination.shardings
-                arrays_by_row = place_rows(parts, abstract.sharding, devices, destination.block_rows)
+                arrays_by_row = place_rows(buffers, abstract.sharding, devices, destination.block_rows)
                 self._join(leaves, arrays_by_row)
                 return list(itertools.chain.from_iterable(arrays_by_row))
-            case Way.BY_LEAF:
+            case PlacementMode.BY_LEAF:
                 shape = self._stacks[leaves.stack].shape
-                views_by_leaf = zip(*map(_split_rows, parts), strict=True)
+                views_by_leaf = zip(*map(_split_rows, buffers), strict=True)
                 arrays = [_place_boxes(shape, abstract.sharding, destination.boxes, views) for views in views_by_leaf]
                 self._finish(leaves, arrays)
                 return arrays
-            case Way.TOGETHER:
-                by_box = list(zip(map(_split_rows, parts), destination.shardings, strict=True))
+            case PlacementMode.TOGETHER:
+                by_box = list(zip(map(_split_rows, buffers), destination.shardings, strict=True))
                 for row in range(len(leaves.numbers)):
                     for rows, shardings in by_box:
                         transfer.hosts.extend([rows[row]] * len(shardings))
@@ -158,16 +158,18 @@ class LeafBuilder:
 
     def _finish_streamed(self, leaves: _Leaves, boxes: Sequence[int]) -> None:
         """Create leaves whose boxes were gathered on the devices."""
-        dtype = wanted_dtype(self._stacks[leaves.stack], leaves.abstract)
+        dtype = restored_dtype(self._stacks[leaves.stack], leaves.abstract)
         keys = [[(leaves.stack, row, box) for box in boxes] for row in range(*leaves.rows)]
-        self._join(leaves, [[_as_dtype(part, dtype) for key in row for part in self._parts.pop(key)] for row in keys])
+        self._join(
+            leaves, [[_as_dtype(array, dtype) for key in row for array in self._streamed.pop(key)] for row in keys]
+        )
 
-    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+    def stream(self, step: ReadStep, at: tuple[int, int], region: Box, data: Array) -> dict[Any, Any]:
         """Copy a part of a large box to its devices, into the array that collects the parts there."""
         run, number = at
         box = step.runs[run].boxes[number]
         receiving: dict[Any, Any] = {}
-        for offset, row in enumerate(range(*part[0])):
+        for offset, row in enumerate(range(*region[0])):
             _, abstract = self._by_stack[step.stack][row]
             destination = self._destinations.of(abstract, step.stack)
             if box not in destination.boxes:
@@ -175,18 +177,18 @@ class LeafBuilder:
             devices = destination.shardings[destination.boxes.index(box)]
             piece = _cast(data[offset], abstract)
             key = (step.stack, row, number)
-            if part[1:] == box:
+            if region[1:] == box:
                 arrays = jax.device_put([piece] * len(devices), list(devices))
             else:
                 piece = piece.view(transfer_dtype(piece.dtype))
-                starts = tuple(start - origin for (start, _), (origin, _) in zip(part[1:], box, strict=True))
-                boxes = self._parts.get(key) or [None] * len(devices)
+                starts = tuple(start - origin for (start, _), (origin, _) in zip(region[1:], box, strict=True))
+                boxes = self._streamed.get(key) or [None] * len(devices)
                 pieces = jax.device_put([piece] * len(devices), list(devices))
                 arrays = [
-                    _insert_part(whole, on_device, starts, extent(box), device)
+                    _insert_piece(whole, on_device, starts, extent(box), device)
                     for whole, on_device, device in zip(boxes, pieces, devices, strict=True)
                 ]
-            receiving[key] = self._parts[key] = arrays
+            receiving[key] = self._streamed[key] = arrays
         return receiving
 
     def create_unread_leaves(self) -> None:
@@ -197,25 +199,26 @@ class LeafBuilder:
                 if leaf in self.values:
                     continue
                 leaves = _Leaves([leaf], (row, row + 1), stack, abstract, self._destinations.of(abstract, stack))
-                dtype = wanted_dtype(self._stacks[stack], abstract)
-                parts = [np.empty((1, *extent(box)), dtype) for box in leaves.destination.boxes]
-                if parts:
-                    self._create(leaves, parts, transfer)
+                dtype = restored_dtype(self._stacks[stack], abstract)
+                buffers = [np.empty((1, *extent(box)), dtype) for box in leaves.destination.boxes]
+                if buffers:
+                    self._create(leaves, buffers, transfer)
                 else:
                     self._join(leaves, [[]])
         self._run(transfer)
 
-    def _join(self, leaves: _Leaves, parts: Sequence[list[Any]]) -> None:
+    def _join(self, leaves: _Leaves, arrays_by_leaf: Sequence[list[Any]]) -> None:
         """Create leaves, each from the arrays of this process's devices, or from its single array."""
         if leaves.destination.is_whole:
-            self._finish(leaves, [array for (array,) in parts])
+            self._finish(leaves, [array for (array,) in arrays_by_leaf])
             return
         stack = self._stacks[leaves.stack]
         sharding: Any = leaves.abstract.sharding
         # The dtype is needed if this process has no device of the sharding, and therefore no part.
-        dtype = wanted_dtype(stack, leaves.abstract)
+        dtype = restored_dtype(stack, leaves.abstract)
         joined = [
-            jax.make_array_from_single_device_arrays(stack.shape, sharding, arrays, dtype=dtype) for arrays in parts
+            jax.make_array_from_single_device_arrays(stack.shape, sharding, arrays, dtype=dtype)
+            for arrays in arrays_by_leaf
         ]
         self._finish(leaves, joined)
 
@@ -235,14 +238,14 @@ class LeafBuilder:
             ) from error
 
 
-def _place_boxes(shape: tuple[int, ...], sharding: Any, boxes: Sequence[Box], parts: Sequence[Array]) -> Any:
+def _place_boxes(shape: tuple[int, ...], sharding: Any, boxes: Sequence[Box], arrays: Sequence[Array]) -> Any:
     """An array of this process's parts of it, in one call."""
-    by_box = dict(zip(boxes, parts, strict=True))
+    by_box = dict(zip(boxes, arrays, strict=True))
 
-    def part_at(index: Any) -> Array:
+    def array_at(index: Any) -> Array:
         return by_box[tuple([side.indices(size)[:2] for side, size in zip(index, shape, strict=True)])]
 
-    return jax.make_array_from_callback(shape, sharding, part_at)
+    return jax.make_array_from_callback(shape, sharding, array_at)
 
 
 def _split_rows(buffer: Array) -> Sequence[Array]:
@@ -257,11 +260,11 @@ def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
         return _bitcast(array, dtype)
 
 
-def _insert_part(whole: Any, part: Any, starts: tuple[int, ...], shape: tuple[int, ...], device: Any) -> Any:
-    """An array on one device with a part copied into it. If it is None, the part is copied into zeros of this shape."""
-    with transfer_context(own_mesh(part)):
-        whole = jnp.zeros(shape, part.dtype, device=device) if whole is None else whole
-        return _update(whole, part, starts)
+def _insert_piece(whole: Any, piece: Any, starts: tuple[int, ...], shape: tuple[int, ...], device: Any) -> Any:
+    """An array on one device with a piece copied into it; if it is None, into zeros of this shape."""
+    with transfer_context(own_mesh(piece)):
+        whole = jnp.zeros(shape, piece.dtype, device=device) if whole is None else whole
+        return _update(whole, piece, starts)
 
 
 # Both donate their argument and reuse its memory for the result.
@@ -289,5 +292,5 @@ def value_in_manifest(record: LeafRecord, abstract: AbstractLeaf) -> Any:
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     # jax.device_put would exchange the value with the other processes, to compare it.
-    parts = [jax.device_put(array, device) for devices in local_boxes(sharding, ()).values() for device in devices]
-    return jax.make_array_from_single_device_arrays((), sharding, parts, dtype=array.dtype)
+    arrays = [jax.device_put(array, device) for devices in local_boxes(sharding, ()).values() for device in devices]
+    return jax.make_array_from_single_device_arrays((), sharding, arrays, dtype=array.dtype)

@@ -63,7 +63,7 @@ class Delivery(Protocol):
         """Take the filled buffers of a step. Returns the device arrays created from them."""
         ...
 
-    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+    def stream(self, step: ReadStep, at: tuple[int, int], region: Box, data: Array) -> dict[Any, Any]:
         """Take a part of a box without a buffer, (run, box). Returns the device arrays that receive it."""
         ...
 
@@ -335,7 +335,7 @@ class _ArrivingRead:
         for region, target in self._staged:
             sent.update(self._filling.scatter(region, target))
         # Complete now, because the next read may donate the arrays that collect the parts of a streamed box.
-        arrays = [array for parts in sent.values() for array in parts]
+        arrays = [array for device_arrays in sent.values() for array in device_arrays]
         _ToDevices(0, self._block, arrays, self._filling.memory).wait()
         self._filling.finish_read()
 
@@ -364,7 +364,7 @@ class StoredArray:
         return DTYPES[manifest.stacks[manifest.stack_and_row(manifest.leaves[self.number])[0]].dtype]
 
     def __getitem__(self, index: tuple[slice, ...]) -> Array:
-        box = tuple(part.indices(side)[:2] for part, side in zip(index, self.shape, strict=True))
+        box = tuple(entry.indices(side)[:2] for entry, side in zip(index, self.shape, strict=True))
         array = read_box(self.source, self.number, box, self.options)
         self.report(array.nbytes)
         return array
@@ -396,7 +396,7 @@ class _OneBox:
         self.array = buffers[0][0][0]
         return []
 
-    def stream(self, step: ReadStep, at: tuple[int, int], part: Box, data: Array) -> dict[Any, Any]:
+    def stream(self, step: ReadStep, at: tuple[int, int], region: Box, data: Array) -> dict[Any, Any]:
         raise NotImplementedError  # host reads always have buffers
 
 

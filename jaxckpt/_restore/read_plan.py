@@ -36,7 +36,7 @@ class WantedRows:
     dtype: np.dtype[Any] | None = None
     """The dtype of the leaves, if it differs from the stored dtype."""
 
-    kept: bool = True
+    keeps_buffers: bool = True
     """Whether the filled buffers become the arrays. Otherwise they are copied to devices and freed."""
 
 
@@ -47,7 +47,7 @@ class Run:
     rows: tuple[int, int]
     boxes: tuple[Box, ...]
     dtype: np.dtype[Any] | None
-    kept: bool
+    keeps_buffers: bool
 
     streamed: bool = False
     """Whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
@@ -55,12 +55,12 @@ class Run:
     @property
     def merge_key(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
         """The properties that a want must share with this run to extend it."""
-        return self.boxes, self.dtype, self.kept
+        return self.boxes, self.dtype, self.keeps_buffers
 
     @property
     def is_transient(self) -> bool:
         """Whether its buffers are freed after their data is on the devices."""
-        return not (self.kept or self.streamed)
+        return not (self.keeps_buffers or self.streamed)
 
     def buffer_box(self, box: int) -> Box:
         """The part of the stack in the buffer of a box."""
@@ -198,10 +198,10 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_byt
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows
-        if runs and runs[-1].rows[1] == begun and runs[-1].merge_key == (want.boxes, want.dtype, want.kept):
+        if runs and runs[-1].rows[1] == begun and runs[-1].merge_key == (want.boxes, want.dtype, want.keeps_buffers):
             begun = runs.pop().rows[0]
-        streamed = not want.kept and _bytes(stack, want) > max_buffer_bytes
-        runs.append(Run((begun, end), want.boxes, want.dtype, want.kept, streamed))
+        streamed = not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes
+        runs.append(Run((begun, end), want.boxes, want.dtype, want.keeps_buffers, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
@@ -237,22 +237,22 @@ def _reads(stack: Stack, runs: Sequence[Run], regions: list[Region], max_bytes: 
     grids = (stack.object, stack.chunk)
     for region in regions:
         for box in cut_down(region.box, grids, lambda box: _stored_bytes(stack, box) <= max_bytes):
-            part = _clipped(runs, region, box)
-            if part is not None:
-                index = tuple(start // side for (start, _), side in zip(part.box, stack.object, strict=True))
-                by_object.setdefault(index, []).append(part)
+            clipped = _clipped(runs, region, box)
+            if clipped is not None:
+                index = tuple(start // side for (start, _), side in zip(clipped.box, stack.object, strict=True))
+                by_object.setdefault(index, []).append(clipped)
     group: list[Region] = []
     group_bytes = 0
-    for _, parts in sorted(by_object.items()):
-        sizes = [_stored_bytes(stack, part.box) for part in parts]
+    for _, object_regions in sorted(by_object.items()):
+        sizes = [_stored_bytes(stack, region.box) for region in object_regions]
         if group and group_bytes + sum(sizes) > max_bytes:
             yield _read(stack, runs, group)
             group, group_bytes = [], 0
-        for part, size in zip(parts, sizes, strict=True):
+        for region, size in zip(object_regions, sizes, strict=True):
             if group and group_bytes + size > max_bytes:
                 yield _read(stack, runs, group)
                 group, group_bytes = [], 0
-            group.append(part)
+            group.append(region)
             group_bytes += size
     yield _read(stack, runs, group)
 
@@ -343,9 +343,9 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
     for step in steps:
         stack = stacks[step.stack]
         read_bytes = requests = 0
-        for obj, parts in itertools.chain.from_iterable(_parts_by_object(stack, read) for read in step.reads):
-            is_whole = sum(map(volume, parts)) == volume(obj)
-            chunks = sum(math.prod(b - a for a, b in touched_cells(part, stack.chunk)) for part in parts)
+        for obj, boxes in itertools.chain.from_iterable(_boxes_by_object(stack, read) for read in step.reads):
+            is_whole = sum(map(volume, boxes)) == volume(obj)
+            chunks = sum(math.prod(b - a for a, b in touched_cells(box, stack.chunk)) for box in boxes)
             read_bytes += chunks * stack.chunk_stored_bytes + stack.index_bytes
             requests += 1 if is_whole else 1 + chunks
         total += ReadCost(step.n_bytes, read_bytes, requests=requests)
@@ -355,10 +355,10 @@ def read_cost(stacks: Sequence[Stack], steps: Iterable[ReadStep], host_bytes: in
     return replace(total, peak_host_bytes=max(least_bytes, min(host_bytes, all_bytes)))
 
 
-def _parts_by_object(stack: Stack, read: Read) -> Iterable[tuple[Box, list[Box]]]:
+def _boxes_by_object(stack: Stack, read: Read) -> Iterable[tuple[Box, list[Box]]]:
     """(an object's box, the parts of it that a read needs) for each object. A read gets the index of an object once."""
-    parts_by_object: dict[Box, list[Box]] = {}
+    boxes_by_object: dict[Box, list[Box]] = {}
     for box in read.boxes:
-        for part, obj in objects_of(stack, box):
-            parts_by_object.setdefault(obj, []).append(part)
-    return parts_by_object.items()
+        for common, obj in objects_of(stack, box):
+            boxes_by_object.setdefault(obj, []).append(common)
+    return boxes_by_object.items()

@@ -35,9 +35,9 @@ from jaxckpt._restore.match import (
     Match,
     RestoreRequest,
     Uncommitted,
-    given_casts,
     is_array_like,
     match_paths,
+    requested_casts,
     unrestorable_reason,
 )
 from jaxckpt._restore.stateful_objects import TargetObject
@@ -117,7 +117,7 @@ def host_leaves(manifest: Manifest, dtype: Dtypes, options: Options) -> Resolved
     match = Match(LeafRequests(paths, numbers, [None] * len(paths)), assembly)
     policies = resolve_policies(options.cast, paths, (TypedLeaf(manifest, manifest.leaves[n]) for n in numbers))
     request = RestoreRequest(dtype=dtype)
-    casts, losses = given_casts(manifest, match, request, policies)
+    casts, losses = requested_casts(manifest, match, request, policies)
     _raise_problems(manifest, request, match, losses, [], [])
     groups = _group(manifest, match.requests, {}, casts, policies)
     return _resolved(groups, [_host_leaf(group.leaf, group.dtype) for group in groups], match)
@@ -136,10 +136,10 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     laid out, because its shape differs from the requested shape.
     """
     match, differences = match_paths(manifest, request)
-    specs = _given_specs(manifest, match.requests, request)
+    specs = _requested_specs(manifest, match.requests, request)
     leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
     policies = resolve_policies(options.cast, match.requests.paths, leaves)
-    casts, losses = given_casts(manifest, match, request, policies)
+    casts, losses = requested_casts(manifest, match, request, policies)
     groups = _group(manifest, match.requests, specs, casts, policies)
     checked, mismatches = _check(groups)
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
@@ -243,7 +243,7 @@ class _Group:
         return (Problem(path, *reason) for path in self.paths)
 
 
-def _given_specs(manifest: Manifest, requests: LeafRequests, request: RestoreRequest) -> dict[str, Spec]:
+def _requested_specs(manifest: Manifest, requests: LeafRequests, request: RestoreRequest) -> dict[str, Spec]:
     """The spec of each requested path for which `specs=` has one. Raises SpecError."""
     if request.specs is None:
         return {}
@@ -323,7 +323,7 @@ def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype |
         dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
         return _Reason("is a tracer in the target: call restore outside of jit, grad and vmap")
-    if leaf.kind == "key" and not _is_known(leaf.record.impl or ""):
+    if leaf.kind == "key" and not _is_key_impl(leaf.record.impl or ""):
         return _Reason(
             f"has PRNG keys of implementation {leaf.record.impl!r} in the checkpoint, which JAX does not know in this"
             " program; leave it out with select=, or read its raw data with load_numpy"
@@ -349,7 +349,7 @@ def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype |
     return _Reason(unrestorable_reason(requested, is_container=False))
 
 
-def _is_known(impl: str) -> bool:
+def _is_key_impl(impl: str) -> bool:
     try:
         return key_dtype(impl) is not None
     except ValueError:
@@ -385,10 +385,10 @@ def _cast_dtype(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | No
         return _Reason(f"is {leaf.kind} in the checkpoint, {'PRNG keys' if is_key else 'an array'} in the target")
     differs = f"has dtype {leaf.dtype} in the checkpoint, {requested.dtype} in the target"
     if is_key != (leaf.kind == "key"):
-        way = (
+        advice = (
             "a key, and use jax.random.key_data" if leaf.kind == "key" else "an array, and use jax.random.wrap_key_data"
         )
-        return _Reason(f"{differs}; PRNG keys do not cast: restore it as {way}")
+        return _Reason(f"{differs}; PRNG keys do not cast: restore it as {advice}")
     if leaf.shape != tuple(requested.shape):
         return _Reason(
             f"has shape {leaf.shape} in the checkpoint, {tuple(requested.shape)} in the target", _OTHER_SHAPE
@@ -483,7 +483,7 @@ def _assign_shardings(
     for index, (group, abstract) in enumerate(zip(groups, abstract_leaves, strict=True)):
         if abstract is None or not abstract.on_devices:
             continue
-        leaf, sharding = group.leaf, _given_sharding(group.requested)
+        leaf, sharding = group.leaf, _requested_sharding(group.requested)
         if sharding is not None:
             sharding = _fit_sharding(sharding, leaf.shape, request, options)
         elif request.mesh is not None:
@@ -530,7 +530,7 @@ def _is_uncommitted(requested: Any) -> bool:
     return isinstance(requested, Uncommitted) or (isinstance(requested, jax.Array) and not requested.committed)
 
 
-def _given_sharding(requested: Any) -> Sharding | None:
+def _requested_sharding(requested: Any) -> Sharding | None:
     """The sharding that a leaf of a target requests."""
     if requested is None or isinstance(requested, Sharding):
         return requested
@@ -569,12 +569,12 @@ def _fit_sharding(
             )
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     try:
-        given = spec_of(sharding.spec)
+        requested_spec = spec_of(sharding.spec)
     except SpecError as error:
         return _Reason(f"cannot be laid out: {error}")
-    (spec,), problems = assign_specs(axes, [LeafGroup([""], shape, given=given)], options)
+    (spec,), problems = assign_specs(axes, [LeafGroup([""], shape, requested=requested_spec)], options)
     if problems:
         return _Reason(problems[0].reason, problems[0].remedy)
     if not isinstance(sharding.mesh, Mesh):
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
-    return sharding if spec == given else sharding.update(spec=partition_spec(spec, sharding.spec))
+    return sharding if spec == requested_spec else sharding.update(spec=partition_spec(spec, sharding.spec))

@@ -163,12 +163,12 @@ def run_restore(
                 _require_lossless(source, resolved, options, rendezvous)
                 values = fetch(source, resolved.leaves, options, rendezvous, tied=request.tied)
             result = resolved.build(values, initial)
-            states = [(one, one.state(values)) for one in resolved.objects if one.can_set_state]
+            states = [(obj, obj.state(values)) for obj in resolved.objects if obj.can_set_state]
             require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
             if states:
                 rendezvous.start_next()
-                for one, state in states:
-                    one.set_state(state)
+                for obj, state in states:
+                    obj.set_state(state)
                 rendezvous.barrier()
     record_event(
         "restore",
@@ -197,8 +197,8 @@ def _require_lossless(
         numbers = unproven[start : start + n_at_once]
         values = fetch(source, dict.fromkeys(numbers, host_leaf("numpy")), options, rendezvous)
         for number in numbers:
-            wanted = resolved.leaves[number].cast
-            lost = None if wanted is None else lost_value(values[number], wanted)
+            dtype = resolved.leaves[number].cast
+            lost = None if dtype is None else lost_value(values[number], dtype)
             if lost is not None:
                 problem = resolved.unproven[number]
                 problems.append(replace(problem, reason=f"{problem.reason} of {lost!r}"))
@@ -212,22 +212,22 @@ def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
     numbers: dict[int, tuple[AbstractLeaf, list[int]]] = {}  # by the id of the abstract leaf, which many leaves share
     for number, abstract in resolved.leaves.items():
         numbers.setdefault(id(abstract), (abstract, []))[1].append(number)
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for abstract, leaves in numbers.values():
         if (
             isinstance(abstract.sharding, Sharding)
-            and len({one.process_index for one in abstract.sharding.device_set}) > 1
+            and len({device.process_index for device in abstract.sharding.device_set}) > 1
         ):
             named = [(number, resolved.paths[number]) for number in leaves]
             form = (abstract.kind, abstract.cast, abstract.weak, abstract.sharding)
-            found.update(repr((form, named, rules and rules.rules)).encode())
-    return found.hexdigest()
+            hasher.update(repr((form, named, rules and rules.rules)).encode())
+    return hasher.hexdigest()
 
 
-def _require_same_checkpoint(found: Sequence[str], url: str) -> None:
-    """Raise PeersDisagreeError if processes found different checkpoints at one path. Each of `found` is a digest and a
-    path."""
-    if len(set(found)) > len({one.partition(" ")[2] for one in found}):
+def _require_same_checkpoint(checkpoints: Sequence[str], url: str) -> None:
+    """Raise PeersDisagreeError if processes found different checkpoints at one path. Each of `checkpoints` is a digest
+    and a path."""
+    if len(set(checkpoints)) > len({checkpoint.partition(" ")[2] for checkpoint in checkpoints}):
         raise PeersDisagreeError(
             f"the processes see different checkpoints at {url}: it was replaced in the meantime, or the path is not"
             " shared"

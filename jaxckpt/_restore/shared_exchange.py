@@ -34,8 +34,8 @@ from jaxckpt._restore.shared_reads import (
     Portion,
     SharedRead,
     Shipment,
+    community_of,
     covers,
-    members_of,
     split_into_shipments,
 )
 from jaxckpt._sources.source import Source
@@ -73,7 +73,9 @@ def gather(
         for partition, rounds in planned.items():
             community: _Community | None = None
             if rounds:
-                together = partition if covers(partition, rendezvous.call.count) else (members_of(partition, process),)
+                together = (
+                    partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
+                )
                 community = _Community(source, stacks, rounds, Interconnect(process, together), options, aside)
             pending_rounds = iter(community.start_rounds() if community else ())
             current = next(pending_rounds, None)
@@ -99,9 +101,9 @@ same programs."""
 
 def _agree_on_programs(rendezvous: Rendezvous, offered: list[_Program] | None) -> list[_Program] | None:
     """Programs that are large enough for the offers of all processes; None if no process has a round left."""
-    found = [one for text in rendezvous.gather(json.dumps(offered)) if (one := json.loads(text)) is not None]
-    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*found, fillvalue=(0, 0))]
-    agreed = json.loads(rendezvous.broadcast(json.dumps(merged if found else None)))
+    offers = [offer for text in rendezvous.gather(json.dumps(offered)) if (offer := json.loads(text)) is not None]
+    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*offers, fillvalue=(0, 0))]
+    agreed = json.loads(rendezvous.broadcast(json.dumps(merged if offers else None)))
     rendezvous.start_next()
     return agreed
 
@@ -115,8 +117,8 @@ class _PendingSharedRead:
         self._reads = reads
 
     def wait(self) -> None:
-        for one in self._reads:
-            one.wait()
+        for pending in self._reads:
+            pending.wait()
 
 
 class _Community:
@@ -144,9 +146,9 @@ class _Community:
 
     def start_rounds(self) -> Iterator[_PendingSharedRead]:
         """Each round, after its reads have been started."""
-        mine = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
+        own_portions = [portion for portions in self._rounds for portion in portions if portion.reader == self._process]
         by_stack: dict[int, list[Portion]] = {}
-        for portion in mine:
+        for portion in own_portions:
             by_stack.setdefault(portion.step.stack, []).append(portion)
         readers = {
             stack: self._source.array_reader(stack, (portion.read.boxes for portion in portions))
@@ -157,17 +159,17 @@ class _Community:
 
     def _start_round(self, portions: SharedRead, readers: Mapping[int, ArrayReader]) -> _PendingSharedRead:
         """Start the reads of this process in a round."""
-        mine = [portion for portion in portions if portion.reader == self._process]
-        own = aligned_empty((sum(portion.n_bytes for portion in mine),), np.dtype(np.uint8))
+        own_portions = [portion for portion in portions if portion.reader == self._process]
+        own = aligned_empty((sum(portion.n_bytes for portion in own_portions),), np.dtype(np.uint8))
         reads: list[PendingRead] = []
-        for portion in mine:
+        for portion in own_portions:
             stack = portion.step.stack
             coming = PendingRead(self._source, stack, self._aside)
             regions = self._regions(portion, own[portion.start :])
             coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
             reads.append(coming)
         return _PendingSharedRead(
-            list(split_into_shipments(portions, self._interconnect.members, self._max_bytes)), own, reads
+            list(split_into_shipments(portions, self._interconnect.community, self._max_bytes)), own, reads
         )
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
@@ -186,30 +188,32 @@ class _Community:
 
         Returns False if no process has a round left.
         """
-        found, own, offered = list[Shipment](), np.empty(0, np.uint8), None
+        shipments, own, offered = list[Shipment](), np.empty(0, np.uint8), None
         if pending_round is not None:
-            found, own = pending_round.shipments, pending_round.own
-            offered = [(self._interconnect.rounded_bytes(piece.span_bytes), len(piece.spans)) for piece in found]
+            shipments, own = pending_round.shipments, pending_round.own
+            offered = [
+                (self._interconnect.rounded_bytes(shipment.span_bytes), len(shipment.spans)) for shipment in shipments
+            ]
 
         def agree() -> list[tuple[Shipment, _Program]] | None:
             programs = _agree_on_programs(rendezvous, offered)
             if programs is None:
                 return None
-            nothing = [Shipment([], {})] * (len(programs) - len(found))  # other communities have more
-            return list(zip([*found, *nothing], programs, strict=True))
+            nothing = [Shipment([], {})] * (len(programs) - len(shipments))  # other communities have more
+            return list(zip([*shipments, *nothing], programs, strict=True))
 
-        def gather(one: tuple[Shipment, _Program], _: object) -> dict[int, Bytes]:
-            piece, (n_bytes, n_senders) = one
-            return self._interconnect.gather(piece.spans, n_bytes, n_senders, own)
+        def gather(shipment_and_program: tuple[Shipment, _Program], _: object) -> dict[int, Bytes]:
+            shipment, (n_bytes, n_senders) = shipment_and_program
+            return self._interconnect.gather(shipment.spans, n_bytes, n_senders, own)
 
         with CollectiveCalls[tuple[Shipment, _Program], dict[int, Bytes]]((), gather) as calls:
             agreed = calls.extend(agree)
-            for piece, _ in calls:
-                self._deliver(piece, calls.run_next(), delivery, report)
+            for shipment, _ in calls:
+                self._deliver(shipment, calls.run_next(), delivery, report)
         return agreed is not None
 
-    def _deliver(self, piece: Shipment, got: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
-        for portion in piece.portions:
+    def _deliver(self, shipment: Shipment, received: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
+        for portion in shipment.portions:
             step = portion.step
             sent: dict[Any, Any] = {}
             if id(step) not in self._step_buffers:
@@ -217,7 +221,7 @@ class _Community:
                 dtype = DTYPES[self._stacks[step.stack].dtype]
                 self._step_buffers[id(step)] = StepBuffers(step, dtype, self.budget, self._memory, delivery)
             filling = self._step_buffers[id(step)]
-            data = got[portion.reader][portion.start - piece.spans[portion.reader][0] :]
+            data = received[portion.reader][portion.start - shipment.spans[portion.reader][0] :]
             for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):
                 sent.update(filling.scatter(region, staged))
             report(portion.read.n_bytes)

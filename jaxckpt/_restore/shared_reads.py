@@ -30,52 +30,52 @@ ROUNDS = 4
 
 ROUND_BYTES = 4 << 20
 
-Members = tuple[int, ...]
+Community = tuple[int, ...]
 """A community: processes that read for each other, ascending."""
 
-Partition = tuple[Members, ...]
+Partition = tuple[Community, ...]
 """Communities that have no process in common."""
 
 
 def share(
-    stacks: Sequence[Stack], wanted: Sequence[tuple[WantedRows, Layout]], process: int, job_size: int | None = None
+    stacks: Sequence[Stack], leaf_wants: Sequence[tuple[WantedRows, Layout]], process: int, job_size: int | None = None
 ) -> tuple[list[WantedRows], dict[Partition, list[WantedRows]]]:
     """The wants that a process reads for itself, and, for each partition, the shared wants of its community.
 
-    `wanted` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes that
-    need each cell. Every process gets the same partitions in the same order. If `job_size` is the number of processes
-    of the job, only partitions that cover all of them are used.
+    `leaf_wants` has the want of the process for each leaf, perhaps without boxes, and the leaf's layout: the processes
+    that need each cell. Every process gets the same partitions in the same order. If `job_size` is the number of
+    processes of the job, only partitions that cover all of them are used.
     """
     joined: dict[int, set[int]] = {}  # by stack, the processes that want any leaf of it, if its leaves share chunks
-    for want, layout in wanted:
+    for want, layout in leaf_wants:
         if stacks[want.stack].chunk[0] > 1 and len(layout.processes) > 1:
             joined.setdefault(want.stack, set()).update(layout.processes)
     own: list[WantedRows] = []
     shared: dict[Partition, list[WantedRows]] = {}
-    for want, layout in wanted:
+    for want, layout in leaf_wants:
         stack = stacks[want.stack]
         if want.stack in joined and len(layout.processes) > 1:
             partition = (tuple(sorted(joined[want.stack])),)
         else:
             partition = _partition(stack, layout)
-        members = members_of(partition, process)
+        community = community_of(partition, process)
         possible = job_size is None or covers(partition, job_size)
-        if possible and 0 not in stack.shape and any(len(some) > 1 for some in partition):
+        if possible and 0 not in stack.shape and any(len(community) > 1 for community in partition):
             wants = shared.setdefault(partition, [])
-            if len(members) > 1:
-                wants.append(replace(want, boxes=_boxes(layout, stack.shape, members)))
+            if len(community) > 1:
+                wants.append(replace(want, boxes=_boxes(layout, stack.shape, community)))
                 continue
         own.append(want)
     return own, shared
 
 
-def wants_digest(wanted: Sequence[tuple[WantedRows, Layout]]) -> str:
+def wants_digest(leaf_wants: Sequence[tuple[WantedRows, Layout]]) -> str:
     """A digest that is equal in all processes if `share` finds the same communities and wants in each."""
-    found = hashlib.sha256()
-    for want, layout in wanted:
+    hasher = hashlib.sha256()
+    for want, layout in leaf_wants:
         if len(layout.processes) > 1:
-            found.update(repr((want.stack, want.rows, str(want.dtype), want.kept, _digest(layout))).encode())
-    return found.hexdigest()
+            hasher.update(repr((want.stack, want.rows, str(want.dtype), want.keeps_buffers, _digest(layout))).encode())
+    return hasher.hexdigest()
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,16 +83,16 @@ def _digest(layout: Layout) -> str:
     return hashlib.sha256(repr((layout.grid, layout.holders)).encode()).hexdigest()
 
 
-def members_of(partition: Partition, process: int) -> Members:
+def community_of(partition: Partition, process: int) -> Community:
     """The community of a process; empty if it has none."""
-    return next((members for members in partition if process in members), ())
+    return next((community for community in partition if process in community), ())
 
 
 def _partition(stack: Stack, layout: Layout) -> Partition:
     """The communities that need a leaf."""
     if math.prod(stack.shape) * stack.itemsize < JOINED_BYTES:
         sides = zip(cell_shape(layout, stack.shape), stack.chunk[1:], layout.grid, strict=True)
-        if any(parts > 1 and side % chunk for side, chunk, parts in sides):
+        if any(n_cells > 1 and side % chunk for side, chunk, n_cells in sides):
             return (tuple(sorted(layout.processes)),)
     return _communities(layout)
 
@@ -106,23 +106,23 @@ def covers(partition: Partition, count: int) -> bool:
 @functools.lru_cache(maxsize=256)
 def _communities(layout: Layout) -> Partition:
     """The processes that need a common cell, directly or through others."""
-    community: dict[int, list[int]] = {}
+    community_of: dict[int, list[int]] = {}
     for first, *others in layout.groups:
-        members = community.setdefault(first, [first])
+        joined = community_of.setdefault(first, [first])
         for other in others:
-            found = community.get(other, [other])
-            if found is not members:
-                members.extend(found)
-                community.update(dict.fromkeys(found, members))
-    return tuple(sorted({id(members): tuple(sorted(members)) for members in community.values()}.values()))
+            other_community = community_of.get(other, [other])
+            if other_community is not joined:
+                joined.extend(other_community)
+                community_of.update(dict.fromkeys(other_community, joined))
+    return tuple(sorted({id(joined): tuple(sorted(joined)) for joined in community_of.values()}.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _boxes(layout: Layout, shape: tuple[int, ...], members: Members) -> tuple[Box, ...]:
-    """The cells that any member needs."""
-    inside = set(members)
+def _boxes(layout: Layout, shape: tuple[int, ...], community: Community) -> tuple[Box, ...]:
+    """The cells that any of its processes needs."""
+    inside = set(community)
     cells = grid_cells(shape, cell_shape(layout, shape))
-    return tuple(box for (_, box), holders in zip(cells, layout.holders, strict=True) if holders[0] in inside)
+    return tuple(box for (_, box), processes in zip(cells, layout.holders, strict=True) if processes[0] in inside)
 
 
 # Distributing reads ---------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ SharedRead = list[Portion]
 
 
 def plan_shared_reads(
-    stacks: Sequence[Stack], wants: Sequence[WantedRows], members: Members, host_bytes: int
+    stacks: Sequence[Stack], wants: Sequence[WantedRows], community: Community, host_bytes: int
 ) -> list[SharedRead]:
     """Evenly distributed reads of everything that a community needs, with no chunk in two of them.
 
@@ -160,11 +160,11 @@ def plan_shared_reads(
     reading the next round while the current one is sent.
     """
     most = max_read_bytes(host_bytes)
-    wanted = sum(
+    needed_bytes = sum(
         (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
     )
-    round_bytes = len(members) * min(most, max(ROUND_BYTES, wanted // (ROUNDS * len(members))))
-    finest = max(1, min(round_bytes, wanted) // (4 * len(members)))
+    round_bytes = len(community) * min(most, max(ROUND_BYTES, needed_bytes // (ROUNDS * len(community))))
+    finest = max(1, min(round_bytes, needed_bytes) // (4 * len(community)))
     rounds: list[SharedRead] = []
     unassigned: list[tuple[ReadStep, Read, list[int]]] = []
     size = 0
@@ -173,21 +173,21 @@ def plan_shared_reads(
             sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
             ends = list(itertools.accumulate(-(-size // READ_ALIGNMENT_BYTES) * READ_ALIGNMENT_BYTES for size in sizes))
             if unassigned and size + ends[-1] > round_bytes:
-                rounds.append(_assign_readers(unassigned, size, members))
+                rounds.append(_assign_readers(unassigned, size, community))
                 unassigned, size = [], 0
             unassigned.append((step, read, ends))
             size += ends[-1]
-    return [*rounds, _assign_readers(unassigned, size, members)] if unassigned else rounds
+    return [*rounds, _assign_readers(unassigned, size, community)] if unassigned else rounds
 
 
-def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, members: Members) -> SharedRead:
-    """Assign reads, with the ends of their regions, in order to the members in order."""
+def _assign_readers(reads: Sequence[tuple[ReadStep, Read, list[int]]], total: int, community: Community) -> SharedRead:
+    """Assign reads, with the ends of their regions, in order to the processes of a community in order."""
     portions: SharedRead = []
-    filled = dict.fromkeys(members, 0)
+    filled = dict.fromkeys(community, 0)
     before = 0
     for step, read, ends in reads:
         middle = 2 * before + ends[-1]
-        reader = members[middle * len(members) // (2 * total)]
+        reader = community[middle * len(community) // (2 * total)]
         portions.append(Portion(step, read, reader, filled[reader], ends[-1], (0, *ends[:-1])))
         filled[reader] += ends[-1]
         before += ends[-1]
@@ -209,33 +209,33 @@ class Shipment:
         return max(end - first for first, end in self.spans.values())
 
 
-def split_into_shipments(portions: SharedRead, members: Members, max_bytes: int) -> Iterator[Shipment]:
+def split_into_shipments(portions: SharedRead, community: Community, max_bytes: int) -> Iterator[Shipment]:
     """A round in pieces of at most about `max_bytes`, with as many senders as possible."""
-    count = len(members)
+    count = len(community)
     max_bytes = min(max_bytes, MAX_BYTES)
     width = max(max_bytes // (2 * count), *(portion.n_bytes for portion in portions))
     at_once = max(1, min(count, max_bytes // (2 * width)))
-    place = {member: number for number, member in enumerate(members)}
-    found: dict[tuple[int, int], SharedRead] = {}
+    positions = {process: number for number, process in enumerate(community)}
+    groups: dict[tuple[int, int], SharedRead] = {}
     for portion in portions:
-        found.setdefault((portion.start // width, place[portion.reader] // at_once), []).append(portion)
-    for _, together in sorted(found.items(), key=lambda one: one[0]):
+        groups.setdefault((portion.start // width, positions[portion.reader] // at_once), []).append(portion)
+    for _, group in sorted(groups.items(), key=lambda entry: entry[0]):
         spans: dict[int, tuple[int, int]] = {}
-        for portion in together:
+        for portion in group:
             first, _ = spans.get(portion.reader, (portion.start, 0))
             spans[portion.reader] = first, portion.start + portion.n_bytes
-        yield Shipment(together, spans)
+        yield Shipment(group, spans)
 
 
 def shared_cost(stacks: Sequence[Stack], rounds: Sequence[SharedRead], process: int, host_bytes: int) -> ReadCost:
     """The reads of one process in the rounds, and the bytes that it receives from others, needed or not."""
-    mine = [portion for portions in rounds for portion in portions if portion.reader == process]
-    steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in mine]
+    own_portions = [portion for portions in rounds for portion in portions if portion.reader == process]
+    steps = [ReadStep(portion.step.stack, (), (portion.read,), 0, 0) for portion in own_portions]
     received = sum(portion.n_bytes for portions in rounds for portion in portions if portion.reader != process)
     # Host memory: two rounds of its own reads, one piece of the others' reads, and data on its way to the devices.
-    in_rounds = [sum(one.n_bytes for one in portions if one.reader == process) for portions in rounds]
-    held = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
-    held += min(max_read_bytes(host_bytes), received)
-    held += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
+    in_rounds = [sum(portion.n_bytes for portion in portions if portion.reader == process) for portions in rounds]
+    peak_bytes = max((sum(pair) for pair in itertools.pairwise([0, *in_rounds])), default=0)
+    peak_bytes += min(max_read_bytes(host_bytes), received)
+    peak_bytes += max((portion.step.held_bytes for portions in rounds for portion in portions), default=0)
     cost = read_cost(stacks, steps, host_bytes)
-    return replace(cost, received_bytes=received, peak_host_bytes=max(held, cost.peak_host_bytes))
+    return replace(cost, received_bytes=received, peak_host_bytes=max(peak_bytes, cost.peak_host_bytes))

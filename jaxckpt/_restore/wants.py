@@ -31,10 +31,10 @@ from jaxckpt._restore.batched_placement import rows_per_block
 from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_reads import (
-    Members,
+    Community,
     Partition,
     SharedRead,
-    members_of,
+    community_of,
     plan_shared_reads,
     share,
     shared_cost,
@@ -59,7 +59,7 @@ class LeafBoxes:
     are_whole: bool
     """Whether each of these processes reads the whole leaf, and creates its array from that."""
 
-    kept: bool
+    keeps_buffers: bool
     """Whether the read buffers become the arrays."""
 
 
@@ -75,7 +75,7 @@ class WantedRange:
     def rows_for(self, process: int) -> WantedRows:
         """What a process needs of these rows."""
         boxes = self.boxes.by_process.get(process, ())
-        return WantedRows(self.stack, self.rows, boxes, self.abstract.cast, self.boxes.kept)
+        return WantedRows(self.stack, self.rows, boxes, self.abstract.cast, self.boxes.keeps_buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def needed_layout(abstract: AbstractLeaf, shape: tuple[int, ...], job: Iterable[
     return process_layout(abstract.sharding, shape)
 
 
-def wanted_dtype(stack: Stack, abstract: AbstractLeaf) -> np.dtype[Any]:
+def restored_dtype(stack: Stack, abstract: AbstractLeaf) -> np.dtype[Any]:
     return DTYPES[stack.dtype] if abstract.cast is None else abstract.cast
 
 
@@ -188,16 +188,16 @@ def _leaf_boxes(
     if sharding is None:
         by_process, are_whole = dict.fromkeys(processes, whole), True
     else:
-        dtype = wanted_dtype(stack, abstract)
+        dtype = restored_dtype(stack, abstract)
         by_process, is_in_one_process = _boxes_by_process(sharding, stack.shape, processes)
         n_bytes = volume(whole[0]) * dtype.itemsize
         are_whole = is_in_one_process and n_bytes < min(WHOLE_BYTES, max_read_bytes(options.host_bytes) + 1)
         if are_whole:
             by_process = dict.fromkeys(by_process, whole)
-    kept = can_keep_buffers(abstract)
-    if kept and abstract.on_devices and are_whole:  # the only ones of these that may be placed in blocks
-        kept = not rows_per_block(sharding, stack.shape, wanted_dtype(stack, abstract), None, n_leaves)
-    return LeafBoxes(by_process, are_whole, kept)
+    keeps_buffers = can_keep_buffers(abstract)
+    if keeps_buffers and abstract.on_devices and are_whole:  # the only ones of these that may be placed in blocks
+        keeps_buffers = not rows_per_block(sharding, stack.shape, restored_dtype(stack, abstract), None, n_leaves)
+    return LeafBoxes(by_process, are_whole, keeps_buffers)
 
 
 def _boxes_by_process(
@@ -268,7 +268,7 @@ def plan_reads(
     If `job_size` is the number of processes of the job, all of them read together or none do.
     """
     stacks, host_bytes = wants.stacks, options.host_bytes
-    known_rounds: dict[tuple[Partition, Members], list[SharedRead]] = {}
+    known_rounds: dict[tuple[Partition, Community], list[SharedRead]] = {}
     for process in processes:
         needed = [wanted_range.rows_for(process) for wanted_range in wants.ranges]
         needed_bytes = sum(_n_bytes(stacks[rows.stack], rows) for rows in needed)
@@ -277,10 +277,10 @@ def plan_reads(
             own, shared = share(stacks, list(zip(needed, wants.layouts, strict=True)), process, job_size)
         rounds: dict[Partition, list[SharedRead]] = {}
         for partition, common in shared.items():
-            members = members_of(partition, process)
-            key = (partition, members)
+            community = community_of(partition, process)
+            key = (partition, community)
             if common and key not in known_rounds:
-                known_rounds[key] = plan_shared_reads(stacks, common, members, host_bytes)
+                known_rounds[key] = plan_shared_reads(stacks, common, community, host_bytes)
             rounds[partition] = known_rounds[key] if common else []
         yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
 

@@ -99,9 +99,9 @@ def _number_problems(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
     if count is None:
         return
     gaps = itertools.islice((number for number in range(count) if number not in values), 6)
-    if odd := [*gaps, *sorted(number for number in values if number >= count)]:
-        shown = ", ".join(map(str, odd[:5])) + (", …" if len(odd) > 5 else "")
-        yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if odd[0] < count else 'found'}: {shown}"
+    if invalid := [*gaps, *sorted(number for number in values if number >= count)]:
+        shown = ", ".join(map(str, invalid[:5])) + (", …" if len(invalid) > 5 else "")
+        yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if invalid[0] < count else 'found'}: {shown}"
 
 
 class _SourceStack(NamedTuple):
@@ -175,9 +175,9 @@ def _targets_of_group(
         pieces = [_piece(rule, stacked, stack, cut) for stack in stacks]
         shapes = [piece.shape for piece in pieces]
         if len(pieces) > 1:
-            others = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
+            other_sides = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
             shown = " and ".join(str(list(shape)) for shape in shapes)
-            if len(others) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0]):
+            if len(other_sides) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0]):
                 raise MisfitError(f"{shown} cannot be joined along dimension {rule.axis}")
             if rule.parts is not None and [*rule.parts] != [shape[rule.axis] for shape in shapes]:
                 raise MisfitError(f"{shown} are not the parts {[*rule.parts]}")

@@ -105,9 +105,9 @@ def tiles(dims: Dims, sizes: Mapping[str, int], box: Box) -> Iterator[tuple[Box,
     Yields each box with its interval along every axis.
     """
     per_dim = [list(_runs([sizes[axis] for axis in dim], side)) for dim, side in zip(dims, box, strict=True)]
-    for parts in itertools.product(*per_dim):
-        intervals = dict(zip(axes_of(dims), itertools.chain.from_iterable(own for _, own in parts), strict=True))
-        yield tuple(part for part, _ in parts), intervals
+    for runs in itertools.product(*per_dim):
+        intervals = dict(zip(axes_of(dims), itertools.chain.from_iterable(own for _, own in runs), strict=True))
+        yield tuple(side for side, _ in runs), intervals
 
 
 def _runs(sizes: Sequence[int], side: Interval) -> Iterator[tuple[Interval, list[Interval]]]:

@@ -87,9 +87,9 @@ class MappedSource(ArrayData):
         if split is not None:
             a, b = needed[split]
             middle, number = (a + b) // 2, order.index(split)
-            for part in ((a, middle), (middle, b)):
-                into = target[(slice(None),) * number + (slice(part[0] - a, part[1] - a),)]
-                self._read_leaf(data, {**needed, split: part}, order, into)
+            for half in ((a, middle), (middle, b)):
+                into = target[(slice(None),) * number + (slice(half[0] - a, half[1] - a),)]
+                self._read_leaf(data, {**needed, split: half}, order, into)
             return
         box = tuple((a + start, b + start) for ((a, b), _), start in zip(covers, self.start, strict=True))
         source = np.empty(extent(box), DTYPES[self.dtype])

@@ -124,19 +124,19 @@ class Rule:
         )
 
     def __post_init__(self) -> None:
-        for what, kinds in _KINDS.items():
-            if not isinstance(value := getattr(self, what), kinds):
-                wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise InputError(f"Rule.{what} must be of type {wanted}, found {reprlib.repr(value)}")
-        for what, is_optional in (("source", False), ("target", False), ("scales", True), ("copies", True)):
-            names: Any = getattr(self, what)
+        for argument, kinds in _KINDS.items():
+            if not isinstance(value := getattr(self, argument), kinds):
+                type_names = " or ".join(kind.__name__ for kind in kinds)
+                raise InputError(f"Rule.{argument} must be of type {type_names}, found {reprlib.repr(value)}")
+        for argument, is_optional in (("source", False), ("target", False), ("scales", True), ("copies", True)):
+            names: Any = getattr(self, argument)
             paths: tuple[Any, ...] = paths_in(names) if names else ()
             if not all(isinstance(path, str) and path for path in paths) or not (paths or is_optional):
-                raise InputError(f"Rule.{what} must be a path or a tuple of paths, found {names!r}")
-            if odd := next((path for path in paths if "" in path.split("/")), None):
-                raise InputError(f"Rule.{what} {odd!r} has an empty component; the empty key is written '~2'")
+                raise InputError(f"Rule.{argument} must be a path or a tuple of paths, found {names!r}")
+            if invalid := next((path for path in paths if "" in path.split("/")), None):
+                raise InputError(f"Rule.{argument} {invalid!r} has an empty component; the empty key is written '~2'")
             if len({frozenset(captures(path)) for path in paths}) > 1:
-                raise InputError(f"{self}: all paths of Rule.{what} must have the same numbers")
+                raise InputError(f"{self}: all paths of Rule.{argument} must have the same numbers")
         if self.scales and [set(captures(name)) for name in paths_in(self.scales)] != [
             set(captures(self.source)) for _ in paths_in(self.source)
         ]:
@@ -151,24 +151,24 @@ class Rule:
             raise InputError(f"{self} joins several sources into several targets: make it two rules")
         if self.parts is not None and not several:
             raise InputError(f"{self} has parts=, but one source and one target")
-        for what, counts in (
+        for argument, counts in (
             ("parts", self.parts or ()),
             ("block", self.block or ()),
             ("sizes", self.sizes.values()),
             ("resized", self.resized.values()),
         ):
             for number in counts:
-                require_whole_number(number, f"{self}: a number in {what}=", minimum=1)
+                require_whole_number(number, f"{self}: a number in {argument}=", minimum=1)
         require_whole_number(self.axis, f"{self}: axis=", minimum=0)
         _require_dtype(self.dtype, "Rule.dtype")
         if not self.scale or not math.isfinite(self.scale) or not math.isfinite(self.offset):
             raise InputError(f"{self} has scale {self.scale} and offset {self.offset}, which have no inverse")
         one_sided = set(captures(self.source)) ^ set(captures(self.target))
-        known = {*captures(self.source), *captures(self.target)}
+        known_axes = {*captures(self.source), *captures(self.target)}
         layout = AxisLayout.parse(self.layout) if self.layout else None
         if layout:
             only = set(axes_of(layout.source)) ^ set(axes_of(layout.target))
-            known |= {*axes_of(layout.source), *axes_of(layout.target)}
+            known_axes |= {*axes_of(layout.source), *axes_of(layout.target)}
             if only != one_sided:
                 raise InputError(
                     f"{self}: the layout has axes {sorted(only)} on one side only, and the paths have numbers"
@@ -183,9 +183,9 @@ class Rule:
                     f"{self}: resized= needs one source, one target, a layout in which {axis!r} is a dimension by"
                     " itself, and its size in the source in sizes="
                 )
-        if unknown := sorted(map(str, self.sizes.keys() - known)):
+        if unknown := sorted(map(str, self.sizes.keys() - known_axes)):
             raise InputError(
-                f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest_hint(unknown[0], known)}"
+                f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest_hint(unknown[0], known_axes)}"
             )
 
     def __repr__(self) -> str:

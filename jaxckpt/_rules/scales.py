@@ -27,9 +27,13 @@ def dequantize(
             missing dimensions at the end count as 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
     """
-    odd = [part.dtype for part in (array, scales) if part is not None and part.dtype.startswith(("bool", "complex"))]
-    if odd:
-        raise MisfitError(f"{show_path(path)} and its scales must be real numbers, found {odd[0]}")
+    unsupported = [
+        operand.dtype
+        for operand in (array, scales)
+        if operand is not None and operand.dtype.startswith(("bool", "complex"))
+    ]
+    if unsupported:
+        raise MisfitError(f"{show_path(path)} and its scales must be real numbers, found {unsupported[0]}")
     if scales is None:
         if array.dtype not in ("bfloat16", "float16", "float32", "float64"):
             raise MisfitError(f"{show_path(path)} is {array.dtype}, and has no scales")
@@ -65,12 +69,12 @@ class _DequantizedData(ArrayData):
 
     def _scales(self, scales: ForeignArray, box: Box) -> Array:
         """The scales of a box, in a shape that NumPy broadcasts to it."""
-        parts = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
-        own = whole_box(scales.shape) if math.prod(scales.shape) == 1 else parts[: len(scales.shape)]
+        scale_box = tuple((a // step, -(-b // step)) for (a, b), step in zip(box, self.block, strict=True))
+        own = whole_box(scales.shape) if math.prod(scales.shape) == 1 else scale_box[: len(scales.shape)]
         values = np.empty(extent(own), DTYPES[scales.dtype])
         scales.data.read(own, values)
-        values = values.astype(np.float32).reshape(extent(parts))
-        for dim, ((a, b), (first, last), step) in enumerate(zip(box, parts, self.block, strict=True)):
+        values = values.astype(np.float32).reshape(extent(scale_box))
+        for dim, ((a, b), (first, last), step) in enumerate(zip(box, scale_box, self.block, strict=True)):
             if last - first > 1:
                 values = values.take(np.arange(a, b) // step - first, dim)
         return values

@@ -104,8 +104,8 @@ def _release(folder: Store, name: str, stop: Latch, write_lock: threading.Lock) 
 
 
 def _encode_lease(term_seconds: float, beats: int) -> bytes:
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
-    return json.dumps(holder).encode()
+    lease = {"host": socket.gethostname(), "pid": os.getpid(), "term_seconds": term_seconds, "beats": beats}
+    return json.dumps(lease).encode()
 
 
 def _term(note: bytes) -> float:
@@ -164,7 +164,7 @@ class Leases:
             for step in steps:
                 marks.callback(folder.remove, _mark(step))
                 folder.put(_mark(step), b"{}")
-            yield self._held_steps() & {*steps}
+            yield self._leased_steps() & {*steps}
 
     def unmark(self, steps: Collection[int]) -> None:
         """Let readers acquire steps that are not deleted after all."""
@@ -180,12 +180,12 @@ class Leases:
                 if name.startswith(_DELETING):
                     removals.callback(self._folder.remove, name)
 
-    def _held_steps(self) -> set[int]:
+    def _leased_steps(self) -> set[int]:
         """The steps with a lease that has not expired; expired leases are removed."""
         names = [name for name in self._folder.names() if name.startswith(_LEASE) and is_step(_leased_step_name(name))]
         before, self._seen = self._seen, {}
         self.poll_seconds = TERM_SECONDS / _RENEWALS
-        held = set[int]()
+        leased = set[int]()
         for name, note in zip(names, self._folder.read_all(names), strict=True):
             if note is None:  # just released
                 continue
@@ -198,5 +198,5 @@ class Leases:
                 continue
             self._seen[name] = (note, since)
             self.poll_seconds = min(self.poll_seconds, _term(note) / _RENEWALS)
-            held.add(int(_leased_step_name(name)))
-        return held
+            leased.add(int(_leased_step_name(name)))
+        return leased

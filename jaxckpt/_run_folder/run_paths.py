@@ -37,12 +37,12 @@ def _possible_steps(directory: Store) -> list[int]:
     Empty if the directory can be read but not listed. Raises StorageError.
     """
     try:
-        found = directory.folders(is_step)
+        folders = directory.folders(is_step)
     except StorageError as error:
         if error.errno not in UNLISTABLE:
             raise
         return []
-    return sorted(int(name) for name, published in found.items() if published is not False)
+    return sorted(int(name) for name, published in folders.items() if published is not False)
 
 
 def run_and_name(store: Store) -> tuple[Store, str] | None:
@@ -71,14 +71,14 @@ def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
         return published[-1]
     if name == "best":
         return _best(run, published)
-    known = pins(run)
-    if (pinned := known.get(name)) is not None:
+    steps_by_name = pins(run)
+    if (pinned := steps_by_name.get(name)) is not None:
         if pinned in published:
             return pinned
         raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
     raise InputError(
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
-        f" {', '.join(('latest', 'best', *known))}{closest_hint(name, ('latest', 'best', *known))}"
+        f" {', '.join(('latest', 'best', *steps_by_name))}{closest_hint(name, ('latest', 'best', *steps_by_name))}"
     )
 
 

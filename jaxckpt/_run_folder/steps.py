@@ -60,17 +60,17 @@ def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[
     Only steps above the number `above` are checked. Raises StorageError if one of them cannot be, because a step that
     cannot be read must not count as missing.
     """
-    found = directory.folders(lambda name: is_step(name) and int(name) > above)
+    folders = directory.folders(lambda name: is_step(name) and int(name) > above)
     steps: dict[bool, list[int]] = {True: [], False: []}
-    for name in sorted(found, key=int):
-        steps[_require_known(found[name])].append(int(name))
+    for name in sorted(folders, key=int):
+        steps[_require_known(folders[name])].append(int(name))
     return steps[True], steps[False]
 
 
 def is_published(directory: Store, step: int) -> bool:
     """Whether a step's folder holds a checkpoint. Raises StorageError."""
     name = step_name(step)
-    return _require_known(directory.folders(lambda found: found == name).get(name, False))
+    return _require_known(directory.folders(lambda folder: folder == name).get(name, False))
 
 
 def _require_known(published: bool | StorageError) -> bool:
@@ -96,8 +96,8 @@ def pins(run: Store) -> dict[str, int]:
 
 def all_pins(run: Store) -> list[tuple[int, str]]:
     """The steps of all pins, each with the pin's name."""
-    parts = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
-    return [(int(step), name) for step, _, name in parts if is_step(step)]
+    fields = (name.removeprefix(PIN).partition("-") for name in run.child(RUN).names() if name.startswith(PIN))
+    return [(int(step), name) for step, _, name in fields if is_step(step)]
 
 
 def require_unpinned(run: Store, step: int) -> None:

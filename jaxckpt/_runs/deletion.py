@@ -46,7 +46,7 @@ class Deletion:
         self._sync = options.sync
         self._trash = trash
         self._leases = Leases(self._store)
-        self._has_held_steps = False
+        self._has_leased_steps = False
         """Whether readers hold steps that no rule keeps."""
 
         self._deletion_lock = (
@@ -137,14 +137,14 @@ class Deletion:
         """
         self._closed = True
         self._must_stop = seconds is not None
-        if self._has_held_steps:
+        if self._has_leased_steps:
             self._request_pass()
         self.wait(seconds)
 
     def delete(self, step: int) -> None:
         """Delete a step unless it is pinned or the only one, even if a reader holds it. Raises InputError."""
         with self._deletion_lock:
-            if [found.number for found in self._directory.saved_steps(self._directory.steps())] == [step]:
+            if [saved.number for saved in self._directory.saved_steps(self._directory.steps())] == [step]:
                 raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
             require_unpinned(self._store, step)
             self._delete(step)
@@ -181,7 +181,7 @@ class Deletion:
 
     def _keep_running(self, waits: bool) -> bool:
         with self._start_lock:
-            self._is_running = not self._passes.empty() or (waits and self._has_held_steps and not self._closed)
+            self._is_running = not self._passes.empty() or (waits and self._has_leased_steps and not self._closed)
             if not self._is_running:
                 atexit.unregister(self._at_exit)
             return self._is_running
@@ -210,26 +210,26 @@ class Deletion:
     def _delete_unwanted(self) -> None:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
-        published, others = self._directory.folders()
+        published, unpublished = self._directory.folders()
         decisions = self._directory.policy.decide(
             self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
         )
-        self._has_held_steps = False
+        self._has_leased_steps = False
         if unwanted := {
             verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
         }:
             pinned = pinned_steps(self._store)
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
-            with self._leases.mark_for_deletion(unwanted) as held:
-                self._has_held_steps = bool(held)
+            with self._leases.mark_for_deletion(unwanted) as leased:
+                self._has_leased_steps = bool(leased)
                 # Checked again, because a process that pins a step holds it in the meantime.
-                spared = (held | pinned_steps(self._store)) & unwanted.keys() if unwanted else held
+                spared = (leased | pinned_steps(self._store)) & unwanted.keys() if unwanted else leased
                 self._leases.unmark(spared)
                 for step, verdict in unwanted.items():
                     if step not in spared and not self._must_stop:
                         self._apply_decision(verdict)
         # An unpublished step older than the newest saved step will never be published, unless it is being saved now.
-        for step in others:
+        for step in unpublished:
             if step < newest_saved:
                 self._deleting_step = step
                 try:

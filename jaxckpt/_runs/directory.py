@@ -97,26 +97,26 @@ class Directory:
     def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
         """What else can be restored, for a note after a restore has failed. Raises StorageError."""
         if isinstance(error, CorruptError | NotACheckpointError):
-            if others := [found for found in self.steps() if found != step]:
-                yield f"other steps in {self.url}: {others}; restore(step=…) takes one of them"
+            if other_steps := [other for other in self.steps() if other != step]:
+                yield f"other steps in {self.url}: {other_steps}; restore(step=…) takes one of them"
         elif isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
-            found = self.saved_step(step)
-            if found is not None and found.record.dropped:
-                yield f"step {step} was kept without {', '.join(found.record.dropped)}; select= restores the rest"
+            saved = self.saved_step(step)
+            if saved is not None and saved.record.dropped:
+                yield f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest"
 
     def saved_step(self, step: int) -> SavedStep | None:
         """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
         because it is notified when the step is saved again."""
-        found = self._cached_steps.get(step)
-        if found is None:
+        saved = self._cached_steps.get(step)
+        if saved is None:
             manifest = self._manifest(step)
             if manifest is None:
                 return None
-            found = SavedStep.of(step, manifest)
+            saved = SavedStep.of(step, manifest)
             if self._owner_pid:
                 # A save that has been published in the meantime has set the current value.
-                found = self._cached_steps.setdefault(step, found)
-        return found
+                saved = self._cached_steps.setdefault(step, saved)
+        return saved
 
     def save_id(self, step: int) -> str | None:
         """The id of the save that wrote a step; None if the step's manifest is missing or damaged."""
@@ -134,7 +134,7 @@ class Directory:
 
     def saved_steps(self, steps: list[int]) -> list[SavedStep]:
         """The properties of all steps from their manifests, and the metrics that were added to them."""
-        saved = [found for step in steps if (found := self.saved_step(step)) is not None]
+        saved = [saved_step for step in steps if (saved_step := self.saved_step(step)) is not None]
         for deleted in self._cached_steps.keys() - {*steps}:
             self.forget(deleted)
         if not (self.policy.keep_best or self.policy.keep_if):
@@ -201,8 +201,8 @@ class Directory:
         """Raise InputError if the rules would delete a step immediately, because newer steps exist."""
         now = datetime.datetime.now(datetime.UTC)
         candidate = SavedStep(record.number, now, record)
-        others = (step for step in self.saved_steps(steps) if step.number != record.number)
-        with_it = sorted([*others, candidate], key=lambda step: step.number)
+        other_steps = (step for step in self.saved_steps(steps) if step.number != record.number)
+        with_it = sorted([*other_steps, candidate], key=lambda step: step.number)
         (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept and record.number not in pinned_steps(self.store):

@@ -33,8 +33,10 @@ def fork_step(path: str, new_run: Path, options: Options) -> int:
     new = store_at(new_run, options).absolute()
     steps = [] if new.is_file() else step_folders(new)[0]
     if steps or new.is_file() or MANIFEST in new.names():
-        what = f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
-        raise CheckpointExistsError(f"{new.url} {what}: give a folder that is new or empty")
+        state = (
+            f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
+        )
+        raise CheckpointExistsError(f"{new.url} {state}: give a folder that is new or empty")
     run_uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
     return number
 
@@ -70,8 +72,8 @@ def _raise_link_error(source: NativeCheckpoint, target: Store, key: str, length:
     became = source.change_since_open()
     if became is not None:
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being forked")
-    if odd := source.store.check_lengths({key: length}):
-        raise DataError(f"{source.url}/{key} {odd[key]}")
+    if problems := source.store.check_lengths({key: length}):
+        raise DataError(f"{source.url}/{key} {problems[key]}")
     raise InputError(
         f"{source.url}/{key} cannot be linked to {target.url}: both must be on one file system that has hard links, and"
         f" the file must be yours. convert({source.url!r}, {target.url!r}) makes a copy instead"

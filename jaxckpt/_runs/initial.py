@@ -40,11 +40,11 @@ def _compute_leaves(init: Callable[[], Tree], shapes: Sequence[Any], numbers: Se
         for sharding in (shapes[number].sharding for number in numbers)
     ]
 
-    def some() -> list[Any]:
+    def requested_leaves() -> list[Any]:
         leaves = jax.tree.leaves(init())
         return [leaves[number] for number in numbers]
 
-    return jax.jit(some, out_shardings=shardings)()
+    return jax.jit(requested_leaves, out_shardings=shardings)()
 
 
 def _abstract(leaf: Any) -> Any:

@@ -24,11 +24,11 @@ def pin_step(run: Store, step: int, name: object, options: Options, *, move: boo
     if not move and (other := pins(run).get(name, step)) != step:
         raise InputError(f"{name!r} is the name of step {other} of {run.url}: pass move=True, or unpin({name!r}) first")
     # Listed first, so that of two concurrent moves each leaves the other's pin: both steps stay protected.
-    others = [other for other, other_name in all_pins(run) if other_name == name and other != step] if move else []
+    other_steps = [other for other, other_name in all_pins(run) if other_name == name and other != step] if move else []
     with hold(run, step):
         # Empty, so that a full disk leaves no pin after an error.
         run.create_child(RUN).put(_file_name(step, name), b"", sync=options.sync)
-        for other in others:
+        for other in other_steps:
             run.child(RUN).remove(_file_name(other, name))
         if options.sync:
             run.sync_data(RUN, ())

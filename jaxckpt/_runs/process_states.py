@@ -35,8 +35,8 @@ def restore_process_state(
     else:
         states = load_states(source, manifest, numbers)
     if not isinstance(name, str) or not states or any(name not in state for state in states):  # pyright: ignore[reportUnnecessaryIsInstance]
-        found = sorted(states[0]) if states else "none"
-        raise InputError(f"{source.url} has no process_state {name!r}; it has {found}")
+        names = sorted(states[0]) if states else "none"
+        raise InputError(f"{source.url} has no process_state {name!r}; it has {names}")
     items = [state[name] for state in states]
     if not is_same_count:
         if resplit is None:

@@ -58,10 +58,10 @@ UNDATED = datetime.datetime.max.replace(tzinfo=datetime.UTC)
 def creation_time(created: str) -> datetime.datetime:
     """The time at which a step was saved, from its manifest."""
     try:
-        found = datetime.datetime.fromisoformat(created)
+        created_at = datetime.datetime.fromisoformat(created)
     except ValueError:
         return UNDATED
-    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+    return created_at if created_at.tzinfo else created_at.replace(tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class RetentionPolicy:
             keep_every_seconds = require_seconds(keep_every_seconds, "keep_every_seconds")
         # A list of rules, or one rule, which begins with a name.
         several = isinstance(keep_best, list | tuple) and not any(
-            isinstance(part, str) for part in cast("list[Any]", keep_best)
+            isinstance(entry, str) for entry in cast("list[Any]", keep_best)
         )
         bests = tuple(
             map(KeepBest.of, cast("list[Any]", keep_best) if several else () if keep_best is None else [keep_best])
@@ -193,37 +193,37 @@ class RetentionPolicy:
         for best in self.keep_best:
             if not best.has_metric(steps):
                 return {f"{best}, while no step has that metric": everything}
-        found: dict[str, set[int]] = {}
+        steps_by_rule: dict[str, set[int]] = {}
         if self.keep_last is not None:
-            found[f"keep_last={self.keep_last}"] = {step.number for step in steps[-self.keep_last :]}
+            steps_by_rule[f"keep_last={self.keep_last}"] = {step.number for step in steps[-self.keep_last :]}
         if self.keep_last_seconds is not None:
-            found[f"keep_last_seconds={self.keep_last_seconds:.15g}"] = {
+            steps_by_rule[f"keep_last_seconds={self.keep_last_seconds:.15g}"] = {
                 step.number for step in steps if (now - step.created).total_seconds() < self.keep_last_seconds
             }
         if self.keep_every is not None:
-            found[f"keep_every={self.keep_every}"] = first_at_multiples(
+            steps_by_rule[f"keep_every={self.keep_every}"] = first_at_multiples(
                 [step.number for step in steps], self.keep_every
             )
         if self.keep_every_seconds is not None:
-            found[f"keep_every_seconds={self.keep_every_seconds:.15g}"] = first_in_intervals(
+            steps_by_rule[f"keep_every_seconds={self.keep_every_seconds:.15g}"] = first_in_intervals(
                 steps, self.keep_every_seconds
             )
         for best in self.keep_best:
-            found[str(best)] = {*best.steps(steps)}
+            steps_by_rule[str(best)] = {*best.steps(steps)}
         if self.keep_if is not None:
-            found["keep_if"] = {
+            steps_by_rule["keep_if"] = {
                 step.number for step in steps if evaluate_predicate(self.keep_if, "keep_if", step.record)
             }
-        return found or {"no rule": everything}
+        return steps_by_rule or {"no rule": everything}
 
     def _dropped(self, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
         """For each kept step, oldest first, the subtrees that must be dropped."""
-        found: dict[int, tuple[str, ...]] = {}
+        dropped: dict[int, tuple[str, ...]] = {}
         for path, count in self.keep_last_of.items():
             for step in steps[:-count]:
                 if path not in step.record.dropped and path not in step.undroppable:
-                    found[step.number] = (*found.get(step.number, ()), path)
-        return found
+                    dropped[step.number] = (*dropped.get(step.number, ()), path)
+        return dropped
 
 
 def first_at_multiples(numbers: Iterable[int], every: int) -> set[int]:
@@ -258,11 +258,11 @@ def first_in_intervals(steps: Iterable[SavedStep], seconds: float) -> set[int]:
     return {*first.values()} | undated
 
 
-def require_predicate(given: object, name: str) -> Predicate | None:
+def require_predicate(value: object, name: str) -> Predicate | None:
     """A predicate from the caller's argument. Raises InputError."""
-    if given is not None and not callable(given):
-        raise InputError(f"{name} must be a function of (step, metrics), found {given!r}")
-    return cast("Predicate | None", given)
+    if value is not None and not callable(value):
+        raise InputError(f"{name} must be a function of (step, metrics), found {value!r}")
+    return cast("Predicate | None", value)
 
 
 def evaluate_predicate(predicate: Predicate, name: str, record: StepRecord) -> bool:

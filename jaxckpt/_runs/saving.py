@@ -214,11 +214,11 @@ class Saver:
         return not overwrite and step == (self.last_save if self.local is None else self.last_flush).step
 
     def _finish_preempted(self, step: int, saved: bool) -> None:
-        here = saved and self.last_save.wait(self.preemption.seconds_left())
+        is_saved = saved and self.last_save.wait(self.preemption.seconds_left())
         # If it is not abandoned here, `close` waits for it forever.
-        in_time = self.last_flush.wait(self.preemption.seconds_left()) and here
+        in_time = self.last_flush.wait(self.preemption.seconds_left()) and is_saved
         outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
-        if here and not in_time:
+        if is_saved and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
         _log.warning("the job was preempted: %s", outcome)
         self.preemption.raise_earlier_error(outcome)

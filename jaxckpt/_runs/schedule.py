@@ -70,7 +70,7 @@ class SaveSchedule:
         if self._seconds is None and self._save_if is None:
             return False
         if self._is_single_process:
-            return self._is_due_here(step, metrics)
+            return self._is_due_locally(step, metrics)
         self._steps_since_rendezvous += 1
         if self._steps_since_rendezvous < self._steps_to_rendezvous:
             return False
@@ -81,13 +81,13 @@ class SaveSchedule:
                 if self._previous_prefix:  # all processes have left that rendezvous
                     call.client.key_value_delete(f"{self._previous_prefix}/")
                 self._previous_prefix = call.prefix
-                due = self._is_due_here(step, metrics)
+                due = self._is_due_locally(step, metrics)
                 answer = json.dumps([due, self._plan_next_rendezvous()])
             due, self._steps_to_rendezvous = json.loads(rendezvous.broadcast(answer))
             self._steps_since_rendezvous = 0
         return due
 
-    def _is_due_here(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+    def _is_due_locally(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         if self._seconds is not None and self._clock() - self._saved_at >= self._seconds:
             return True
         return self._save_if is not None and evaluate_predicate(

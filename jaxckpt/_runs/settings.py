@@ -16,10 +16,10 @@ def compare(rendezvous: Rendezvous, settings: Mapping[str, Any]) -> Sequence[str
     the others. Every process calls this; process 0 raises PeersDisagreeError."""
     sent = list(map(json.loads, rendezvous.gather(json.dumps([settings, socket.gethostname()]))))
     for name, first in settings.items():
-        others = {process: given[name] for process, (given, _) in enumerate(sent) if given[name] != first}
-        if others:
+        differing = {process: values[name] for process, (values, _) in enumerate(sent) if values[name] != first}
+        if differing:
             raise PeersDisagreeError(
-                f"{process_names([*others])} created the Checkpointer with {name}={next(iter(others.values()))},"
+                f"{process_names([*differing])} created the Checkpointer with {name}={next(iter(differing.values()))},"
                 f" process 0 with {name}={first}: every process must give the same arguments"
             )
     return [host for _, host in sent]

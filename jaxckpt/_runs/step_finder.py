@@ -68,7 +68,7 @@ class StepFinder:
                 rendezvous.barrier()
                 return LocatedStep(step)
             local_steps = [] if self._recovery is None else list(self._recovery.steps())
-            gathered = rendezvous.gather(json.dumps([one.candidate for one in local_steps if one.candidate]))
+            gathered = rendezvous.gather(json.dumps([local.candidate for local in local_steps if local.candidate]))
             storage_step, eligible = json.loads(
                 rendezvous.broadcast(self._encode_eligible(gathered, step) if gathered else "")
             )
@@ -86,12 +86,12 @@ class StepFinder:
                 "; see the log for details"
             )
         if eligible and call.index == 0:
-            taken = (
+            fallback = (
                 "no step is left"
                 if storage_step is None
                 else f"step {storage_step} is restored from {self._directory.url}"
             )
-            _log.warning("no step in the local folders can be restored: %s", taken)
+            _log.warning("no step in the local folders can be restored: %s", fallback)
         return LocatedStep(storage_step if step is None else step)
 
     def _encode_eligible(self, gathered: Sequence[str], step: int | None) -> str:
@@ -100,18 +100,22 @@ class StepFinder:
         Each local save comes with the process that sends its manifest to the processes that lack it (None if all have
         it). Only process 0 calls this.
         """
-        found = [[Candidate(*one) for one in json.loads(text)] for text in gathered]
+        reports = [[Candidate(*fields) for fields in json.loads(text)] for text in gathered]
         steps = self._directory.steps()
         storage_step = max(steps, default=None) if step is None else step if step in steps else None
         eligible: list[tuple[Candidate, int | None]] = []
-        for one in candidates(found):
-            if one.step != step if step is not None else storage_step is not None and one.step < storage_step:
+        for candidate in candidates(reports):
+            if (
+                candidate.step != step
+                if step is not None
+                else storage_step is not None and candidate.step < storage_step
+            ):
                 continue
             # If the local folders and the storage have different saves of one step, the storage's save counts.
-            if one.step in steps and self._directory.save_id(one.step) not in (None, one.save_id):
+            if candidate.step in steps and self._directory.save_id(candidate.step) not in (None, candidate.save_id):
                 continue
-            having = [process for process, some in enumerate(found) if one in some]
-            eligible.append((one, having[0] if len(having) < len(found) else None))
+            having = [process for process, report in enumerate(reports) if candidate in report]
+            eligible.append((candidate, having[0] if len(having) < len(reports) else None))
         return json.dumps((storage_step, eligible))
 
     # Without communication -------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ def compose_manifest(
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for process, share in enumerate(shares):
-        for stack, place, length, digest, content in share.objects:
-            if objects[stack].setdefault(place, (length, digest)) != (length, digest):
+        for stack, index_key, length, digest, content in share.objects:
+            if objects[stack].setdefault(index_key, (length, digest)) != (length, digest):
                 first, *others = [draft.records[leaf].path for leaf in plan.members[stack]]
                 like_it = f" or one of {len(others)} others like it" if others else ""
                 raise PeersDisagreeError(
@@ -101,7 +101,7 @@ def compose_manifest(
                     " device is faulty"
                 )
             if content:
-                contents[stack][place] = content
+                contents[stack][index_key] = content
     records = list(draft.records)
     for number, members in enumerate(plan.members):
         for row, leaf in enumerate(members):
@@ -120,8 +120,8 @@ def compose_manifest(
         meshes=draft.table.meshes,
         layouts=draft.table.layouts,
         stacks=[
-            StackRecord.of(stack, dict(sorted(found.items())), dict(sorted(compared.items())))
-            for stack, found, compared in zip(plan.stacks, objects, contents, strict=True)
+            StackRecord.of(stack, dict(sorted(stack_objects.items())), dict(sorted(compared.items())))
+            for stack, stack_objects, compared in zip(plan.stacks, objects, contents, strict=True)
         ],
         process_states=[share.state for share in shares if share.state is not None],
         step=step,

@@ -78,7 +78,7 @@ def compute_fingerprint(
     """A function that returns the message of this process. It waits for values that devices still compute; the caller
     may donate or change everything before that."""
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
-    given = {
+    entries = {
         "leaves": (
             msgspec.json.encode(draft.structure),
             [(record.path, record.kind) for record in draft.records],
@@ -93,7 +93,7 @@ def compute_fingerprint(
         "metadata": json.dumps(metadata, sort_keys=True),
         "process_state": None if state_names is None else sorted(state_names),
     }
-    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in given.items()}
+    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in entries.items()}
     return functools.partial(_complete, digests, _compared_values(draft, process), process)
 
 
@@ -118,30 +118,32 @@ def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
 def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
     """In process 0, raise PeersDisagreeError unless all processes sent the same message."""
     for name, reason in _REASONS.items():
-        others = [
-            process for process, one in enumerate(fingerprints) if one.digests[name] != fingerprints[0].digests[name]
+        unequal = [
+            process
+            for process, fingerprint in enumerate(fingerprints)
+            if fingerprint.digests[name] != fingerprints[0].digests[name]
         ]
-        if others:
+        if unequal:
             raise PeersDisagreeError(
-                f"{process_names(others)} {'differs' if len(others) == 1 else 'differ'} from process 0 in {reason};"
+                f"{process_names(unequal)} {'differs' if len(unequal) == 1 else 'differ'} from process 0 in {reason};"
                 f" every process must pass the same global tree and the same arguments.{_ADVICE.get(name, '')}"
             )
     problems: list[str] = []
     for number, bucket in enumerate(groups):
         sums = {
-            process: one.checksums[number]
-            for process, one in enumerate(fingerprints)
-            if one.checksums[number] is not None
+            process: fingerprint.checksums[number]
+            for process, fingerprint in enumerate(fingerprints)
+            if fingerprint.checksums[number] is not None
         }
         first = min(sums, default=0)
-        others = [process for process, found in sums.items() if found != sums[first]]
-        if others:
+        unequal = [process for process, checksum in sums.items() if checksum != sums[first]]
+        if unequal:
             leaves = [
                 show_path(path) + (f" ({value[:40]} in process 0)" if not first else "")
                 for path, value in bucket.values
             ]
             shown = ", ".join(leaves[:3]) + (f", or one of {len(leaves) - 3} others" if len(leaves) > 3 else "")
-            problems.append(f"{shown}: {process_names(others)} and process {first} differ")
+            problems.append(f"{shown}: {process_names(unequal)} and process {first} differ")
     if problems:
         raise PeersDisagreeError(
             "the processes hold different values for leaves that must be equal in all of them. One process may have"
@@ -174,21 +176,21 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
     """
     everyone = frozenset[int]()
     in_manifest = (record for record in draft.records if record.value is not None)
-    found = [_ComparedValue(everyone, record.path, record.value) for record in in_manifest]
+    values = [_ComparedValue(everyone, record.path, record.value) for record in in_manifest]
     for number, value in draft.values.items():
         path = draft.records[number].path
         # Arrays that are local to each process are taken from process 0. Those in the state of an object are compared,
         # because the object's future behavior depends on them.
         in_state = number in draft.state_leaves and not getattr(value, "committed", False)
         if isinstance(value, np.ndarray | jax.Array) and (in_state or draft.records[number].kind in ("str", "bytes")):
-            found.append(_ComparedValue(everyone, path, value))
+            values.append(_ComparedValue(everyone, path, value))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
             holders = _processes(value.sharding)
             if len(holders) > 1:
                 own = value.addressable_data(0) if process in holders else ""
-                found.append(_ComparedValue(holders, path, own, is_count=True))
-    _protect(found)
-    return found
+                values.append(_ComparedValue(holders, path, own, is_count=True))
+    _protect(values)
+    return values
 
 
 def _protect(values: Sequence[_ComparedValue]) -> None:
@@ -196,29 +198,31 @@ def _protect(values: Sequence[_ComparedValue]) -> None:
     end when the training steps that compute the arrays do. The other arrays are read."""
     late: list[tuple[_ComparedValue, Any]] = []
     now: list[_ComparedValue] = []
-    for one in values:
-        is_remote = isinstance(one.value, jax.Array) and not is_in_host_memory(one.value)
-        target = pinned_memory(one.value.sharding) if is_remote and memory_kind(one.value.sharding) is None else None
+    for entry in values:
+        is_remote = isinstance(entry.value, jax.Array) and not is_in_host_memory(entry.value)
+        target = (
+            pinned_memory(entry.value.sharding) if is_remote and memory_kind(entry.value.sharding) is None else None
+        )
         if target is not None:
-            late.append((one, target))
+            late.append((entry, target))
         else:
-            now.append(one)
+            now.append(entry)
             if is_remote:
-                one.value.copy_to_host_async()
+                entry.value.copy_to_host_async()
     if late:
         with transfer_context(None):
-            copies = jax.device_put([one.value for one, _ in late], [target for _, target in late])
-        for (one, _), copy in zip(late, copies, strict=True):
-            one.value = copy
-    for one in now:
-        one.value = one.text()
+            copies = jax.device_put([entry.value for entry, _ in late], [target for _, target in late])
+        for (entry, _), copy in zip(late, copies, strict=True):
+            entry.value = copy
+    for entry in now:
+        entry.value = entry.text()
 
 
 def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:
-    held: dict[frozenset[int], list[tuple[str, str]]] = {}
-    for one in values:
-        held.setdefault(one.holders, []).append((one.path, one.text()))
-    for holders, alike in held.items():
+    by_holders: dict[frozenset[int], list[tuple[str, str]]] = {}
+    for entry in values:
+        by_holders.setdefault(entry.holders, []).append((entry.path, entry.text()))
+    for holders, alike in by_holders.items():
         size = -(-len(alike) // _MAX_GROUPS)
         for first in range(0, len(alike), size):
             yield ValueGroup(holders, alike[first : first + size])

@@ -192,7 +192,7 @@ def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: 
         )
         for number, (leaf, record) in enumerate(zip(leaves, draft.records, strict=True))
     ]
-    policies = resolve_policies(options.cast, [one.path for one in castable], (one.leaf for one in castable))
+    policies = resolve_policies(options.cast, [entry.path for entry in castable], (entry.leaf for entry in castable))
     casts, problems = resolve_casts(dtype, castable, policies)
     if problems:
         raise TreeError.of(f"dtype= cannot be met for {show_count(len(problems), 'leaf')}", problems)
@@ -211,12 +211,12 @@ def _tie(leaves: Sequence[Leaf], draft: Draft) -> None:
     for array in draft.arrays:
         if draft.records[array.number].kind in ("jax", "key", "numpy"):
             alike = id(leaves[array.number].value), array.dtype, array.layout, array.is_exchanged, array.subtree
-            one = first.setdefault(alike, array.number)
-            if counts[one] == MAX_TIED:
-                one = first[alike] = array.number
-            counts[one] += 1
-            if one != array.number:
-                draft.ties[array.number] = one
+            first_number = first.setdefault(alike, array.number)
+            if counts[first_number] == MAX_TIED:
+                first_number = first[alike] = array.number
+            counts[first_number] += 1
+            if first_number != array.number:
+                draft.ties[array.number] = first_number
                 del draft.values[array.number]
     draft.arrays = [array for array in draft.arrays if array.number not in draft.ties]
 
@@ -226,7 +226,7 @@ def _first_occurrences(leaves: Sequence[Any]) -> list[int] | None:
     if len(set(map(id, leaves))) == len(leaves):
         return None
     first = dict[int, int]()
-    return [first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
+    return [first.setdefault(id(leaf), index) for index, leaf in enumerate(leaves)]
 
 
 def _require_subtrees(subtrees: Sequence[str], tests: Sequence[Callable[[str], bool]], draft: Draft) -> None:
@@ -315,10 +315,12 @@ def _require_storable(value: Any) -> Any:
 def _set_layouts(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:
     """Set the layout of each array leaf and of its record. Raises SpecError that lists all leaves at fault."""
     on_devices = {name for name, kind in KINDS.items() if kind.on_devices}
-    given: Mapping[str, Spec] = {}
+    requested_specs: Mapping[str, Spec] = {}
     if specs is not None:
         pairs = zip(leaves, draft.records, strict=True)
-        given = resolve_specs(specs, [(leaf.path, leaf.value) for leaf, record in pairs if record.kind in on_devices])
+        requested_specs = resolve_specs(
+            specs, [(leaf.path, leaf.value) for leaf, record in pairs if record.kind in on_devices]
+        )
     groups: dict[Hashable, list[int]] = {}
     for number, value in draft.values.items():
         record = draft.records[number]
@@ -326,9 +328,9 @@ def _set_layouts(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs:
             # The stored raw data of a PRNG key has one dimension more than the recorded key.
             leaf = leaves[number].value
             own = value is leaf or leaf.sharding
-            form = value.sharding, value.shape, value.committed, own, given.get(record.path)
+            form = value.sharding, value.shape, value.committed, own, requested_specs.get(record.path)
             groups.setdefault(form, []).append(number)
-    shardings, problems = _shardings(leaves, groups.values(), mesh, given, options)
+    shardings, problems = _shardings(leaves, groups.values(), mesh, requested_specs, options)
     require_fit(problems)
     layouts: dict[int, tuple[Layout, bool, int]] = {}
     for group, sharding in zip(groups.values(), shardings, strict=True):
@@ -354,7 +356,7 @@ def _shardings(
     leaves: Sequence[Leaf],
     groups: Collection[Sequence[int]],
     mesh: Mesh | None,
-    given: Mapping[str, Spec],
+    requested_specs: Mapping[str, Spec],
     options: Options,
 ) -> tuple[list[NamedSharding | None], list[Problem]]:
     """The sharding of each group of leaves on the storage mesh, if any, and the problems."""
@@ -363,7 +365,7 @@ def _shardings(
     alike: list[LeafGroup] = []
     for group in groups:
         first, paths = leaves[group[0]], [leaves[number].path for number in group]
-        spec = given.get(first.path)
+        spec = requested_specs.get(first.path)
         try:
             own = _own_spec(first.value.sharding) if spec is None else ()
         except SpecError as error:
@@ -409,14 +411,14 @@ def _storage_layout(own: Sharding | None, stored: Sharding, shape: tuple[int, ..
     layout = process_layout(stored, shape)
     if own is None or stored == own:
         return layout, False
-    held = process_layout(own, shape)
+    own_layout = process_layout(own, shape)
     # A holder in the storage layout can write a cell only if the pieces on its own devices cover it.
-    able = intersect_holders(layout, held)
+    able = intersect_holders(layout, own_layout)
     if able is not None:
         return able, False
-    if not isinstance(own, NamedSharding) or held.processes != frozenset(range(jax.process_count())):
+    if not isinstance(own, NamedSharding) or own_layout.processes != frozenset(range(jax.process_count())):
         raise LayoutError(
-            f"leaf {show_path(path)} is only on devices of processes {sorted(held.processes)}, but with mesh=,"
+            f"leaf {show_path(path)} is only on devices of processes {sorted(own_layout.processes)}, but with mesh=,"
             f" processes {sorted(layout.processes)} would write it; save it without mesh=, or replicate it over all"
             " processes first"
         )

@@ -105,7 +105,7 @@ class BaseCheckpoint:
     by_content: Mapping[_ContentKey, Original] = field(default_factory=dict[_ContentKey, Original])
 
     stacks: Sequence[Stack] = ()
-    by_place: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
+    by_index_key: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
     """By stack and grid index. Their samples are compared with those of a save with the same stacks."""
 
 
@@ -145,7 +145,7 @@ class Reuse:
     )
     """The content of each object of arrays."""
 
-    by_place: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
+    by_index_key: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
     """The objects of the last save by stack and grid index, if it had the same stacks."""
 
     # The thread that writes -------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Reuse:
         if original is not None:
             record = WrittenObject(content=original.content, sample=original.sample)
         else:
-            source, last = staged.data(), self.by_place.get((obj.stack, obj.index_key))
+            source, last = staged.data(), self.by_index_key.get((obj.stack, obj.index_key))
             reason = self.unlinked.get(obj, "")
             record = WrittenObject(unlinked=reason, refused=bool(reason) and not self.store.can_link)
             if self.compares:
@@ -224,22 +224,22 @@ class Reuse:
         if last is None:
             return
         by_arrays, by_content = dict[_ContentKey, tuple[Original, _Arrays]](), dict[_ContentKey, Original]()
-        by_place = dict[tuple[int, str], Original]()
+        by_index_key = dict[tuple[int, str], Original]()
         linked = refused = False
-        for obj, one in written:
-            linked, refused = linked or one.linked, refused or one.refused
+        for obj, record in written:
+            linked, refused = linked or record.linked, refused or record.refused
             stack = stacks[obj.stack]
             key = f"{data}/{zarr.object_key(stack, obj.index)}"
-            original = Original(key, one.length, one.digest, one.content, one.sample)
-            if found := self.content_keys.get(obj):
-                held, arrays = found
-                by_arrays[held] = original, arrays
-            if one.content:
-                by_content[*_stack_key(stack), one.content] = original
-            if one.sample:
-                by_place[obj.stack, obj.index_key] = original
+            original = Original(key, record.length, record.digest, record.content, record.sample)
+            if entry := self.content_keys.get(obj):
+                content_key, arrays = entry
+                by_arrays[content_key] = original, arrays
+            if record.content:
+                by_content[*_stack_key(stack), record.content] = original
+            if record.sample:
+                by_index_key[obj.stack, obj.index_key] = original
         last.has_links = linked or not refused
-        last.base = BaseCheckpoint(self.store, self.options.sync, by_arrays, by_content, stacks, by_place)
+        last.base = BaseCheckpoint(self.store, self.options.sync, by_arrays, by_content, stacks, by_index_key)
 
 
 def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, last: ReuseCache | None) -> Reuse:
@@ -257,25 +257,25 @@ def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, las
         rows = [values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
         if plan.exchanged[obj.stack] or not array_types.issuperset(map(type, rows)):
             continue
-        held = (*_stack_key(plan.stacks[obj.stack]), obj.box[1:], *map(id, rows))
-        known = base.by_arrays.get(held) if base else None
-        if known and all(map(operator.is_, [array() for array in known[1]], rows)):
-            originals[obj], arrays = known
+        content_key = (*_stack_key(plan.stacks[obj.stack]), obj.box[1:], *map(id, rows))
+        entry = base.by_arrays.get(content_key) if base else None
+        if entry and all(map(operator.is_, [array() for array in entry[1]], rows)):
+            originals[obj], arrays = entry
         else:
             arrays = [*map(weakref.ref, rows)]
-        holds[obj] = held, arrays
+        holds[obj] = content_key, arrays
     unlinked = dict[Object, str]()
     if base and originals and store.can_link:
         try:
-            odd = base.store.check_lengths({original.key: original.length for original in originals.values()})
+            problems = base.store.check_lengths({original.key: original.length for original in originals.values()})
         except JaxckptError:
-            odd = {original.key: "" for original in originals.values()}  # the store cannot be read
-        unlinked = {obj: _LOST for obj, found in originals.items() if found.key in odd}
+            problems = {original.key: "" for original in originals.values()}  # the store cannot be read
+        unlinked = {obj: _LOST for obj, original in originals.items() if original.key in problems}
     elif not store.can_link:
         unlinked = dict.fromkeys(originals, _NO_LINKS)
-    originals = {obj: found for obj, found in originals.items() if obj not in unlinked}
-    by_place = base.by_place if base and compares and base.stacks == plan.stacks else {}
-    return Reuse(store, options, last, base, compares, originals, unlinked, holds, by_place)
+    originals = {obj: original for obj, original in originals.items() if obj not in unlinked}
+    by_index_key = base.by_index_key if base and compares and base.stacks == plan.stacks else {}
+    return Reuse(store, options, last, base, compares, originals, unlinked, holds, by_index_key)
 
 
 def _load_base(store: Store | None) -> BaseCheckpoint | None:
@@ -286,12 +286,12 @@ def _load_base(store: Store | None) -> BaseCheckpoint | None:
         manifest, _ = load_manifest(store)
     except JaxckptError:  # no checkpoint, or a damaged one, so everything is written
         return None
-    found = dict[_ContentKey, Original]()
+    by_content = dict[_ContentKey, Original]()
     for record, stack in zip(manifest.stacks, manifest.decoded_stacks, strict=True):
-        for place, content in record.contents.items():
-            key = f"{manifest.data_folder}/{stack.name}/c/{place}"
-            found[*_stack_key(stack), content] = Original(key, *record.objects[place], content)
-    return BaseCheckpoint(store, by_content=found) if found else None
+        for index_key, content in record.contents.items():
+            key = f"{manifest.data_folder}/{stack.name}/c/{index_key}"
+            by_content[*_stack_key(stack), content] = Original(key, *record.objects[index_key], content)
+    return BaseCheckpoint(store, by_content=by_content) if by_content else None
 
 
 def _await_write(record: WrittenObject, pending: Pending[ObjectRecord]) -> WrittenObject:

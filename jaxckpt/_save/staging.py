@@ -99,15 +99,15 @@ class StagedObject:
             return self.stage_late().data()
         groups, self.groups = self.groups, []
         with jax.transfer_guard("allow"):
-            found = [[(box, self._host(*piece).reshape(extent(box))) for box, *piece in group] for group in groups]
-        return Pieces(self.obj.box, self.dtype, self.group_rows, found)
+            pieces = [[(box, self._host(*piece).reshape(extent(box))) for box, *piece in group] for group in groups]
+        return Pieces(self.obj.box, self.dtype, self.group_rows, pieces)
 
-    def _host(self, array: Any, part: Index | EllipsisType) -> Any:
+    def _host(self, array: Any, index: Index | EllipsisType) -> Any:
         """A part of an array in host memory. From an array of another checkpoint, reads only that part."""
         if isinstance(array, HostShard):
             array = array.numpy()
-        found = (np.asarray(array) if isinstance(array, jax.Array) else array)[part]
-        return found if found.dtype == self.dtype else found.view(self.dtype)
+        values = (np.asarray(array) if isinstance(array, jax.Array) else array)[index]
+        return values if values.dtype == self.dtype else values.view(self.dtype)
 
 
 Exchanges = CollectiveCalls[tuple[int, tuple[int, ...], Box], list[jax.Array]]
@@ -118,7 +118,7 @@ def exchanges(plan: SavePlan, draft: Draft) -> Exchanges:
     """All exchanges of a save. All processes take part in each, regardless of which one writes the object."""
     exchanged = (number for number, moved in enumerate(plan.exchanged) if moved)
     objects = ((number, index, box) for number in exchanged for index, box in plan.stacks[number].objects())
-    return CollectiveCalls(objects, lambda one, _: _exchange_rows(plan, draft, one[0], one[2]))
+    return CollectiveCalls(objects, lambda entry, _: _exchange_rows(plan, draft, entry[0], entry[2]))
 
 
 def stage(
@@ -158,11 +158,11 @@ def stage(
     if calls is None or not any(plan.exchanged):
         return
     for number, index, _ in calls:
-        parts = calls.run_next()
+        rows = calls.run_next()
         obj = own.get((number, index))
         if obj is not None:
             # These arrays belong only to jaxckpt but are replicated on every device, so data kept for later is copied.
-            region, sources = whole_box(parts[0].shape), _by_row(obj, parts)
+            region, sources = whole_box(rows[0].shape), _by_row(obj, rows)
             dtype = DTYPES[plan.stacks[number].dtype]
             yield _stage_pieces(obj, region, sources, 1, dtype, "copies" if hold else None, copies, cast)
 
@@ -175,7 +175,7 @@ def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[j
 def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object]) -> dict[ShardKey, int]:
     """The shards on devices with their own memory that are cut into several objects, all of which this process writes.
     Each with its number of elements."""
-    found = Counter[ShardKey]()
+    counts = Counter[ShardKey]()
     sizes: dict[ShardKey, int] = {}
     for obj in plan.objects:
         stack, (row, stop), region = plan.stacks[obj.stack], obj.box[0], obj.box[1:]
@@ -189,15 +189,15 @@ def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object
             common = intersection(box, region)
             if common is not None and common != box:
                 key = obj.stack, row, replicas[0]
-                found[key] += volume(common)
+                counts[key] += volume(common)
                 sizes[key] = volume(box)
-    return {key: n_elements for key, n_elements in found.items() if n_elements == sizes[key]}
+    return {key: n_elements for key, n_elements in counts.items() if n_elements == sizes[key]}
 
 
-HeldBoxes = tuple[tuple[Box, Replicas], ...]
+LocalBoxes = tuple[tuple[Box, Replicas], ...]
 """Each distinct box of an array in this process, with the shards that hold it."""
 
-Source = tuple[Value, HeldBoxes, Box]
+Source = tuple[Value, LocalBoxes, Box]
 """An array, its boxes in this process, and its region of the stack with rows first."""
 
 
@@ -222,63 +222,70 @@ def _stage_pieces(
     """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
     dtypes than the object."""
 
-    def alike(source: Source) -> tuple[PieceMode, HeldBoxes, Box]:
-        value, held, place = source
-        return _piece_mode(value, hold, dtype if cast else value.dtype), held, place[len(place) - len(region) :]
+    def alike(source: Source) -> tuple[PieceMode, LocalBoxes, Box]:
+        value, local_boxes, source_box = source
+        return (
+            _piece_mode(value, hold, dtype if cast else value.dtype),
+            local_boxes,
+            source_box[len(source_box) - len(region) :],
+        )
 
     groups: list[PieceGroup] = []
     sent: list[PieceGroup] = []
     copied = 0
-    for (way, held, rest), run in itertools.groupby(sources, alike):
+    for (mode, local_boxes, rest), run in itertools.groupby(sources, alike):
         cuts = [
-            (_translate_box(common, region, rest), here, replicas) for common, here, replicas in _cuts(held, region)
+            (_translate_box(common, region, rest), index, replicas)
+            for common, index, replicas in _cuts(local_boxes, region)
         ]
-        for value, _, place in run:
-            lead = place[: len(place) - len(region)]
+        for value, _, source_box in run:
+            lead = source_box[: len(source_box) - len(region)]
             group: PieceGroup = []
-            for box, here, replicas in cuts:
-                if way == "send":
-                    key = (obj.stack, place[0][0], replicas[0]) if hold == "views" else None
-                    taken = copies.take(value, replicas, here, dtype if cast else value.dtype, key)
+            for box, index, replicas in cuts:
+                if mode == "send":
+                    key = (obj.stack, source_box[0][0], replicas[0]) if hold == "views" else None
+                    taken = copies.take(value, replicas, index, dtype if cast else value.dtype, key)
                 else:
-                    taken = _take_piece(value, replicas[0], here, way, dtype)
+                    taken = _take_piece(value, replicas[0], index, mode, dtype)
                 group.append(((*lead, *box), *taken))
             groups.append(group)
-            if way == "send":
+            if mode == "send":
                 sent.append(group)
                 copied += sum(volume(box) for box, _, _ in group) * np.dtype(dtype).itemsize
-            elif way in ("copy", "cast"):
+            elif mode in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
     arrays = [array for group in sent for _, array, _ in group if isinstance(array, jax.Array)]
     # Arrays that were stacked or exchanged are in device memory only for this.
     is_temporary = group_rows > 1 or hold == "copies"
     started = iter(copies.start(arrays, temporary=is_temporary) if arrays else ())
     for group in sent:
-        group[:] = [(box, next(started) if isinstance(array, jax.Array) else array, part) for box, array, part in group]
+        group[:] = [
+            (box, next(started) if isinstance(array, jax.Array) else array, index) for box, array, index in group
+        ]
     return StagedObject(obj, np.dtype(dtype), group_rows, groups, copied)
 
 
 def _take_piece(
-    value: Value, number: int, here: tuple[slice, ...], way: HostMode, dtype: np.dtype[Any]
+    value: Value, number: int, index: tuple[slice, ...], mode: HostMode, dtype: np.dtype[Any]
 ) -> tuple[Any, Index | EllipsisType]:
     """An array in host memory, and the part of it that is a piece of a leaf."""
     array = value.addressable_data(number) if isinstance(value, jax.Array) else value
-    match way:
+    match mode:
         case "leave":
-            return array, here
+            return array, index
         case "view":
-            return np.asarray(array), here
+            return np.asarray(array), index
         case "copy":
             if isinstance(array, jax.Array) and not is_in_host_memory(array) and memory_kind(array.sharding) is None:
                 # Of a temporary array, because JAX keeps the copy of an array as long as the array.
-                part = np.asarray(cut_piece(array, here, array.dtype)).view(array.dtype)
+                piece = np.asarray(cut_piece(array, index, array.dtype)).view(array.dtype)
             else:
-                part = np.asarray(array)[here]
-            copied = np.empty(part.shape, dtype)
-            assign(copied, part)
+                piece = np.asarray(array)[index]
+            copied = np.empty(piece.shape, dtype)
+            assign(copied, piece)
             return copied, ...
         case "cast":
-            return cut_piece(array, here, dtype), ...
+            return cut_piece(array, index, dtype), ...
 
 
 def _translate_box(box: Box, origin: Box, target: Box) -> Box:
@@ -309,7 +316,7 @@ def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
         return False
     if isinstance(value, jax.Array) and not is_in_host_memory(value):
         return jnp.issubdtype(value.dtype, jnp.inexact) and is_lossless(value.dtype, dtype)
-    is_narrow = all(jnp.issubdtype(one, jnp.floating) and one.itemsize <= 4 for one in (value.dtype, dtype))
+    is_narrow = all(jnp.issubdtype(either, jnp.floating) and either.itemsize <= 4 for either in (value.dtype, dtype))
     return not is_narrow or is_lossless(value.dtype, dtype)
 
 
@@ -326,30 +333,32 @@ def _on_cpu(sharding: Sharding) -> bool:
 # Pieces ---------------------------------------------------------------------------------------------------
 
 
-def _boxes_of(value: Value) -> HeldBoxes:
+def _boxes_of(value: Value) -> LocalBoxes:
     if isinstance(value, jax.Array):
-        return _held_boxes(value.sharding, value.shape)
+        return _local_boxes(value.sharding, value.shape)
     return ((whole_box(value.shape), (0,)),)
 
 
 @functools.lru_cache(maxsize=4096)
-def _held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> HeldBoxes:
+def _local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> LocalBoxes:
     numbers: dict[Box, list[int]] = {}
     for number, (_, box) in enumerate(addressable_boxes(sharding, shape)):
         numbers.setdefault(box, []).append(number)
     return tuple((box, tuple(replicas)) for box, replicas in numbers.items())
 
 
-def _cuts(held: HeldBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], Replicas]]:
-    """(part of the region, its position in the shards, these shards) of each held box that overlaps a region."""
-    for box, replicas in held:
+def _cuts(local_boxes: LocalBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], Replicas]]:
+    """(part of the region, its position in the shards, these shards) of each local box that overlaps a region."""
+    for box, replicas in local_boxes:
         if contains(box, region):
             return [(region, slices_within(region, box), replicas)]
-    parts = [(common, box, replicas) for box, replicas in held if (common := intersection(box, region)) is not None]
-    filled = sum(volume(common) for common, _, _ in parts)
+    overlaps = [
+        (common, box, replicas) for box, replicas in local_boxes if (common := intersection(box, region)) is not None
+    ]
+    filled = sum(volume(common) for common, _, _ in overlaps)
     if filled != volume(region):  # the rest would be stored uninitialized
         raise LayoutError(f"{filled} of {volume(region)} elements of {region} are on devices of this process")
-    return [(common, slices_within(common, box), replicas) for common, box, replicas in parts]
+    return [(common, slices_within(common, box), replicas) for common, box, replicas in overlaps]
 
 
 # Many small leaves in one call ----------------------------------------------------------------------------
@@ -395,24 +404,24 @@ def _can_stack_in_layout(value: jax.Array) -> bool:
 def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any], copies: HostCopies) -> StagedObject:
     """An object of packed rows, whose leaves are stacked on their devices."""
     first: jax.Array = values[0]
-    held = _boxes_of(first)
+    local_boxes = _boxes_of(first)
     rows = STACK_ROWS if is_in_host_memory(first) else SEND_ROWS
     own = None if _can_stack_in_layout(first) else _own_sharding(first.sharding, first.shape)
     sharding: Any = own or first.sharding
     along = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
-    stacked_held = tuple(
-        (((0, rows), *box), (place,) if own else replicas) for place, (box, replicas) in enumerate(held)
+    stacked_boxes = tuple(
+        (((0, rows), *box), (position,) if own else replicas) for position, (box, replicas) in enumerate(local_boxes)
     )
     begun = obj.box[0][0]
     sources: list[Source] = []
     for start in range(0, len(values), rows):
         leaves = values[start : start + rows]
         if own:
-            leaves = [_own_part(value, held, own) for value in leaves]
+            leaves = [_local_array(value, local_boxes, own) for value in leaves]
         with transfer_context(sharding.mesh):
             # Padded with the last leaf, so that all calls share one program.
             stacked = _stack(along, dtype)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
-        sources.append((stacked, stacked_held, ((begun + start, begun + start + rows), *obj.box[1:])))
+        sources.append((stacked, stacked_boxes, ((begun + start, begun + start + rows), *obj.box[1:])))
     staged = _stage_pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None, copies)
     staged.dtype = dtype
     return staged
@@ -423,16 +432,16 @@ def _own_sharding(sharding: Sharding, shape: tuple[int, ...]) -> NamedSharding:
     """A sharding with each distinct box of this process once, over its own devices. Of replicas always the first, so
     that the program that stacks is compiled once."""
     devices = [device for device, _ in addressable_boxes(sharding, shape)]
-    mesh = Mesh(np.array([devices[replicas[0]] for _, replicas in _held_boxes(sharding, shape)]), ("own",))
+    mesh = Mesh(np.array([devices[replicas[0]] for _, replicas in _local_boxes(sharding, shape)]), ("own",))
     return NamedSharding(mesh, PartitionSpec(*["own"] * bool(shape)))
 
 
-def _own_part(value: jax.Array, held: HeldBoxes, own: NamedSharding) -> jax.Array:
+def _local_array(value: jax.Array, local_boxes: LocalBoxes, own: NamedSharding) -> jax.Array:
     """The part of a leaf in this process, as a local array, because other processes do not make these calls."""
-    parts = [value.addressable_data(replicas[0]) for _, replicas in held]
-    shape = parts[0].shape
-    joined = (len(parts) * shape[0], *shape[1:]) if shape else ()
-    return jax.make_array_from_single_device_arrays(joined, own, parts)
+    pieces = [value.addressable_data(replicas[0]) for _, replicas in local_boxes]
+    shape = pieces[0].shape
+    joined = (len(pieces) * shape[0], *shape[1:]) if shape else ()
+    return jax.make_array_from_single_device_arrays(joined, own, pieces)
 
 
 @functools.lru_cache(maxsize=256)

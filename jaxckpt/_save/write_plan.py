@@ -141,9 +141,9 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     if any(len(holders) > 1 for layout in chosen.layouts for holders in layout.groups):
         busiest = max(chosen.process_bytes)
         for max_shared_bytes in larger:
-            found = _plan_for_sizes(groups, most, max_shared_bytes, options, process, processes)
-            if max(found.process_bytes) <= MAX_IMBALANCE * busiest:
-                return found
+            plan = _plan_for_sizes(groups, most, max_shared_bytes, options, process, processes)
+            if max(plan.process_bytes) <= MAX_IMBALANCE * busiest:
+                return plan
     return chosen
 
 
@@ -211,8 +211,10 @@ class _Cut:
         ranges: list[list[tuple[tuple[int, int], int]]] = []
         for side, length, count in zip(self.sides, self.stack.object, self.counts, strict=True):
             last = side - (count - 1) * length
-            found = [((0, count), length)] if last == length else [((0, count - 1), length), ((count - 1, count), last)]
-            ranges.append([one for one in found if one[0][0] < one[0][1]])
+            groups = (
+                [((0, count), length)] if last == length else [((0, count - 1), length), ((count - 1, count), last)]
+            )
+            ranges.append([group for group in groups if group[0][0] < group[0][1]])
         for chosen in itertools.product(*ranges):
             yield math.prod(length for _, length in chosen) * self.stack.itemsize, tuple(places for places, _ in chosen)
 
@@ -296,9 +298,9 @@ def _assign_objects(
     batches = [
         _Batch(cut, size, places, sharers)
         for cut in cuts
-        if (found := _holder_sets(cut.layout))
+        if (holder_sets := _holder_sets(cut.layout))
         for size, places in cut.batches()
-        for sharers in found
+        for sharers in holder_sets
     ]
     batches.sort(key=lambda deal: -deal.size)
     for _ in range(MAX_BALANCE_ROUNDS):
@@ -327,9 +329,9 @@ class _Batch:
 
     def rebalance(self, loads: IntArray) -> None:
         """Assign these objects again, given the loads from all other objects."""
-        others = loads[self.holder_sets.processes] - self.shares * np.int64(self.size)
-        shares = _water_fill(others, self.holder_sets.cells.shape[1] * self.n_per_cell, self.size)
-        loads[self.holder_sets.processes] = others + shares * self.size
+        other_loads = loads[self.holder_sets.processes] - self.shares * np.int64(self.size)
+        shares = _water_fill(other_loads, self.holder_sets.cells.shape[1] * self.n_per_cell, self.size)
+        loads[self.holder_sets.processes] = other_loads + shares * self.size
         self.shares = shares.astype(np.int32)
 
 
@@ -341,8 +343,8 @@ def _single_holders(layout: Layout) -> IntArray:
 
 def _positions(numbers: IntArray, ranges: Box) -> IntArray:
     """The positions in a cell, one per row, for these numbers in row-major order of a range of positions."""
-    found = np.unravel_index(numbers, tuple(stop - start for start, stop in ranges))
-    return np.stack(found, axis=1) + np.array([start for start, _ in ranges])
+    positions = np.unravel_index(numbers, tuple(stop - start for start, stop in ranges))
+    return np.stack(positions, axis=1) + np.array([start for start, _ in ranges])
 
 
 def _water_fill(loads: IntArray, count: int, size: int) -> IntArray:

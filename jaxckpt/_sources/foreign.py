@@ -201,21 +201,21 @@ class ForeignCheckpoint:
 class _RowReader(ArrayReader):
     rows: Sequence[ArrayData]
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
-        return [self._start([*self._parts(box, target)], box[1:]) for box, target in wanted]
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        return [self._start([*self._row_targets(box, target)], box[1:]) for box, target in targets]
 
-    def _parts(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
+    def _row_targets(self, box: Box, target: Array) -> Iterator[tuple[ArrayData, Array]]:
         for row, into in zip(range(*box[0]), target if target.ndim > 1 else target.reshape(-1, 1), strict=True):
             yield self.rows[row], into if target.ndim > 1 else into.reshape(())
 
-    def _start(self, parts: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending[None]:
-        started = [block.start(box, into) for block, into in parts if isinstance(block, AsyncArrayData)]
-        rest = [(block, into) for block, into in parts if not isinstance(block, AsyncArrayData)]
+    def _start(self, row_targets: Sequence[tuple[ArrayData, Array]], box: Box) -> Pending[None]:
+        started = [block.start(box, into) for block, into in row_targets if isinstance(block, AsyncArrayData)]
+        rest = [(block, into) for block, into in row_targets if not isinstance(block, AsyncArrayData)]
         if rest:
             started.append(submit(functools.partial(_read_all, rest, box)))
         return JoinedWork(started)
 
 
-def _read_all(parts: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
-    for block, into in parts:
+def _read_all(row_targets: Sequence[tuple[ArrayData, Array]], box: Box) -> None:
+    for block, into in row_targets:
         block.read(box, into)

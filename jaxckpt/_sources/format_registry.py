@@ -70,7 +70,7 @@ class Format:
 @functools.cache
 def formats() -> tuple[Format, ...]:
     """The installed formats, in the order of detection. Imports their modules."""
-    found: list[Format] = []
+    loaded: list[Format] = []
     for point in entry_points(group=GROUP):
         try:
             form = point.load()
@@ -78,12 +78,12 @@ def formats() -> tuple[Format, ...]:
             _log.warning("the checkpoint format %s (%s) cannot be loaded: %r", point.name, point.value, error)
             continue
         if isinstance(form, Format):
-            found.append(form)
+            loaded.append(form)
         else:
             _log.warning("the checkpoint format %s (%s) is not a Format: %r", point.name, point.value, form)
-    if not found:
+    if not loaded:
         _log.warning("jaxckpt is not installed with pip, so it knows no checkpoint formats of other libraries")
-    return tuple(sorted(found, key=lambda form: (form.order, form.name)))
+    return tuple(sorted(loaded, key=lambda form: (form.order, form.name)))
 
 
 def written_formats() -> dict[str, Format]:

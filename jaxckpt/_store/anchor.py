@@ -26,32 +26,32 @@ class Anchor:
     def __init__(self, path: str, timeout_seconds: float) -> None:
         self._path = path
         self._timeout_seconds = timeout_seconds
-        self._held: _HeldFolder | None = None
+        self._folder: _OpenFolder | None = None
 
     def require_same_folder(self) -> None:
         """Raise StorageError if the path leads to another folder than before. The first call remembers the folder."""
         run_watched(f"looking at {self._path}", self._timeout_seconds, self._require_same_folder)
 
     def _require_same_folder(self) -> None:
-        held = self._held
-        if held is not None and (change := held.change()):
+        folder = self._folder
+        if folder is not None and (change := folder.change()):
             raise StorageError(
                 errno.ENODEV,
-                f"{self._path} is no longer the place of this run: {held.path} {change} since this Checkpointer first"
+                f"{self._path} is no longer the place of this run: {folder.path} {change} since this Checkpointer first"
                 " used it. A file system was unmounted or mounted again, a folder was renamed or deleted, or a symbolic"
                 " link was changed. Undo that; or, if the steps of this run are now there, create a new Checkpointer",
             )
-        if held is None or held.path != self._path:
-            self._held = _hold_nearest(self._path)
+        if folder is None or folder.path != self._path:
+            self._folder = _open_nearest(self._path)
 
     def release(self) -> None:
         """Forget the folder, so that its file system can be unmounted. The next check remembers it anew."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
 
 
-class _HeldFolder:
+class _OpenFolder:
     """An open folder. It is closed with this object at the latest."""
 
     def __init__(self, path: str) -> None:
@@ -70,12 +70,12 @@ class _HeldFolder:
         return None if now == self._numbers else "has become another folder"
 
 
-def _hold_nearest(path: str) -> _HeldFolder:
+def _open_nearest(path: str) -> _OpenFolder:
     """The folder at a path, or the nearest existing folder above it. Raises StorageError."""
     with translate_os_errors(f"cannot open {path}"):
         while True:
             try:
-                return _HeldFolder(path)
+                return _OpenFolder(path)
             except _MISSING:
                 path = os.path.dirname(path)
 
@@ -85,6 +85,6 @@ def _inside(path: str) -> str:
     return os.path.join(path, ".")
 
 
-def _numbers(found: os.stat_result) -> tuple[int, int]:
+def _numbers(status: os.stat_result) -> tuple[int, int]:
     """Device and inode."""
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

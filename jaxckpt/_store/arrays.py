@@ -44,7 +44,7 @@ class ArrayReader(abc.ABC):
     """Whether a chunk that consecutive boxes of one call need is read only once."""
 
     @abc.abstractmethod
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         """Start to read boxes, each into an array of its shape. Neighboring boxes are read together."""
         ...
 

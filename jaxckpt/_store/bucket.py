@@ -148,10 +148,10 @@ class Bucket:
         return self._await_read(key, self._keys.read(key))
 
     def _await_read(self, key: str, pending: ts.Future[ts.KvStore.ReadResult]) -> tuple[bytes | None, bytes]:
-        found = self._await("read", key, pending)
-        if len(found.value) > MAX_FILE_BYTES:
+        result = self._await("read", key, pending)
+        if len(result.value) > MAX_FILE_BYTES:
             raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
-        return found.value if found.state == "value" else None, found.stamp.generation
+        return result.value if result.state == "value" else None, result.stamp.generation
 
     def put(self, key: str, content: bytes, *, sync: bool = False) -> None:
         self._require_applied(key, self._await("write", key, self._keys.write(key, content)))
@@ -203,8 +203,8 @@ class Bucket:
         reads = {
             key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in lengths.items()
         }
-        found = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
-        return {key: problem for key, problem in found.items() if problem}
+        problems = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
+        return {key: problem for key, problem in problems.items() if problem}
 
     def _length_problem(self, key: str, pending: ts.Future[ts.KvStore.ReadResult], length: int) -> str | None:
         try:
@@ -213,16 +213,16 @@ class Bucket:
             return f"is shorter than the expected {length} bytes"
         if tail.state != "value":
             return "is missing"
-        found = max(0, length - 1) + len(tail.value)
-        return None if found == length else f"is {found} bytes long, expected {length}"
+        size = max(0, length - 1) + len(tail.value)
+        return None if size == length else f"is {size} bytes long, expected {length}"
 
     @contextlib.contextmanager
     def range_reader(self, key: str) -> Generator[ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-            found = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
-            if len(found.value) != stop - start:
+            result = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
+            if len(result.value) != stop - start:
                 raise DataError(f"{self.url}/{key} was truncated while it was being read")
-            return np.frombuffer(found.value, np.uint8)
+            return np.frombuffer(result.value, np.uint8)
 
         yield read
 
@@ -273,8 +273,8 @@ class Bucket:
         pass
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        found, generation = self._get(MANIFEST)
-        if found != previous:
+        current, generation = self._get(MANIFEST)
+        if current != previous:
             raise overtaken_error(self.url)
         # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
         by_writer = not is_data_referenced(previous, data)
@@ -297,8 +297,8 @@ class Bucket:
         content = self.read(f"{data}/{WRITER}")
         if previous is not None or (content is not None and parse_note(content).get("state") != "swept"):
             return
-        found, generation = self._get(MANIFEST)
-        if found == manifest:
+        current, generation = self._get(MANIFEST)
+        if current == manifest:
             self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
         raise overtaken_error(self.url)
 
@@ -346,8 +346,8 @@ class Bucket:
         return left
 
     def _data_folders(self) -> list[str]:
-        found = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
-        return sorted(name for name in found if is_data_folder(name))
+        names = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
+        return sorted(name for name in names if is_data_folder(name))
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         named = {stack.name for stack in stacks}
@@ -439,15 +439,15 @@ class Bucket:
         until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         listing = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix))
         with self._translate_errors("list", prefix):
-            found = self._await_listing(listing)
-        if not found and self._is_google:
+            keys = self._await_listing(listing)
+        if not keys and self._is_google:
             # For gs://, tensorstore reports a forbidden listing as an empty one. Reading a key shows the difference.
             self.read(prefix or MANIFEST)
-        return [key.decode(errors="replace") for key in found]
+        return [key.decode(errors="replace") for key in keys]
 
-    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
+    def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
         """One request, and one more for each requested mark."""
-        names = sorted(filter(wanted, self._list(MARKS)))
+        names = sorted(filter(predicate, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
         return {
             name: self._await("read", f"{name}/{MANIFEST}", head).state == "value"
@@ -514,7 +514,7 @@ class Bucket:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
         try:
-            found = pending.result(timeout=self._wait_seconds(seconds))
+            result = pending.result(timeout=self._wait_seconds(seconds))
         except TimeoutError:
             pending.cancel()  # or tensorstore could repeat a write after this call has ended
             now, server = time.monotonic(), (self.spec, self.retry_seconds)
@@ -524,7 +524,7 @@ class Bucket:
                 errno.ETIMEDOUT, f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
             ) from None
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
-        return found
+        return result
 
     def _wait_seconds(self, seconds: float) -> float:
         is_silent = time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
@@ -559,7 +559,7 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     """
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:
-        supported = ", ".join(f"{known}://" for known in (*SCHEMES, "file"))
+        supported = ", ".join(f"{supported_scheme}://" for supported_scheme in (*SCHEMES, "file"))
         raise InputError(
             f"path {scheme}://… is not a URL that jaxckpt supports: its scheme must be one of {supported}"
             f"{closest_hint(scheme, SCHEMES) or '.'} To use other storage, mount it and pass the local path"

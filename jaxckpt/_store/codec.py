@@ -88,11 +88,11 @@ class _Output:
     def add(self, numbers: Sequence[int], data: Bytes) -> None:
         """Write chunks that follow each other in memory. The memory must not change until the next `write`."""
         for chunk in _split_chunks(data, len(numbers)):
-            found = _checksum(chunk)
-            self.sums.append(found)
+            checksum = _checksum(chunk)
+            self.sums.append(checksum)
             if self._content:
                 self.contents.append(chunk_digest(chunk))
-            self.buffers += (chunk, found.to_bytes(4, "little"))
+            self.buffers += (chunk, checksum.to_bytes(4, "little"))
             self._waiting_bytes += self._stored_bytes
             if self._waiting_bytes >= BATCH_BYTES:
                 self.write()
@@ -111,7 +111,7 @@ def _split_chunks(data: Bytes, count: int) -> list[Any]:
 # Decoding -------------------------------------------------------------------------------------------------
 
 
-Wanted = tuple[Box, Array]
+Target = tuple[Box, Array]
 """A box within an object, and the array that it is read into."""
 
 
@@ -127,31 +127,31 @@ class OpenObject:
     read_into: Callable[[int, Sequence[Any]], object]
     """Fills buffers, in sequence, with the object's bytes from an offset on."""
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, targets: Sequence[Target]) -> None:
         """Fill arrays. Chunks whose destination is contiguous memory are read in place, in file order. Other
         chunks are read into a buffer that fits the core's cache, checked, and copied from there."""
-        places, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[Wanted]]]()
-        scattered: list[list[Wanted]] = []
-        for together in _group_by_shared_chunks(wanted, self.stack.chunk):
-            if (runs := self._runs_in_place(together)) is None:
-                scattered.append(together)
+        destinations, buffered = list[tuple[Sequence[int], Bytes]](), list[tuple[Chunks, Sequence[Target]]]()
+        scattered: list[list[Target]] = []
+        for group in _group_by_shared_chunks(targets, self.stack.chunk):
+            if (runs := self._runs_in_place(group)) is None:
+                scattered.append(group)
                 continue
-            places += ((chunks.numbers, place) for chunks, place in runs if place is not None)
-            buffered += ((chunks, together) for chunks, place in runs if place is None)
-        for together in _merge_tiling_groups(scattered, self.stack.chunk):
-            part = hull(box for box, _ in together)
-            blocks = zarr.chunk_blocks(self.stack, self.index, part, self.chunk_index.starts, BLOCK_BYTES)
-            buffered += ((chunks, together) for chunks in blocks)
-        buffered.sort(key=lambda one: self.chunk_index.starts[one[0].numbers[0]])
-        self._read_in_place(places)
+            destinations += ((chunks.numbers, destination) for chunks, destination in runs if destination is not None)
+            buffered += ((chunks, group) for chunks, destination in runs if destination is None)
+        for group in _merge_tiling_groups(scattered, self.stack.chunk):
+            region = hull(box for box, _ in group)
+            blocks = zarr.chunk_blocks(self.stack, self.index, region, self.chunk_index.starts, BLOCK_BYTES)
+            buffered += ((chunks, group) for chunks in blocks)
+        buffered.sort(key=lambda block: self.chunk_index.starts[block[0].numbers[0]])
+        self._read_in_place(destinations)
         self._read_buffered(buffered)
 
-    def _runs_in_place(self, wanted: Sequence[Wanted]) -> list[tuple[Chunks, Bytes | None]] | None:
+    def _runs_in_place(self, targets: Sequence[Target]) -> list[tuple[Chunks, Bytes | None]] | None:
         """The chunks of a box, each with its destination if that is contiguous memory. None if not even one chunk has a
         contiguous destination, or if there are several boxes, which share chunks."""
-        if len(wanted) > 1:
+        if len(targets) > 1:
             return None
-        ((box, target),) = wanted
+        ((box, target),) = targets
         run = zarr.contiguous_chunk_numbers(self.stack, self.index, box) if target.flags.c_contiguous else None
         if run is not None:
             return [(Chunks(run, box, range(len(box))), target.reshape(-1).view(np.uint8))]
@@ -161,12 +161,12 @@ class OpenObject:
         runs = zarr.chunk_runs(self.stack, self.index, box)
         return [(chunks, contiguous_bytes(chunks.box, box, target)) for chunks in runs]
 
-    def _read_in_place(self, places: Sequence[tuple[Sequence[int], Bytes]]) -> None:
+    def _read_in_place(self, destinations: Sequence[tuple[Sequence[int], Bytes]]) -> None:
         """Read chunks directly into their destinations, in file order, then check them."""
-        numbers = [number for some, _ in places for number in some]
-        chunks = [chunk for some, place in places for chunk in _split_chunks(place, len(some))]
+        numbers = [number for run, _ in destinations for number in run]
+        chunks = [chunk for run, destination in destinations for chunk in _split_chunks(destination, len(run))]
         order = np.argsort(self.chunk_index.starts[numbers]).tolist()
-        numbers, chunks = [numbers[place] for place in order], [chunks[place] for place in order]
+        numbers, chunks = [numbers[position] for position in order], [chunks[position] for position in order]
         stored = np.empty(len(chunks), "<u4")
         buffers = _interleave(chunks, stored)
         sums = list[int]()
@@ -174,20 +174,20 @@ class OpenObject:
             for start, begun, end in runs:
                 self.read_into(start, buffers[2 * begun : 2 * end])
             sums += [_checksum(chunk, 64 << 10) for chunk in chunks[runs[0][1] : runs[-1][2]]]
-        self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_odd_bools, chunks)))
+        self._check(numbers, sums, stored, self.stack.dtype == "bool" and any(map(_has_invalid_bools, chunks)))
 
-    def _read_buffered(self, wanted: Sequence[tuple[Chunks, Sequence[Wanted]]]) -> None:
-        """Read chunks into a buffer, copy them to the wanted boxes, and check them."""
+    def _read_buffered(self, blocks: Sequence[tuple[Chunks, Sequence[Target]]]) -> None:
+        """Read chunks into a buffer, copy them to the targets, and check them."""
         size = self.stack.chunk_stored_bytes
-        numbers = [number for chunks, _ in wanted for number in chunks.numbers]
-        most = max(0, *(len(chunks.numbers) for chunks, _ in wanted), min(self._n_chunks(BLOCK_BYTES), len(numbers)))
+        numbers = [number for chunks, _ in blocks for number in chunks.numbers]
+        most = max(0, *(len(chunks.numbers) for chunks, _ in blocks), min(self._n_chunks(BLOCK_BYTES), len(numbers)))
         scratch = np.empty((most, size), np.uint8)
         memory = scratch.reshape(-1).data
-        together = list(_batches(wanted, most))
-        counts = (sum(len(chunks.numbers) for chunks, _ in some) for some in together)
+        batches = list(_batches(blocks, most))
+        counts = (sum(len(chunks.numbers) for chunks, _ in batch) for batch in batches)
         borders = {0, *itertools.accumulate(counts)}
-        sums, stored, odd = list[int](), list[bytes](), False
-        for some, runs in zip(together, self.chunk_index.runs(self.path, numbers, borders), strict=True):
+        sums, stored, has_invalid_bools = list[int](), list[bytes](), False
+        for batch, runs in zip(batches, self.chunk_index.runs(self.path, numbers, borders), strict=True):
             first, count = runs[0][1], runs[-1][2] - runs[0][1]
             for start, begun, end in runs:
                 self.read_into(start, [memory[(begun - first) * size : (end - first) * size]])
@@ -197,33 +197,36 @@ class OpenObject:
                 sums += np.frombuffer(tails, "<u4").tolist()
             else:
                 sums += map(_checksum, scratch[:count, :-4])
-            odd = odd or (self.stack.dtype == "bool" and _has_odd_bools(scratch[:count, :-4]))
-            place = 0
-            for chunks, targets in some:
-                scatter(self.stack, chunks, scratch[place:].reshape(-1), targets)
-                place += len(chunks.numbers)
-        self._check(numbers, sums, np.frombuffer(b"".join(stored), "<u4"), odd)
+            has_invalid_bools = has_invalid_bools or (
+                self.stack.dtype == "bool" and _has_invalid_bools(scratch[:count, :-4])
+            )
+            position = 0
+            for chunks, targets in batch:
+                scatter(self.stack, chunks, scratch[position:].reshape(-1), targets)
+                position += len(chunks.numbers)
+        self._check(numbers, sums, np.frombuffer(b"".join(stored), "<u4"), has_invalid_bools)
 
     def _n_chunks(self, n_bytes: int) -> int:
         """The number of chunks that have about this many bytes."""
         return -(-n_bytes // self.stack.chunk_stored_bytes)
 
-    def _check(self, numbers: Sequence[int], sums: Sequence[int], stored: Sums, odd: bool) -> None:
-        """Raise DataError unless the chunks are unchanged since they were saved. `odd`: a bool is neither 0 nor 1."""
+    def _check(self, numbers: Sequence[int], sums: Sequence[int], stored: Sums, has_invalid_bools: bool) -> None:
+        """Raise DataError unless the chunks are unchanged since they were saved. `has_invalid_bools`: a bool is
+        neither 0 nor 1."""
         if not numbers:
             return
         damaged = np.flatnonzero(np.array(sums, "<u4") != stored)
         if len(damaged):
             box = zarr.chunk_box(self.stack, self.index, numbers[int(damaged[0])])
             assert box is not None, "chunks outside of the stack are not read"
-            place = f"{show_box(box)} of the stack"
-            raise DataError(f"{self.path} has a damaged chunk ({place}): its crc32c does not match")
-        if odd:
+            location = f"{show_box(box)} of the stack"
+            raise DataError(f"{self.path} has a damaged chunk ({location}): its crc32c does not match")
+        if has_invalid_bools:
             raise DataError(f"{self.path} has values that are neither true nor false")
         self.chunk_index.record_sums(self.path, numbers, stored)
 
 
-def _has_odd_bools(data: Array) -> bool:
+def _has_invalid_bools(data: Array) -> bool:
     return bool(np.max(data) > 1)
 
 
@@ -254,10 +257,10 @@ class ChunkIndex:
         """
         if not numbers:
             return
-        wanted = np.asarray(numbers)
-        if not self._present[wanted].all():
+        chunk_numbers = np.asarray(numbers)
+        if not self._present[chunk_numbers].all():
             raise DataError(f"{path} lacks a chunk")
-        starts = self.starts[wanted]
+        starts = self.starts[chunk_numbers]
         cuts = sorted({*borders, *(np.flatnonzero(np.diff(starts) != self._size) + 1).tolist(), len(numbers)})
         runs = list[tuple[int, int, int]]()
         for start, (begun, end) in zip(starts[cuts[:-1]].tolist(), itertools.pairwise(cuts), strict=True):
@@ -278,41 +281,41 @@ class ChunkIndex:
             raise DataError(f"{path} does not hold the data that was saved there")
 
 
-def _group_by_shared_chunks(wanted: Sequence[Wanted], sides: Sequence[int]) -> Iterator[list[Wanted]]:
+def _group_by_shared_chunks(targets: Sequence[Target], sides: Sequence[int]) -> Iterator[list[Target]]:
     """Group neighboring boxes that share chunks."""
-    group: list[Wanted] = []
-    held: Sequence[tuple[int, int]] = ()
-    for one in wanted:
-        found = touched_cells(one[0], sides)
-        if group and all(a < d and c < b for (a, b), (c, d) in zip(found, held, strict=True)):
-            held = hull((found, tuple(held)))
+    group: list[Target] = []
+    group_cells: Sequence[tuple[int, int]] = ()
+    for target in targets:
+        cells = touched_cells(target[0], sides)
+        if group and all(a < d and c < b for (a, b), (c, d) in zip(cells, group_cells, strict=True)):
+            group_cells = hull((cells, tuple(group_cells)))
         else:
             if group:
                 yield group
-            group, held = [], found
-        group.append(one)
+            group, group_cells = [], cells
+        group.append(target)
     if group:
         yield group
 
 
-def _merge_tiling_groups(groups: list[list[Wanted]], sides: Sequence[int]) -> list[list[Wanted]]:
+def _merge_tiling_groups(groups: list[list[Target]], sides: Sequence[int]) -> list[list[Target]]:
     """Merge all groups into one if the chunks that they touch form a box, which is then read in file order."""
-    found = [touched_cells(hull(box for box, _ in group), sides) for group in groups]
-    if len(groups) > 1 and sum(map(volume, found)) == volume(hull(found)):
-        return [[one for group in groups for one in group]]
+    group_cells = [touched_cells(hull(box for box, _ in group), sides) for group in groups]
+    if len(groups) > 1 and sum(map(volume, group_cells)) == volume(hull(group_cells)):
+        return [[target for group in groups for target in group]]
     return groups
 
 
-def _batches(wanted: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
+def _batches(blocks: Sequence[tuple[Chunks, T]], most: int) -> Iterator[list[tuple[Chunks, T]]]:
     """Consecutive items in batches of at most `most` chunks."""
     group: list[tuple[Chunks, T]] = []
     count = 0
-    for one in wanted:
-        if group and count + len(one[0].numbers) > most:
+    for block in blocks:
+        if group and count + len(block[0].numbers) > most:
             yield group
             group, count = [], 0
-        group.append(one)
-        count += len(one[0].numbers)
+        group.append(block)
+        count += len(block[0].numbers)
     if group:
         yield group
 

@@ -70,7 +70,7 @@ class _Object:
     length: int
     digest: str
 
-    wanted_elements: int = 0
+    needed_elements: int = 0
     """Number of elements that the planned reads need."""
 
     remaining_reads: int = 0
@@ -85,19 +85,19 @@ def objects_to_fetch(
 ) -> dict[tuple[int, ...], _Object]:
     """The objects to fetch whole, by grid index. They have at most `max_bytes`, and the planned reads need all their
     elements."""
-    found: dict[tuple[int, ...], _Object] = {}
+    objects: dict[tuple[int, ...], _Object] = {}
     for boxes in plan:
         touched = set[tuple[int, ...]]()
         for box in boxes:
             for index, common, whole in indexed_objects_of(stack, box):
-                if index not in found:
-                    place = "/".join(map(str, index))
-                    found[index] = _Object(index, f"c/{place}", volume(whole), *stored[place])
-                found[index].wanted_elements += volume(common)
+                if index not in objects:
+                    index_key = "/".join(map(str, index))
+                    objects[index] = _Object(index, f"c/{index_key}", volume(whole), *stored[index_key])
+                objects[index].needed_elements += volume(common)
                 touched.add(index)
         for index in touched:
-            found[index].remaining_reads += 1
-    return {i: one for i, one in found.items() if one.wanted_elements == one.n_elements and one.length <= max_bytes}
+            objects[index].remaining_reads += 1
+    return {i: obj for i, obj in objects.items() if obj.needed_elements == obj.n_elements and obj.length <= max_bytes}
 
 
 class FetchingReader(ArrayReader):
@@ -119,67 +119,68 @@ class FetchingReader(ArrayReader):
         self._objects = objects
         context = _own_memory(context)
         self._memory = ts.KvStore.open(_in_memory(), context=context).result()
-        layers = [{"exact": one.key, "base": _in_memory(one.key)} for one in objects.values()]
+        layers = [{"exact": obj.key, "base": _in_memory(obj.key)} for obj in objects.values()]
         layered = {"driver": "kvstack", "layers": [{"base": base}, *layers]} if layers else base
         self._array = TensorReader(open_array(layered, stack, context))
 
     def _fetched_objects(self, box: Box) -> list[_Object]:
         """The objects that a box touches and that are fetched whole."""
-        found = (self._objects.get(index) for index, _, _ in indexed_objects_of(self._stack, box))
-        return [one for one in found if one is not None]
+        candidates = (self._objects.get(index) for index, _, _ in indexed_objects_of(self._stack, box))
+        return [obj for obj in candidates if obj is not None]
 
     def buffered_bytes(self, boxes: Sequence[Box]) -> int:
-        return sum({one.key: one.length for box in boxes for one in self._fetched_objects(box)}.values())
+        return sum({obj.key: obj.length for box in boxes for obj in self._fetched_objects(box)}.values())
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
-        touched = [self._fetched_objects(box) for box, _ in wanted]
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        touched = [self._fetched_objects(box) for box, _ in targets]
         if not any(touched):
-            return self._array.read(wanted)
-        for one in itertools.chain.from_iterable(touched):
-            if one.pending is None and not one.is_in_memory:
-                one.pending = self._keys.read(one.key)
-        land = functools.cache(functools.partial(self._finish_read, wanted, touched))
-        return [_PendingBox(land, number) for number in range(len(wanted))]
+            return self._array.read(targets)
+        for obj in itertools.chain.from_iterable(touched):
+            if obj.pending is None and not obj.is_in_memory:
+                obj.pending = self._keys.read(obj.key)
+        land = functools.cache(functools.partial(self._finish_read, targets, touched))
+        return [_PendingBox(land, number) for number in range(len(targets))]
 
     def _finish_read(
-        self, wanted: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
+        self, targets: Sequence[tuple[Box, Array]], touched: Sequence[Sequence[_Object]]
     ) -> list[Exception | None]:
         """Wait for the objects of a read and decode its boxes. Returns the error of each box, if any."""
-        objects = {one.key: one for one in itertools.chain.from_iterable(touched)}
-        problems = {key: self._load(one) for key, one in objects.items()}
+        objects = {obj.key: obj for obj in itertools.chain.from_iterable(touched)}
+        problems = {key: self._load(obj) for key, obj in objects.items()}
         errors: list[Exception | None] = [
-            next((DataError(found) for one in ones if (found := problems[one.key])), None) for ones in touched
+            next((DataError(problem) for obj in box_objects if (problem := problems[obj.key])), None)
+            for box_objects in touched
         ]
         sound = [number for number, error in enumerate(errors) if error is None]
-        for number, pending in zip(sound, self._array.read([wanted[number] for number in sound]), strict=True):
+        for number, pending in zip(sound, self._array.read([targets[number] for number in sound]), strict=True):
             try:
                 pending.result()
             except (ValueError, NotImplementedError) as error:  # tensorstore's
                 errors[number] = error
             note_progress()
-        for one in objects.values():
-            one.remaining_reads -= 1
-            if not one.remaining_reads:
-                one.is_in_memory = False
-                self._memory.write(one.key, None).result()
+        for obj in objects.values():
+            obj.remaining_reads -= 1
+            if not obj.remaining_reads:
+                obj.is_in_memory = False
+                self._memory.write(obj.key, None).result()
         return errors
 
-    def _load(self, one: _Object) -> str | None:
+    def _load(self, obj: _Object) -> str | None:
         """Wait for an object. Returns the error, or None if the object is now in memory."""
-        if one.is_in_memory:
+        if obj.is_in_memory:
             return None
-        where = f"{self._url}{one.key}"
-        assert one.pending is not None
+        where = f"{self._url}{obj.key}"
+        assert obj.pending is not None
         with translate_tensorstore_errors(f"cannot read {where}", reading=True):
-            found = one.pending.result()
+            result = obj.pending.result()
         note_progress()
-        one.pending = None
-        if found.state != "value":
+        obj.pending = None
+        if result.state != "value":
             return f"{where} is missing"
-        if problem := problem_of(found.value, self._stack, one.index, one.length, one.digest):
+        if problem := problem_of(result.value, self._stack, obj.index, obj.length, obj.digest):
             return f"{where} {problem}"
-        self._memory.write(one.key, found.value).result()
-        one.is_in_memory = True
+        self._memory.write(obj.key, result.value).result()
+        obj.is_in_memory = True
         return None
 
 

@@ -28,7 +28,7 @@ from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.arrays import ArrayReader, ObjectRecord
-from jaxckpt._store.codec import ChunkIndex, OpenObject, Wanted, encode
+from jaxckpt._store.codec import ChunkIndex, OpenObject, Target, encode
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
 from jaxckpt._store.store import MAX_FILE_BYTES
 from jaxckpt.errors import DataError, StorageError
@@ -86,10 +86,10 @@ class FileReader(ArrayReader):
 
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
-        by_object: dict[tuple[int, ...], list[Wanted]] = {}
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        by_object: dict[tuple[int, ...], list[Target]] = {}
         touched: list[list[tuple[int, ...]]] = []
-        for box, target in wanted:
+        for box, target in targets:
             touched.append([])
             for index, common, _ in indexed_objects_of(self.stack, box):
                 by_object.setdefault(index, []).append((common, target[slices_within(common, box)]))
@@ -97,34 +97,34 @@ class FileReader(ArrayReader):
         work = {index: submit(functools.partial(self._read, index, boxes)) for index, boxes in by_object.items()}
         return [JoinedWork([work[index] for index in indices]) for indices in touched]
 
-    def _read(self, index: tuple[int, ...], wanted: Sequence[Wanted]) -> None:
+    def _read(self, index: tuple[int, ...], targets: Sequence[Target]) -> None:
         """Read the needed boxes of one object."""
         path = _path(self.folder, index)
         with translate_os_errors(f"cannot read {path}"):
             try:
-                retry_stale(self._read_object, path, index, wanted)
+                retry_stale(self._read_object, path, index, targets)
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
                     raise DataError(f"{path} is missing") from error
                 raise
 
-    def _read_object(self, path: str, index: tuple[int, ...], wanted: Sequence[Wanted]) -> None:
-        odd = None if index in self.chunk_indexes else self.path_problem(path)
-        if odd:
-            raise DataError(f"{path} {odd}")
+    def _read_object(self, path: str, index: tuple[int, ...], targets: Sequence[Target]) -> None:
+        problem = None if index in self.chunk_indexes else self.path_problem(path)
+        if problem:
+            raise DataError(f"{path} {problem}")
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             chunk_index = self._chunk_index(path, handle, index)
-            OpenObject(self.stack, index, path, chunk_index, functools.partial(read_into, path, handle)).read(wanted)
+            OpenObject(self.stack, index, path, chunk_index, functools.partial(read_into, path, handle)).read(targets)
         finally:
             os.close(handle)
 
     def _chunk_index(self, path: str, handle: int, index: tuple[int, ...]) -> ChunkIndex:
         """The index of an object; read once."""
         with self.lock:
-            found = self.chunk_indexes.get(index)
-        if found is not None:
-            return found
+            chunk_index = self.chunk_indexes.get(index)
+        if chunk_index is not None:
+            return chunk_index
         length, digest = self.expected["/".join(map(str, index))]
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -133,9 +133,9 @@ class FileReader(ArrayReader):
             raise DataError(f"{path} is {size} bytes long, expected {length}")
         tail = np.empty(self.stack.index_bytes, np.uint8)
         read_into(path, handle, length - len(tail), [tail])
-        made = ChunkIndex(path, self.stack, tail, length, digest)
+        chunk_index = ChunkIndex(path, self.stack, tail, length, digest)
         with self.lock:  # two threads may have read it at the same time; both must note their checks in one object
-            return self.chunk_indexes.setdefault(index, made)
+            return self.chunk_indexes.setdefault(index, chunk_index)
 
 
 def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> None:
@@ -155,8 +155,8 @@ def link(old: str, new: str, base_folder: str, length: int, *, sync: bool) -> No
                 os.close(handle)
         _link(old, new, base_folder)
         # Checked by its new name, because the old name may refer to another file by now.
-        found = os.lstat(new)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != length:
+        status = os.lstat(new)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != length:
             os.unlink(new)
             raise StorageError(errno.ENOENT, f"cannot link {old}: it is no longer a file of {length} bytes")
 
@@ -209,7 +209,7 @@ def write_all(handle: int, buffers: Sequence[Any]) -> None:
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
     """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
 
-    def read_some(rest: Sequence[Any]) -> int:
+    def read_next(rest: Sequence[Any]) -> int:
         nonlocal start
         count = os.preadv(handle, rest, start)
         if not count:
@@ -218,7 +218,7 @@ def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> Non
         start += count
         return count
 
-    _move_all(buffers, read_some)
+    _move_all(buffers, read_next)
 
 
 def read_to_end(path: str, handle: int) -> bytes:

@@ -145,9 +145,9 @@ class Folder:
     @contextlib.contextmanager
     def _open_file(self, key: str) -> Generator[tuple[int, os.stat_result]]:
         """(handle, status) of a regular file below this folder. Raises DataError if it is anything else."""
-        _, odd = self._inspect_file(key, set())
-        if odd:
-            raise DataError(f"{self.url}/{key} {odd}")
+        _, problem = self._inspect_file(key, set())
+        if problem:
+            raise DataError(f"{self.url}/{key} {problem}")
         try:
             # O_NONBLOCK, so that a pipe that has just replaced the file cannot block this process.
             handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -245,19 +245,19 @@ class Folder:
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         plain = set[str]()
-        found: dict[str, str] = {}
+        problems: dict[str, str] = {}
         for key, length in lengths.items():
             with self._translate_errors("look at", key):
                 try:
-                    size, odd = retry_stale(self._inspect_file, key, plain)
-                    if not odd and size != length:
+                    size, problem = retry_stale(self._inspect_file, key, plain)
+                    if not problem and size != length:
                         size = retry_stale(self._current_size, key)
                 except (FileNotFoundError, NotADirectoryError):
-                    size, odd = 0, "is missing"
+                    size, problem = 0, "is missing"
             note_progress()
-            if odd or size != length:
-                found[key] = odd or f"is {size} bytes long, expected {length}"
-        return found
+            if problem or size != length:
+                problems[key] = problem or f"is {size} bytes long, expected {length}"
+        return problems
 
     def _current_size(self, key: str) -> int:
         with self._open_file(key) as (handle, _):
@@ -423,8 +423,8 @@ class Folder:
             os.unlink(self._path(MANIFEST))
 
     def _require_unchanged(self, previous: bytes | None) -> None:
-        if (found := self.read(MANIFEST)) != previous:
-            raise overtaken_error(self.url, was_deleted=found is None)
+        if (current := self.read(MANIFEST)) != previous:
+            raise overtaken_error(self.url, was_deleted=current is None)
 
     def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
         """Replace the manifest `previous`, which is compared last, because the lock may not reach other hosts."""
@@ -497,8 +497,8 @@ class Folder:
         """Delete data folders other than `current` of saves that cannot publish. Returns whether any is left."""
         left = False
         # If the checkpoint's folder does not exist, or has just been deleted, there is nothing to delete.
-        gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with self._translate_errors("sweep", ""), gone, self._locked():
+        ignore_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self._translate_errors("sweep", ""), ignore_missing, self._locked():
             for name in self.names():
                 if not is_data_folder(name) or name == current:
                     continue
@@ -662,11 +662,11 @@ class Folder:
 
     def files_below(self, name: str) -> list[str]:
         """The keys of all files below a folder; of those that can be listed."""
-        found = ((path, names) for path, _, names in os.walk(self._path(name)))
-        return [os.path.relpath(os.path.join(path, name), self.folder) for path, names in found for name in names]
+        folders = ((path, names) for path, _, names in os.walk(self._path(name)))
+        return [os.path.relpath(os.path.join(path, name), self.folder) for path, names in folders for name in names]
 
-    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
-        return {name: self._is_published(name) for name in filter(wanted, self.names())}
+    def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
+        return {name: self._is_published(name) for name in filter(predicate, self.names())}
 
     def _is_published(self, name: str) -> bool | StorageError:
         note_progress()
@@ -797,7 +797,7 @@ def _boot_id() -> str:
         return ""
 
 
-def _shows_lock(note: dict[str, Any], here: dict[str, str]) -> bool:
+def _shows_lock(note: dict[str, Any], scope: dict[str, str]) -> bool:
     """Whether this process would see the lock of the writer of a note if that writer was alive.
 
     It does through the same mount of one kernel. It also does on a disk of one host, even after a restart, because no
@@ -807,7 +807,7 @@ def _shows_lock(note: dict[str, Any], here: dict[str, str]) -> bool:
     device = note.get("device")
     if not isinstance(device, str):  # the writer got no lock
         return False
-    if here["boot"] and (note.get("boot"), device) == (here["boot"], here["device"]):
+    if scope["boot"] and (note.get("boot"), device) == (scope["boot"], scope["device"]):
         return True
-    on_disks = not device.startswith("0:") and not here["device"].startswith("0:")
+    on_disks = not device.startswith("0:") and not scope["device"].startswith("0:")
     return on_disks and note.get("host") == socket.gethostname()

@@ -24,8 +24,8 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
     for process, key, content in zip(numbers, keys, store.read_all(keys), strict=True):
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
-            what = "is missing" if content is None else "differs from what was saved"
-            raise DataError(f"the state file of process {process}, {store.url}/{key}, {what}")
+            problem = "is missing" if content is None else "differs from what was saved"
+            raise DataError(f"the state file of process {process}, {store.url}/{key}, {problem}")
         try:
             states.append(decode_state(content))
         except (ValueError, RecursionError) as error:
@@ -49,9 +49,9 @@ def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     content = store.read(MANIFEST)
     if content is None:
         raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
-    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
+    if sha256 is not None and (digest := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
-            f"{store.url}/{MANIFEST} has the SHA-256 {found}, expected {sha256.lower()} by manifest_sha256=:"
+            f"{store.url}/{MANIFEST} has the SHA-256 {digest}, expected {sha256.lower()} by manifest_sha256=:"
             " it is a different checkpoint, or the file was changed"
         )
     return decode(content, store.url), content

@@ -17,8 +17,8 @@ def remove_folder(path: str, above: int | None = None) -> None:
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
         try:
-            with os.scandir(folder) as found:
-                entries = list(found)
+            with os.scandir(folder) as scan:
+                entries = list(scan)
             for entry in entries:
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):

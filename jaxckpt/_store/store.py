@@ -124,8 +124,8 @@ class Store(Protocol):
         """Whether a name directly below is a folder in which there are no files, at any depth."""
         ...
 
-    def folders(self, wanted: Callable[[str], bool] = lambda name: True) -> Mapping[str, bool | StorageError]:
-        """Whether each folder directly below that `wanted` accepts holds a checkpoint, or why that is unknown."""
+    def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> Mapping[str, bool | StorageError]:
+        """Whether each folder directly below that `predicate` accepts holds a checkpoint, or why that is unknown."""
         ...
 
     def mark(self, name: str) -> None:

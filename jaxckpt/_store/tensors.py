@@ -79,10 +79,10 @@ class TensorReader(ArrayReader):
 
     array: ts.TensorStore
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         pending: list[Pending[None]] = []
         with ts.Batch() as batch:
-            for box, target in wanted:
+            for box, target in targets:
                 view = self.array[tuple(slice(a, b) for a, b in box)][ts.d[:].translate_to[0]]
                 pending.append(ts.array(target.view(self.array.dtype.numpy_dtype)).write(view, batch=batch))
         return pending
@@ -99,14 +99,14 @@ class TensorFileReader(ArrayReader):
     array: TensorReader
     checked: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
 
-    def read(self, wanted: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
-        for box, _ in wanted:
+    def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
+        for box, _ in targets:
             for index, _, _ in indexed_objects_of(self.stack, box):
                 if index not in self.checked:
                     self._require_intact(index)
                     self.checked.add(index)
                     note_progress()
-        return self.array.read(wanted)
+        return self.array.read(targets)
 
     def _require_intact(self, index: tuple[int, ...]) -> None:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"

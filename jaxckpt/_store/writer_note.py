@@ -12,10 +12,10 @@ from jaxckpt.errors import CheckpointExistsError
 def parse_note(content: bytes | None) -> dict[str, Any]:
     """A note, such as a writer's, as a dict; empty if it is missing or malformed."""
     try:
-        found = json.loads(content or b"{}")
+        note = json.loads(content or b"{}")
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}
 
 
 def manifest_identity(manifest: bytes | None) -> str | None:

@@ -16,7 +16,7 @@ OPTIONS = jaxckpt.Options()
 def test_saved_specs_are_carried_over_by_axis_name_and_given_ones_are_used() -> None:
     groups = [
         LeafGroup(["a"], (8, 8), own=(("old", "data"), ("model",))),
-        LeafGroup(["b"], (8, 8), own=(("data",),), given=((), ("model",))),
+        LeafGroup(["b"], (8, 8), own=(("data",),), requested=((), ("model",))),
     ]
     assert assign_specs(AXES, groups, OPTIONS) == ([(("data",), ("model",)), ((), ("model",))], [])
 
@@ -34,7 +34,7 @@ def test_every_leaf_of_a_group_that_does_not_fit_is_a_problem_with_a_remedy() ->
 @pytest.mark.parametrize("given", [(("nope",),), (("data", "data"),), ((), (), ("data",))])
 def test_a_problem_that_no_option_solves_has_no_remedy(given: tuple[tuple[str, ...], ...]) -> None:
     for options in (OPTIONS, jaxckpt.Options(indivisible="replicate")):
-        (problem,) = assign_specs(AXES, [LeafGroup(["a"], (8, 8), given=given)], options)[1]
+        (problem,) = assign_specs(AXES, [LeafGroup(["a"], (8, 8), requested=given)], options)[1]
         assert (problem.leaf, problem.remedy) == ("a", "")
 
 

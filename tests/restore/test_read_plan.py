@@ -169,8 +169,8 @@ def test_leaves_on_devices_have_no_buffer_larger_than_a_read(
         held = 0
         for run in step.runs:
             row = sum(map(_grid.volume, run.boxes)) * (4 if run.dtype is None else run.dtype.itemsize)
-            assert run.streamed == (not run.kept and row > max(1, host_bytes // 4))
-            held += 0 if run.kept or run.streamed else row * (run.rows[1] - run.rows[0])
+            assert run.streamed == (not run.keeps_buffers and row > max(1, host_bytes // 4))
+            held += 0 if run.keeps_buffers or run.streamed else row * (run.rows[1] - run.rows[0])
         assert step.held_bytes == held
 
 

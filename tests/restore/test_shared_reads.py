@@ -25,7 +25,7 @@ from jaxckpt._restore.read_plan import WantedRows
 from jaxckpt._restore.shared_reads import (
     READ_ALIGNMENT_BYTES,
     SharedRead,
-    members_of,
+    community_of,
     plan_shared_reads,
     share,
     split_into_shipments,
@@ -73,7 +73,7 @@ def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Sta
         for want in own:
             arriving[want.stack] += [(want.rows, *box) for box in want.boxes]
         for partition, wants in shared.items():
-            members = members_of(partition, process)
+            members = community_of(partition, process)
             if not wants:
                 continue
             rounds = plan_shared_reads(found, wants, members, host)
@@ -98,7 +98,7 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_byt
     found, sought = job
     _, shared = share(found, wanted_by(0, found, sought), 0)
     for partition, wants in shared.items():
-        members = members_of(partition, 0)
+        members = community_of(partition, 0)
         for portions in plan_shared_reads(found, wants, members, max_bytes) if wants else []:
             total, largest = sum(one.n_bytes for one in portions), max(one.n_bytes for one in portions)
             read = collections.Counter[int]()

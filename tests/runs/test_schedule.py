@@ -93,7 +93,7 @@ def test_the_number_of_rendezvous(seconds_per_step: float) -> None:
         step += due._steps_to_rendezvous
         now += due._steps_to_rendezvous * seconds_per_step
         rendezvous += 1
-        found = due._is_due_here(step, None)
+        found = due._is_due_locally(step, None)
         due._steps_to_rendezvous = due._plan_next_rendezvous()
         if found:
             saves.append(now)
@@ -111,7 +111,7 @@ def test_steps_that_become_slow_after_a_fast_start() -> None:
     due._clock = lambda: now
     due._saved_at = due._met_at = now
     step = 0
-    while not due._is_due_here(step, None):
+    while not due._is_due_locally(step, None):
         for _ in range(due._steps_to_rendezvous):
             now += 1e-4 if step < 100 else 5.0
             step += 1

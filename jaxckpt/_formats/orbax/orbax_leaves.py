@@ -203,7 +203,9 @@ def _parse_zarr2(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
 def _parse_zarr3(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
     record = convert_checked(what, metadata, _Zarr3)
     chunked = [record.chunk_grid, *(codec for codec in record.codecs if codec.name == "sharding_indexed")]
-    chunks = [convert_checked(what, part.configuration.get("chunk_shape"), _Sides) for part in chunked]
+    chunks = [
+        convert_checked(what, metadata_part.configuration.get("chunk_shape"), _Sides) for metadata_part in chunked
+    ]
     return [_require_fit(what, record.data_type, record.shape, chunk) for chunk in chunks][-1]
 
 
