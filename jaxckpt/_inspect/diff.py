@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Box, cut_to_size, whole_box
 from jaxckpt._model.leaves import SavedLeaf
@@ -219,7 +220,9 @@ class _Side:
 
     def fetch(self, paths: list[str]) -> list[Array]:
         numbers = [self.source.manifest.numbers[path] for path in paths]
-        values = fetch(self.source, dict.fromkeys(numbers, AbstractLeaf("numpy")), replace(self.options, progress=None))
+        options = replace(self.options, progress=None)
+        rendezvous = Call.alone("diff", self.source.url, options).rendezvous("reading")
+        values = fetch(self.source, dict.fromkeys(numbers, AbstractLeaf("numpy")), options, rendezvous)
         return [values[number] for number in numbers]
 
 

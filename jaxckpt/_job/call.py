@@ -118,6 +118,12 @@ class Call:
             runs_service=job.runs_service,
         )
 
+    @classmethod
+    def alone(cls, verb: str, where: str, options: Options) -> Self:
+        """A call that one process makes by itself, whatever the others do. It need not be entered."""
+        seconds = options.timeout_seconds
+        return cls(verb, where, 0, 0, 1, None, "", seconds, Watchdog(seconds), options)
+
     @property
     def options(self) -> Options:
         """The options of the call. Raises InputError if the user gave something else."""

@@ -66,9 +66,8 @@ class UnionCheckpoint:
     def change_since_open(self) -> str | None:
         return None
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
         """Each process reads its own folders, and sends the others what they lack."""
-        assert rendezvous is not None, "local steps are restored by all processes"
         needed = [self.missing_requests(self.manifest.stacks[stack], boxes) for stack, boxes in reads]
         return arriving(self, needed, options, rendezvous)
 

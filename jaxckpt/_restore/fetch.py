@@ -1,4 +1,4 @@
-"""Reads the data for the abstract_leaves, from storage or from other processes of the job.
+"""Reads the data of the abstract leaves, from storage or from other processes of the job.
 
 abstract leaves ─▶ wants ─▶ read steps, of this process and shared ─▶ destinations ─▶ values
 """
@@ -15,9 +15,9 @@ from jaxckpt._restore.destinations import Destinations
 from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.shared_exchange import gather, needs_whole_job, require_agreement
+from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
 from jaxckpt._restore.shared_reads import wants_digest
-from jaxckpt._restore.wants import ProcessReads, plan_reads, plan_wants, split_ties
+from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
 from jaxckpt._sources.source import Source
 
 
@@ -25,14 +25,14 @@ def fetch(
     source: Source,
     abstract_leaves: Mapping[int, AbstractLeaf],
     options: Options,
-    rendezvous: Rendezvous | None = None,
+    rendezvous: Rendezvous,
     *,
     tied: bool = False,
 ) -> dict[int, Any]:
     """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
-    In a rendezvous of processes that all call this, each checks some of the small files that describe stacks. They read
-    for each other if `options.read` is "shared".
+    Every process of the rendezvous calls this. Each checks some of the small files that describe stacks. They read for
+    each other if `options.read` is "shared".
     """
     representative: dict[int, int] = {}
     if tied:
@@ -43,8 +43,7 @@ def fetch(
             for number, abstract in abstract_leaves.items()
         }
         abstract_leaves = {number: abstract_leaves[number] for number in representative.values()}
-    stacks = source.manifest.decoded_stacks
-    process, processes = (rendezvous.call.index, rendezvous.call.count) if rendezvous is not None else (0, 1)
+    process, processes = rendezvous.call.index, rendezvous.call.count
     records = source.manifest.leaves
     values = {
         number: value_in_manifest(records[number], abstract)
@@ -52,41 +51,30 @@ def fetch(
         if records[number].stack is None
     }
     for group in split_ties(source.manifest, abstract_leaves):
-        reads, leaves = _plan_reads(source, group, options, rendezvous)
-        total = sum(step.n_bytes for step in reads.steps)
-        total += sum(
-            portion.read.n_bytes for rounds in reads.rounds.values() for portions in rounds for portion in portions
-        )
-        with detect_replacement(source, options), display_progress("restore", total, options.progress) as advance:
+        wants = plan_wants(source.manifest, group, options, [process], range(processes))
+        if wants.layouts is not None:
+            # The rounds also depend on the memory limit.
+            require_agreement(rendezvous, f"{wants_digest(wants.layouts_for(process))} {options.host_bytes}")
+            rendezvous.start_next()
+        job_size = processes if wants.layouts is not None and needs_whole_job() else None
+        (reads,) = plan_reads(wants, options, [process], job_size)
+        leaves = LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
+        with (
+            detect_replacement(source, options),
+            display_progress("restore", reads.n_bytes, options.progress) as report,
+        ):
             require_metadata(source, leaves.stacks[process::processes], options)
-            if reads.rounds and rendezvous is not None:
-                gather(source, stacks, reads.rounds, options, leaves, advance, rendezvous)
+            if reads.rounds:
+                read_shared(source, reads.rounds, options, leaves, report, rendezvous)
             boxes = ((step.stack, planned.boxes) for step, planned in reads_of(reads.steps))
             with source.arrivals(boxes, options, rendezvous) as arrivals:
-                read(source, stacks, reads.steps, options, leaves, advance, arrivals)
+                read(source, reads.steps, options, leaves, report, arrivals)
         leaves.create_unread_leaves()
         values |= leaves.values
     for number, abstract in abstract_leaves.items():
         if abstract.weak:
             values[number] = _weakly_typed(values[number])
     return values | {number: values[first_number] for number, first_number in representative.items()}
-
-
-def _plan_reads(
-    source: Source, abstract_leaves: Mapping[int, AbstractLeaf], options: Options, rendezvous: Rendezvous | None
-) -> tuple[ProcessReads, LeafBuilder]:
-    """The reads of leaves that do not share rows, by this process alone and by several for each other, and the
-    builder of the leaves."""
-    process, job = (rendezvous.call.index, range(rendezvous.call.count)) if rendezvous is not None else (0, range(1))
-    wants = plan_wants(source.manifest, abstract_leaves, options, [process], job)
-    job_size = None
-    if wants.layouts is not None and rendezvous is not None:
-        # The rounds also depend on the memory limit.
-        require_agreement(rendezvous, f"{wants_digest(wants.layouts_for(process))} {options.host_bytes}")
-        rendezvous.start_next()
-        job_size = len(job) if needs_whole_job() else None
-    (reads,) = plan_reads(wants, options, [process], job_size)
-    return reads, LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
 
 
 def _weakly_typed(array: Any) -> Any:

@@ -10,14 +10,13 @@ import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, aligned_empty, assign
-from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
@@ -79,7 +78,6 @@ def reads_of(steps: Iterable[ReadStep]) -> Iterator[PlannedRead]:
 
 def read(
     source: Source,
-    stacks: Sequence[Stack],
     steps: Sequence[ReadStep],
     options: Options,
     delivery: Delivery,
@@ -94,7 +92,7 @@ def read(
     """
     with StorageThread(options.timeout_seconds) as aside:
         budget = Budget(options.host_bytes)
-        reader = _Reader(source, stacks, steps, delivery, budget, aside)
+        reader = _Reader(source, steps, delivery, budget, aside)
         planned = (planned for planned, _ in zip(reads_of(steps), arrivals, strict=False))
         for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
             arrived.place()
@@ -107,14 +105,12 @@ class _Reader:
     def __init__(
         self,
         source: Source,
-        stacks: Sequence[Stack],
         steps: Sequence[ReadStep],
         delivery: Delivery,
         budget: Budget,
         aside: StorageThread,
     ) -> None:
         self._source = source
-        self._stacks = stacks
         self._delivery = delivery
         self._budget = budget
         self._aside = aside
@@ -140,45 +136,59 @@ class _Reader:
 
     def begin(self, planned: PlannedRead) -> _ArrivingRead:
         step, read = planned
+        array, n_bytes = self._array(step.stack), self._moving_bytes(step, read)
         if self._filling is None or self._filling.step is not step:
-            dtype = DTYPES[self._stacks[step.stack].dtype]
+            dtype = DTYPES[self._source.manifest.stacks[step.stack].dtype]
             self._budget.take(step.held_bytes)
             self._filling = StepBuffers(step, dtype, self._budget, self._memory, self._delivery)
-        pending = PendingRead(self._source, step.stack, self._aside)
-        arriving = _ArrivingRead(read, self._moving_bytes(step, read), self._filling, pending)
-        arriving.begin(self._array(step.stack))
-        return arriving
+        filling = self._filling
+        staged, direct = list[Region](), list[Region]()
+        for region in read.regions:
+            is_aside = region.converted or (region.staged and not array.shares_chunks)
+            (staged if is_aside else direct).append(region)
+        block, buffers = self._memory.allocate([(extent(region.box), filling.dtype) for region in staged])
+        targets = [(region.box, buffer) for region, buffer in zip(staged, buffers, strict=True)]
+        targets += itertools.chain.from_iterable(map(filling.views, direct))
+        pending = PendingRead.begin(self._source, step.stack, array, targets, self._aside)
+        return _ArrivingRead(n_bytes, filling, block, list(zip(staged, buffers, strict=True)), pending)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingRead:
-    """Boxes of a stack that are being read, from the call of `begin` until `wait` returns."""
+    """Boxes of a stack that are being read."""
 
-    def __init__(self, source: Source, stack: int, aside: StorageThread) -> None:
-        self._source = source
-        self._stack = stack
-        self._aside = aside
-        self._doing = f"reading from {source.url}"
-        self._pending: list[tuple[Box, Pending[None]]] = []
+    source: Source
+    stack: int
+    aside: StorageThread
+    pending_boxes: Sequence[tuple[Box, Pending[None]]]
 
-    def begin(self, array: ArrayReader, targets: Sequence[tuple[Box, Array]]) -> None:
+    @classmethod
+    def begin(
+        cls,
+        source: Source,
+        stack: int,
+        array: ArrayReader,
+        targets: Sequence[tuple[Box, Array]],
+        aside: StorageThread,
+    ) -> Self:
         """Start to read each box into an array. Raises DataError, StorageError."""
         boxes = [box for box, _ in targets]
-        with self._naming((min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
-            pending = self._aside.run(self._doing, lambda: array.read(targets))
-        self._pending = list(zip(boxes, pending, strict=True))
+        with _naming(source, stack, (min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
+            pending = aside.run(f"reading from {source.url}", lambda: array.read(targets))
+        return cls(source, stack, aside, list(zip(boxes, pending, strict=True)))
 
     def done(self) -> bool:
-        return all(pending.done() for _, pending in self._pending)
+        return all(pending.done() for _, pending in self.pending_boxes)
 
     def wait(self) -> None:
         """Wait until all are read. Raises DataError, StorageError."""
-        failed = self._aside.run(self._doing, self._first_failure)
+        failed = self.aside.run(f"reading from {self.source.url}", self._first_failure)
         if failed is not None:
-            with self._naming(failed[0][0]):
+            with _naming(self.source, self.stack, failed[0][0]):
                 raise failed[1]
 
     def _first_failure(self) -> tuple[Box, Exception] | None:
-        for box, pending in self._pending:
+        for box, pending in self.pending_boxes:
             try:
                 pending.result()
             except Exception as error:
@@ -186,11 +196,10 @@ class PendingRead:
             note_progress()
         return None
 
-    def _naming(self, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
-        """A context in which errors name the leaves in these rows."""
-        return translate_tensorstore_errors(
-            lambda: f"cannot read {leaves_at(self._source.manifest, self._stack, rows)}", reading=True
-        )
+
+def _naming(source: Source, stack: int, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+    """A context in which errors name the leaves in these rows of a stack."""
+    return translate_tensorstore_errors(lambda: f"cannot read {leaves_at(source.manifest, stack, rows)}", reading=True)
 
 
 class MemoryPool:
@@ -301,43 +310,34 @@ class StepBuffers:
         return not self._n_reads_left
 
 
+@dataclass(frozen=True, slots=True)
 class _ArrivingRead:
     """A read that is in flight: memory for staged regions, and the buffers that it fills."""
 
-    def __init__(self, read: Read, n_bytes: int, filling: StepBuffers, pending: PendingRead) -> None:
-        self.n_bytes = n_bytes
-        self._read = read
-        self._filling = filling
-        self._pending = pending
+    n_bytes: int
+    filling: StepBuffers
+    block: Array
+    """The memory of the staged regions."""
 
-    def begin(self, array: ArrayReader) -> None:
-        staged, direct = list[Region](), list[Region]()
-        for region in self._read.regions:
-            is_aside = region.converted or (region.staged and not array.shares_chunks)
-            (staged if is_aside else direct).append(region)
-        memory, dtype = self._filling.memory, self._filling.dtype
-        self._block, arrays = memory.allocate([(extent(region.box), dtype) for region in staged])
-        self._staged = list(zip(staged, arrays, strict=True))
-        targets = [(region.box, target) for region, target in self._staged]
-        targets += itertools.chain.from_iterable(map(self._filling.views, direct))
-        self._pending.begin(array, targets)
+    staged: Sequence[tuple[Region, Array]]
+    pending: PendingRead
 
     def done(self) -> bool:
-        return self._pending.done()
+        return self.pending.done()
 
     def result(self) -> _ArrivingRead:
-        self._pending.wait()
+        self.pending.wait()
         return self
 
     def place(self) -> None:
         """Copy staged data to its destination, and deliver the step if this was its last read."""
         sent: dict[Any, Any] = {}
-        for region, target in self._staged:
-            sent.update(self._filling.scatter(region, target))
+        for region, target in self.staged:
+            sent.update(self.filling.scatter(region, target))
         # Complete now, because the next read may donate the arrays that collect the parts of a streamed box.
         arrays = [array for device_arrays in sent.values() for array in device_arrays]
-        _ToDevices(0, self._block, arrays, self._filling.memory).wait()
-        self._filling.finish_read()
+        _ToDevices(0, self.block, arrays, self.filling.memory).wait()
+        self.filling.finish_read()
 
 
 def _allocate_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -412,7 +412,7 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     delivery = _OneBox()
     with detect_replacement(source, options):
         require_metadata(source, [stack], options)
-        read(source, stacks, steps, options, delivery, report_nothing)
+        read(source, steps, options, delivery, report_nothing)
     return delivery.array
 
 

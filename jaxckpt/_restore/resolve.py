@@ -26,7 +26,6 @@ from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partitio
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
-from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
 from jaxckpt._restore.assembly import Assembly
@@ -40,7 +39,6 @@ from jaxckpt._restore.match import (
     requested_casts,
     unrestorable_reason,
 )
-from jaxckpt._restore.stateful_objects import TargetObject
 from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count
 
 _Dtype = np.dtype[Any]
@@ -81,20 +79,6 @@ class Resolved:
 
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
     """The problem of each leaf, by number, that exists if its cast changes any of its values."""
-
-    @property
-    def to_initialize(self) -> Sequence[int]:
-        """Numbers of the target's leaves that `RestoreRequest.initial` creates."""
-        return self.assembly.to_initialize
-
-    @property
-    def objects(self) -> Sequence[TargetObject]:
-        """Objects of the target that receive their state after everything has been read."""
-        return self.assembly.objects
-
-    def build(self, values: Mapping[int, Any], initial: Sequence[Any]) -> Tree:
-        """The tree, from the leaves' values by leaf number, and from the leaves of `RestoreRequest.initial`."""
-        return self.assembly.assemble(values, initial)
 
 
 @functools.cache

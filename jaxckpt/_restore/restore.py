@@ -158,12 +158,13 @@ def run_restore(
                 _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
                 source = view_through(request.rules, source)
                 resolved = resolve(source.manifest, request, options)
-            initial = request.initial(resolved.to_initialize) if request.initial else []
+            assembly = resolved.assembly
+            initial = request.initial(assembly.to_initialize) if request.initial else []
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
                 _require_lossless(source, resolved, options, rendezvous)
                 values = fetch(source, resolved.leaves, options, rendezvous, tied=request.tied)
-            result = resolved.build(values, initial)
-            states = [(obj, obj.state(values)) for obj in resolved.objects if obj.can_set_state]
+            result = assembly.assemble(values, initial)
+            states = [(obj, obj.state(values)) for obj in assembly.objects if obj.can_set_state]
             require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
             if states:
                 rendezvous.start_next()
@@ -183,9 +184,7 @@ def run_restore(
     return result
 
 
-def _require_lossless(
-    source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous | None = None
-) -> None:
+def _require_lossless(source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous) -> None:
     """Raise MismatchError if a cast that depends on the values of its leaf changes one of them.
 
     Every process reads these leaves, which are small, whole. Otherwise one process could refuse what others make.
@@ -285,5 +284,6 @@ def load_numpy(
     options = options_or_default(options)
     source = renamed_source(source_at(path, options, manifest_sha256), rename, select)
     resolved = host_leaves(source.manifest, dtype, options)
-    _require_lossless(source, resolved, options)
-    return resolved.build(fetch(source, resolved.leaves, options), [])
+    rendezvous = Call.alone("load_numpy", source.url, options).rendezvous("reading")
+    _require_lossless(source, resolved, options, rendezvous)
+    return resolved.assembly.assemble(fetch(source, resolved.leaves, options, rendezvous), [])

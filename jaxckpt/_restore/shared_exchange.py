@@ -22,7 +22,6 @@ from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Array, Bytes, aligned_empty
-from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
@@ -58,9 +57,8 @@ def needs_whole_job() -> bool:
     return jax.devices()[0].platform == "tpu"
 
 
-def gather(
+def read_shared(
     source: Source,
-    stacks: Sequence[Stack],
     planned: Mapping[Partition, Sequence[SharedRead]],
     options: Options,
     delivery: Delivery,
@@ -76,7 +74,7 @@ def gather(
                 together = (
                     partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
                 )
-                community = _Community(source, stacks, rounds, Interconnect(process, together), options, aside)
+                community = _Community(source, rounds, Interconnect(process, together), options, aside)
             pending_rounds = iter(community.start_rounds() if community else ())
             current = next(pending_rounds, None)
             while True:
@@ -127,14 +125,12 @@ class _Community:
     def __init__(
         self,
         source: Source,
-        stacks: Sequence[Stack],
         rounds: Sequence[SharedRead],
         interconnect: Interconnect,
         options: Options,
         aside: StorageThread,
     ) -> None:
         self._source = source
-        self._stacks = stacks
         self._rounds = rounds
         self._process = interconnect.process
         self._max_bytes = max_read_bytes(options.host_bytes)
@@ -164,17 +160,16 @@ class _Community:
         reads: list[PendingRead] = []
         for portion in own_portions:
             stack = portion.step.stack
-            coming = PendingRead(self._source, stack, self._aside)
             regions = self._regions(portion, own[portion.start :])
-            coming.begin(readers[stack], list(zip(portion.read.boxes, regions, strict=True)))
-            reads.append(coming)
+            targets = list(zip(portion.read.boxes, regions, strict=True))
+            reads.append(PendingRead.begin(self._source, stack, readers[stack], targets, self._aside))
         return _PendingSharedRead(
             list(split_into_shipments(portions, self._interconnect.community, self._max_bytes)), own, reads
         )
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""
-        dtype = DTYPES[self._stacks[portion.step.stack].dtype]
+        dtype = DTYPES[self._source.manifest.stacks[portion.step.stack].dtype]
         shapes = [extent(region.box) for region in portion.read.regions]
         return [
             data[offset : offset + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
@@ -218,7 +213,7 @@ class _Community:
             sent: dict[Any, Any] = {}
             if id(step) not in self._step_buffers:
                 self.budget.make_room(step.held_bytes)
-                dtype = DTYPES[self._stacks[step.stack].dtype]
+                dtype = DTYPES[self._source.manifest.stacks[step.stack].dtype]
                 self._step_buffers[id(step)] = StepBuffers(step, dtype, self.budget, self._memory, delivery)
             filling = self._step_buffers[id(step)]
             data = received[portion.reader][portion.start - shipment.spans[portion.reader][0] :]

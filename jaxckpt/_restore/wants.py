@@ -252,6 +252,12 @@ class ProcessReads:
     rounds: Mapping[Partition, list[SharedRead]]
     """For each partition, what its community reads; empty if it is in none."""
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its buffers, and of what its communities read."""
+        shared = (portion for rounds in self.rounds.values() for portions in rounds for portion in portions)
+        return sum(step.n_bytes for step in self.steps) + sum(portion.read.n_bytes for portion in shared)
+
     def cost(self, stacks: Sequence[Stack], host_bytes: int) -> ReadCost:
         """What its reads cost if `host_bytes` may be in flight."""
         cost = read_cost(stacks, self.steps, host_bytes)

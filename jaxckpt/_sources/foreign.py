@@ -183,7 +183,7 @@ class ForeignCheckpoint:
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self.manifest)).hexdigest()
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
         """The origin reads for a view only what each process can read itself."""
         return all_arrived() if self.origin is None else self.origin.arrivals((), options, rendezvous)
 

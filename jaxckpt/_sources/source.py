@@ -49,7 +49,7 @@ class Source(Protocol):
         """SHA-256 of the manifest. Processes that open the same checkpoint have the same digest."""
         ...
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
         """The arrivals of the data for these reads, which other processes may have to send. Every process of the
         rendezvous enters the context, with its own reads."""
         ...
@@ -87,7 +87,7 @@ class NativeCheckpoint:
     def url(self) -> str:
         return self.store.url
 
-    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous | None) -> Arrivals:
+    def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
         return all_arrived()
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
