@@ -127,8 +127,8 @@ def convert(
                     _verify_checksums(narrow, options)
             draft, manifest = _drafted(narrow, mesh, specs, options), narrow.manifest
             path = SharedPath.at(destination, options, overwrite=overwrite)
-            request = SaveRequest(path, metadata=manifest.metadata, draft=draft, step=manifest.step)
-            start(request, options, call, background=False).wait()
+            request = SaveRequest(path, options, metadata=manifest.metadata, draft=draft, step=manifest.step)
+            start(request, call, background=False).wait()
             return
         if chunk_bytes is not None and name != "zarr":
             raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")

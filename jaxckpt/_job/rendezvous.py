@@ -27,7 +27,7 @@ import json
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -168,6 +168,18 @@ class Rendezvous:
             self._has_broadcast = True
             return text
         return self._await_broadcast()
+
+    @contextlib.contextmanager
+    def joined_by_all(self) -> Generator[None]:
+        """A block before `gather` in which all processes write. If process 0 fails, it raises its error only after the
+        others have left the block too, so that it does not delete data that they still write."""
+        try:
+            yield
+        except BaseException:
+            if self.call.index == 0:
+                with contextlib.suppress(PeerError):
+                    self.gather("")
+            raise
 
     def barrier(self) -> None:
         """Wait until all processes have reached this point. No text is exchanged."""

@@ -30,7 +30,7 @@ from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import DataError, PeerError
+from jaxckpt.errors import DataError
 
 
 @dataclass(slots=True)
@@ -91,7 +91,8 @@ class Flush:
                 if info is None:
                     raise local.error or AssertionError("no outcome")
                 manifest, content = load_manifest(self.source)
-                assert manifest.save_id == self.save_id, self.source.url
+                if manifest.save_id != self.save_id:
+                    raise DataError(f"{self.source.url} was saved again before it could be flushed to {self.store.url}")
                 rendezvous.gather("")
                 transaction: Transaction | None = None
                 if call.index == 0:
@@ -100,21 +101,15 @@ class Flush:
                         transactions.enter_context(transaction)
                 rendezvous.broadcast("")
             with call.rendezvous("flushing a local step") as rendezvous:
-                try:
+                with rendezvous.joined_by_all():
                     require_shared(self.store, manifest.data_folder, call.index)
                     self._copy(manifest, pending)
-                except BaseException:
-                    if call.index == 0:  # so that the data is not deleted while the others still write
-                        with contextlib.suppress(PeerError):
-                            rendezvous.gather("")
-                    raise
                 rendezvous.gather("")
-                if transaction is not None:
-                    with call.watchdog.operation(f"publishing {self.store.url}"):
-                        if self.options.sync:
-                            transaction.sync(manifest.decoded_stacks)
-                        self.call.cancellation.check()
-                        transaction.commit(content, sync=self.options.sync)
+                if transaction is None:
+                    call.cancellation.end()  # process 0 may publish from now on
+                else:
+                    stacks, sync = manifest.decoded_stacks, self.options.sync
+                    self.destination.commit(call, transaction, stacks, content, sync=sync)
                 rendezvous.broadcast("")
             if transaction is not None:
                 transaction.close()

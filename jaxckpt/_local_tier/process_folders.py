@@ -35,8 +35,7 @@ from jaxckpt._options import Options
 from jaxckpt._save.compose_manifest import (
     PublishResult,
     Share,
-    build_manifest,
-    encode_manifest,
+    compose_manifest,
     gather_shares,
     stored_bytes,
 )
@@ -177,8 +176,12 @@ class ProcessFolders:
         if shares:
             call.cancellation.check()
             call.cancellation.end()
-            manifest = build_manifest(begun.save_id, save, shares)
-            packed = base64.b64encode(zlib.compress(encode_manifest(manifest))).decode()
+            manifest = compose_manifest(
+                begun.save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step
+            )
+            packed = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
+        else:
+            call.cancellation.end()  # process 0 may publish from now on
         with phases.timed("barrier"):
             content = zlib.decompress(base64.b64decode(rendezvous.broadcast(packed)))
             rendezvous.start_next()

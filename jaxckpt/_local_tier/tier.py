@@ -255,7 +255,7 @@ class LocalTier:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
         the folder would then hold a third step. Every process calls this."""
         flush = self.flush
-        if flush is None or self._begun_step == flush.step <= step:
+        if flush is None or self._begun_step == flush.step < step:
             return False
         with call.rendezvous("asking whether a local step is still being flushed") as rendezvous:
             rendezvous.gather("")

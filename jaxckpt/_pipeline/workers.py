@@ -184,8 +184,8 @@ class StorageThread:
         if todo is None and (todo := _idle_or_new()) is None:
             return work()
         task = Task(functools.partial(_run_operation, self._watchdog, what, work))
-        todo.put(task)
         try:
+            todo.put(task)
             while not task.wait(min(0.1 if meanwhile else POLL_SECONDS, self._seconds / 4)):
                 if meanwhile is not None:
                     meanwhile()

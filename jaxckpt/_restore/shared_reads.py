@@ -97,7 +97,6 @@ def _partition(stack: Stack, layout: Layout) -> Partition:
     return _communities(layout)
 
 
-@functools.lru_cache(maxsize=256)
 def covers(partition: Partition, count: int) -> bool:
     """Whether the communities have equal sizes and include all processes of the job, so that one program serves all."""
     return len(set(map(len, partition))) == 1 and sum(map(len, partition)) == count

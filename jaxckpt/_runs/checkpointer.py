@@ -314,7 +314,9 @@ class Checkpointer(Run):
             with self._begin_call("Checkpointer.save"):
                 raise
         destination = RunStep(self._directory, self._deletion, step, overwrite=overwrite)
-        request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
+        request = SaveRequest(
+            destination, self._options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
+        )
         begin_call = functools.partial(self._begin_call, "Checkpointer.save")
         return self._saver.save(step, metrics, destination, request, begin_call, force=force)
 

@@ -24,12 +24,11 @@ class RunStep(SharedPath):
     def check(self, request: SaveRequest) -> None:
         """Raise unless the step may be saved, and protect it from deletion until it is saved."""
         assert request.step is not None, "a Checkpointer saves steps"
-        is_last_step = request.deadline is not None
-        if not is_last_step:
+        if not request.is_last_step:
             self._deletion.raise_failure()
         self._deletion.protect(request.step.number)
         try:
-            self._directory.require_savable(request.step, overwrite=self.overwrite, is_last_step=is_last_step)
+            self._directory.require_savable(request.step, overwrite=self.overwrite, is_last_step=request.is_last_step)
         except BaseException:
             self._deletion.end_protection()
             raise

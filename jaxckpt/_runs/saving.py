@@ -169,7 +169,6 @@ class Saver:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
         with begin_call() as call:
-            options = self.options
             request = replace(
                 request,
                 step=StepRecord(step, recorded_metrics(metrics)),
@@ -186,10 +185,10 @@ class Saver:
                 if flush is not None:
                     require_on_done(request.on_done)
                     request = replace(request, on_done=None)  # the flush calls it
-                request = replace(request, destination=ProcessFolders(self.local, step, flush))
-                options = replace(options, max_bytes_per_second=None)
+                options = replace(self.options, max_bytes_per_second=None)
+                request = replace(request, destination=ProcessFolders(self.local, step, flush), options=options)
                 self.local.record_begun(step)
-            pending = start(request, options, call, background=not awaited)
+            pending = start(request, call, background=not awaited)
         if pending.skipped:
             return False
         self.last_save.set_pending(pending, step)

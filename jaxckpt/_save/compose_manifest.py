@@ -11,11 +11,9 @@ from typing import Any
 import msgspec
 
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._model import manifest as manifests
 from jaxckpt._model.checks import FORMAT, VERSION
 from jaxckpt._model.records import Manifest, StackRecord, StepRecord
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import PreparedSave, require_readable
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt.errors import PeersDisagreeError, show_path
 
@@ -57,26 +55,13 @@ class PublishResult(msgspec.Struct, frozen=True):
 
 
 def gather_shares(rendezvous: Rendezvous, share: Share) -> list[Share]:
-    """The shares of all processes, in process 0. The others cannot cancel any more, because it may publish then."""
+    """The shares of all processes, in process 0."""
     texts = rendezvous.gather(msgspec.json.encode(share).decode())
-    if rendezvous.call.index != 0:
-        rendezvous.call.cancellation.end()
     return [msgspec.json.decode(text, type=Share) for text in texts]
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    content = manifests.encode(manifest)
-    require_readable(content, "the manifest")
-    return content
 
 
 def stored_bytes(manifest: Manifest) -> int:
     return sum(length for record in manifest.stacks for length, _ in record.objects.values())
-
-
-def build_manifest(save_id: str, save: PreparedSave, shares: Sequence[Share]) -> Manifest:
-    """The manifest of the files of every process. Raises PeersDisagreeError if copies of an object differ."""
-    return compose_manifest(save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step)
 
 
 def compose_manifest(
@@ -87,7 +72,7 @@ def compose_manifest(
     metadata: Any = None,
     step: StepRecord | None = None,
 ) -> Manifest:
-    """The manifest of a planned save."""
+    """The manifest of a planned save. Raises PeersDisagreeError if copies of an object differ."""
     objects: list[dict[str, tuple[int, str]]] = [{} for _ in plan.stacks]
     contents: list[dict[str, str]] = [{} for _ in plan.stacks]
     for process, share in enumerate(shares):

@@ -31,6 +31,7 @@ class SaveRequest:
     """The arguments of a save."""
 
     destination: Destination
+    options: Options
     tree: Tree = None
     mesh: Mesh | None = None
     specs: Specs = None
@@ -59,6 +60,11 @@ class SaveRequest:
     """For the last step of a preempted job: the latest time, on the monotonic clock, until which the caller waits for
     memory for copies. After that, the save fails."""
 
+    @property
+    def is_last_step(self) -> bool:
+        """Whether this is the last step of a preempted job."""
+        return self.deadline is not None
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedSave:
@@ -78,7 +84,6 @@ class PreparedSave:
     state: bytes | None
     """The content of the file for this process's state."""
 
-    options: Options
     threaded: bool
     """Whether a separate thread writes it. Otherwise the caller's thread does, after everything is staged."""
 
@@ -87,16 +92,12 @@ class PreparedSave:
         return self.request.destination
 
     @property
+    def options(self) -> Options:
+        return self.request.options
+
+    @property
     def store(self) -> Store:
         return self.request.destination.store
-
-
-def require_readable(content: bytes, what: str) -> None:
-    """Raise InputError if a file with this content would be refused when it is read."""
-    if len(content) > MAX_FILE_BYTES:
-        raise InputError(
-            f"{what} would be a file of {len(content)} bytes, but at most {MAX_FILE_BYTES} can be read back"
-        )
 
 
 def require_on_done(on_done: object) -> None:
@@ -105,10 +106,10 @@ def require_on_done(on_done: object) -> None:
         raise InputError(f"on_done must be a function that takes a SaveInfo, found {on_done!r}")
 
 
-def prepare(request: SaveRequest, options: Options, call: Call) -> PreparedSave:
+def prepare(request: SaveRequest, call: Call) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
-    destination = request.destination
+    destination, options = request.destination, request.options
     if request.deadline is not None:
         background_saves.hurry_saves(request.deadline)
     else:
@@ -123,7 +124,10 @@ def prepare(request: SaveRequest, options: Options, call: Call) -> PreparedSave:
     with call.phases.timed("plan"):
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)
-        require_readable(state or b"", "process_state")
+        if state is not None and len(state) > MAX_FILE_BYTES:
+            raise InputError(
+                f"process_state would be a file of {len(state)} bytes, but at most {MAX_FILE_BYTES} can be read back"
+            )
         draft = request.draft or describe(
             request.tree, request.mesh, request.specs, options, request.subtrees, request.draft_cache, request.dtype
         )
@@ -137,7 +141,7 @@ def prepare(request: SaveRequest, options: Options, call: Call) -> PreparedSave:
     request = replace(request, tree=None, draft=None, metadata=metadata)
     if plan.is_collective and not threaded:
         raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
-    return PreparedSave(request, call, draft, plan, reuse, agreement, state, options, threaded)
+    return PreparedSave(request, call, draft, plan, reuse, agreement, state, threaded)
 
 
 def _cached_plan(draft: Draft, destination: Destination, options: Options, call: Call) -> SavePlan:

@@ -238,7 +238,8 @@ class Reuse:
                 by_content[*_stack_key(stack), record.content] = original
             if record.sample:
                 by_index_key[obj.stack, obj.index_key] = original
-        last.has_links = linked or not refused
+        if linked or refused:  # otherwise no link was tried
+            last.has_links = linked
         last.base = BaseCheckpoint(self.store, self.options.sync, by_arrays, by_content, stacks, by_index_key)
 
 

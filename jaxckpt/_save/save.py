@@ -30,7 +30,7 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import record_event
-from jaxckpt._pipeline.progress import Report, display_progress
+from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
 from jaxckpt._pipeline.units import show_bytes
@@ -47,7 +47,7 @@ from jaxckpt._save.staging import StagedObject, stage
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._save.write import write
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import PeerError, PeerFailedError, show_count
+from jaxckpt.errors import PeerFailedError, show_count
 
 
 @explain_keywords
@@ -112,8 +112,8 @@ def save(
     """
     with Call.of("save", path, options) as call:
         destination = SharedPath.at(path, call.options, overwrite=overwrite)
-        request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state)
-        return start(request, call.options, call, background=False).wait()
+        request = SaveRequest(destination, call.options, tree, mesh, specs, dtype, metadata, process_state)
+        return start(request, call, background=False).wait()
 
 
 @explain_keywords
@@ -159,22 +159,24 @@ def save_async(
     """
     with Call.of("save_async", path, options) as call:
         destination = SharedPath.at(path, call.options, overwrite=overwrite)
-        request = SaveRequest(destination, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done)
-        return PendingSave(start(request, call.options, call, background=True))
+        request = SaveRequest(
+            destination, call.options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
+        )
+        return PendingSave(start(request, call, background=True))
 
 
 @jax.transfer_guard("allow")  # the caller has asked for these transfers
-def start(request: SaveRequest, options: Options, call: Call, *, background: bool) -> RunningSave:
+def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
-    start_time = time.perf_counter()
-    if background and request.deadline is None and options.when_busy == "skip" and _is_busy(call):
+    start_time, options = time.perf_counter(), request.options
+    if background and not request.is_last_step and options.when_busy == "skip" and _is_busy(call):
         skipped = RunningSave(request.destination.store.url, 0, start_time, call.watchdog)
         skipped.skip()
         return skipped
-    save = prepare(request, options, call)
+    save = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
-    is_limited = background and request.deadline is None
+    is_limited = background and not request.is_last_step
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
@@ -228,8 +230,9 @@ class _Handover:
         work = functools.partial(_carry_out, self._save, self._beginning, self._staging_queue)
         if request.on_done is not None:
             work = functools.partial(run_and_notify, work, request.on_done)
-        is_last_step = request.deadline is not None
-        background_saves.submit_save(self._pending, work, awaited=not self._background, is_last_step=is_last_step)
+        background_saves.submit_save(
+            self._pending, work, awaited=not self._background, is_last_step=request.is_last_step
+        )
         call.is_handed_over = True
 
     def begin_exchanges(self) -> None:
@@ -340,16 +343,9 @@ def _carry_out(
         begun, transaction = started.begun, started.transaction
         with transaction or contextlib.nullcontext():
             with call.rendezvous("saving") as rendezvous:
-                try:
-                    report = _make_report(pending, display)
-                    share, written = write(save, begun.data, staging_queue, pending.rate_limiter, report)
+                with rendezvous.joined_by_all(), contextlib.closing(staging_queue):
+                    share, written = write(save, begun.data, staging_queue, pending, display)
                     call.cancellation.check()
-                except BaseException:
-                    staging_queue.close()
-                    if call.index == 0:  # so that the data is not deleted while the others still write
-                        with contextlib.suppress(PeerError):
-                            rendezvous.gather("")
-                    raise
                 published = destination.publish(rendezvous, save, begun, transaction, share)
             save.reuse.keep(begun.data, save.plan.stacks, written)
             with save.call.phases.timed("publish"):
@@ -370,14 +366,6 @@ def _carry_out(
         leaves=info.leaves,
     )
     return info
-
-
-def _make_report(pending: RunningSave, display: Report) -> Report:
-    def report(moved: int) -> None:
-        pending.add_done_bytes(moved)
-        display(moved)
-
-    return report
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from jaxckpt._job.call import Call
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
+from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, require_bool
@@ -21,8 +23,7 @@ from jaxckpt._run_folder.steps import is_link, is_step
 from jaxckpt._save.compose_manifest import (
     PublishResult,
     Share,
-    build_manifest,
-    encode_manifest,
+    compose_manifest,
     gather_shares,
     stored_bytes,
 )
@@ -94,21 +95,19 @@ class SharedPath:
     def publish(
         self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
     ) -> PublishResult:
-        call, phases = save.call, save.call.phases
+        phases, request = save.call.phases, save.request
         with phases.timed("barrier"):
             shares = gather_shares(rendezvous, share)
         result = PublishResult(0, 0, "", "")  # replaced by the result of process 0
-        if transaction is not None:
-            manifest = build_manifest(begun.save_id, save, shares)
-            if save.options.sync:
-                with phases.timed("sync"), call.watchdog.operation(f"syncing {self.store.url}"):
-                    transaction.sync(manifest.decoded_stacks)
+        if transaction is None:
+            save.call.cancellation.end()  # process 0 may publish from now on
+        else:
             with phases.timed("publish"):
-                content = encode_manifest(manifest)
-                call.cancellation.check()
-                call.cancellation.end()
-                with call.watchdog.operation(f"publishing {self.store.url}"):
-                    transaction.commit(content, sync=save.options.sync)
+                manifest = compose_manifest(
+                    begun.save_id, save.plan, save.draft, shares, request.metadata, request.step
+                )
+                content = encode(manifest)
+            self.commit(save.call, transaction, manifest.decoded_stacks, content, sync=save.options.sync)
             linked_bytes = sum(share.linked_bytes for share in shares)
             digest = hashlib.sha256(content).hexdigest()
             result = PublishResult(stored_bytes(manifest), linked_bytes, digest, manifest.created)
@@ -117,6 +116,18 @@ class SharedPath:
                 log_unlinked(self.store.url, n_bytes, reason)
         with phases.timed("barrier"):
             return msgspec.json.decode(rendezvous.broadcast(msgspec.json.encode(result).decode()), type=PublishResult)
+
+    def commit(
+        self, call: Call, transaction: Transaction, stacks: Iterable[Stack], manifest: bytes, *, sync: bool
+    ) -> None:
+        """Make the data durable and publish the manifest. From then on, the call cannot be cancelled. Process 0."""
+        if sync:
+            with call.phases.timed("sync"), call.watchdog.operation(f"syncing {self.store.url}"):
+                transaction.sync(stacks)
+        call.cancellation.check()
+        call.cancellation.end()
+        with call.phases.timed("publish"), call.watchdog.operation(f"publishing {self.store.url}"):
+            transaction.commit(manifest, sync=sync)
 
     def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
         if save.call.index == 0:

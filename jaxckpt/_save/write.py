@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
@@ -15,6 +15,7 @@ from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.watchdog import Watchdog
+from jaxckpt._save.async_saves import RunningSave
 from jaxckpt._save.compose_manifest import Share
 from jaxckpt._save.prepare import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
@@ -27,12 +28,12 @@ WrittenObjects = list[tuple[Object, WrittenObject]]
 
 
 def write(
-    save: PreparedSave, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter, report: Report
+    save: PreparedSave, data: str, staging_queue: StagingQueue, pending: RunningSave, display: Report
 ) -> tuple[Share, WrittenObjects]:
-    """Write this process's objects as their data arrives, and its state. Returns what it tells process 0, and each
+    """Write this process's objects as their data arrives, and its state. Returns its share, for process 0, and each
     object with its record."""
     with save.call.phases.timed("write"):
-        written = _write_objects(save, data, staging_queue, rate_limiter, report)
+        written = _write_objects(save, data, staging_queue, pending, display)
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_file_name(save.call.index)}"
@@ -49,20 +50,21 @@ def write(
 
 
 def _write_objects(
-    save: PreparedSave, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter, report: Report
+    save: PreparedSave, data: str, staging_queue: StagingQueue, pending: RunningSave, display: Report
 ) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
     with watchdog.operation(f"reading the checkpoint before {store.url}"):
         reuse = save.reuse.with_stored_base()
-    writer = _Writer(save, reuse, data, staging_queue, rate_limiter)
+    writer = _Writer(save, reuse, data, pending.rate_limiter)
     budget = Budget(save.options.host_bytes // WRITE_MEMORY_FACTOR)
     written: WrittenObjects = []
     moved = pipeline(_timed(staging_queue, phases), writer.n_bytes, writer.begin, budget, join=True)
     with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
         for staged, record in moved:
             staging_queue.mark_written(staged)
-            report(staged.obj.n_bytes)
+            pending.add_done_bytes(staged.obj.n_bytes)
+            display(staged.obj.n_bytes)
             written.append((staged.obj, record))
     if save.options.sync:
         with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
@@ -85,31 +87,29 @@ def _timed(staged: Iterable[StagedObject | None], phases: Phases) -> Iterator[St
         yield one
 
 
+@dataclass(frozen=True, slots=True)
 class _Writer:
     """Begins to write objects, or to link them."""
 
-    def __init__(
-        self, save: PreparedSave, reuse: Reuse, data: str, staging_queue: StagingQueue, rate_limiter: RateLimiter
-    ) -> None:
-        self._save = save
-        self._reuse = reuse
-        self._data = data
-        self._staging_queue = staging_queue
-        self._rate_limiter = rate_limiter
-        self._writers: dict[int, ArrayWriter] = {}
+    save: PreparedSave
+    reuse: Reuse
+    data: str
+    rate_limiter: RateLimiter
+    array_writers: dict[int, ArrayWriter] = field(default_factory=dict[int, ArrayWriter])
+    """By stack."""
 
     def n_bytes(self, staged: StagedObject) -> int:
         return staged.obj.n_bytes
 
     def begin(self, staged: StagedObject) -> _WritingObject:
-        save, obj = self._save, staged.obj
+        save, obj = self.save, staged.obj
         stack = save.plan.stacks[obj.stack]
-        if obj.stack not in self._writers:
-            self._writers[obj.stack] = save.store.array_writer(self._data, stack, sync=save.options.sync)
-        if self._rate_limiter.bytes_per_second is not None and obj not in self._reuse.originals:
-            self._rate_limiter.wait(obj.n_bytes, self._save.call.cancellation.check)
+        if obj.stack not in self.array_writers:
+            self.array_writers[obj.stack] = save.store.array_writer(self.data, stack, sync=save.options.sync)
+        if self.rate_limiter.bytes_per_second is not None and obj not in self.reuse.originals:
+            self.rate_limiter.wait(obj.n_bytes, save.call.cancellation.check)
         with save.call.phases.timed("device_to_host"):
-            pending, source = self._reuse.begin_object(staged, stack, self._writers[obj.stack], self._data)
+            pending, source = self.reuse.begin_object(staged, stack, self.array_writers[obj.stack], self.data)
         return _WritingObject(obj.n_bytes, pending, source, save.call.watchdog, save.store.url)
 
 

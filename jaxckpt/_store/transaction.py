@@ -44,9 +44,14 @@ class Transaction:
         """The manifest that the commit replaces."""
 
         self.handle = handle
+        self.has_leftovers = False
+        """Whether there is data whose writer may be alive. After the commit, that writer cannot publish."""
+
+        self.is_shared = False
+        """Whether other processes have parts of this checkpoint in folders of their own, and may publish it at any
+        moment. Nothing is deleted then; the next save does that."""
+
         self._has_created_path = has_created_path
-        self._has_leftovers = False
-        self._is_shared = False
         self._is_committed = False
         self._is_closed = False
 
@@ -58,15 +63,6 @@ class Transaction:
         """Atomically replace the previous manifest by this one, which describes the data."""
         self.store.publish(self.data, manifest, self.previous, sync=sync)
         self._is_committed = True
-
-    def expect_leftovers(self) -> None:
-        """Note that there is data whose writer may be alive. After the commit, that writer cannot publish."""
-        self._has_leftovers = True
-
-    def share(self) -> None:
-        """Note that other processes have a part of this checkpoint in folders of their own, and may publish it at any
-        moment. Nothing is deleted then; the next save does that."""
-        self._is_shared = True
 
     def __enter__(self) -> Self:
         return self
@@ -84,19 +80,19 @@ class Transaction:
         self._is_closed = True
         with contextlib.suppress(StorageError, CorruptError):
             self._release()
-            if not self._is_committed or self._is_shared:
+            if not self._is_committed or self.is_shared:
                 return
             old = None if self.previous is None else data_folder_of(self.previous)
             if old is not None:
                 self.store.delete(old)
-            if self._has_leftovers:
+            if self.has_leftovers:
                 self.store.sweep(self.data)
 
     def _release(self) -> None:
         store = self.store
         try:
             # An error may come after the manifest was published.
-            if self._is_committed or self._is_shared or may_reference_data(store.read(MANIFEST), self.data):
+            if self._is_committed or self.is_shared or may_reference_data(store.read(MANIFEST), self.data):
                 store.remove(f"{self.data}/{WRITER}")
             else:
                 store.discard(self.data)
@@ -115,15 +111,14 @@ def begin(store: Store, save_id: str, previous: bytes | None, stacks: Iterable[S
     """
     has_leftovers = store.sweep(None if previous is None else data_folder_of(previous))
     transaction = _create_arrays(store.begin_save(save_id, previous), stacks)
-    if has_leftovers:
-        transaction.expect_leftovers()
+    transaction.has_leftovers = has_leftovers
     return transaction
 
 
 def begin_own(store: Store, save_id: str, stacks: Iterable[Stack]) -> Transaction:
     """The same in the folder of one process of several that publish the checkpoint, each in its own folder."""
     transaction = store.begin_save(save_id, store.read(MANIFEST))
-    transaction.share()
+    transaction.is_shared = True
     return _create_arrays(transaction, stacks)
 
 
