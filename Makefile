@@ -67,7 +67,8 @@ check: $(READY)
 lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff format --check --line-length 84 README.md docs/*.md
+	$(BIN)/ruff format --check --line-length 84 README.md CONTRIBUTING.md SECURITY.md docs/*.md
+	$(BIN)/zizmor --offline --quiet --strict-collection .
 
 types:
 	$(BIN)/basedpyright
