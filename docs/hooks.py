@@ -1,5 +1,5 @@
-"""What the site adds to the Markdown files: charts, a page for each source file that they link to, and links from the names
-of the API to its reference. The Markdown itself is published next to the HTML, for llms.txt.
+"""What the site adds to the Markdown files: charts, a page for each source file that they link to, and links from the
+names of the API to its reference. The Markdown itself is published next to the HTML, for llms.txt.
 
 MkDocs calls the functions by their names.
 """
