@@ -51,7 +51,7 @@ def test_the_versions_are_those_that_are_installed_to_run_the_page() -> None:
 def test_keras(run_python: processes.RunPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without("keras")
     monkeypatch.chdir(tmp_path)
-    run_python(processes.PROGRAMS / "adopt_keras.py", word=processes.PASSED)
+    run_python(processes.PROGRAMS / "adopt_keras.py", word=processes.PASSED, timeout=240)
 
 
 # Levanter ---------------------------------------------------------------------------------------------------
@@ -60,7 +60,8 @@ def test_keras(run_python: processes.RunPython, tmp_path: Path, monkeypatch: pyt
 def test_levanter(run_python: processes.RunPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without("levanter")
     monkeypatch.chdir(tmp_path)
-    run_python(processes.PROGRAMS / "adopt_levanter.py", word=processes.PASSED, env={"WANDB_MODE": "disabled"})
+    program = processes.PROGRAMS / "adopt_levanter.py"
+    run_python(program, word=processes.PASSED, timeout=240, env={"WANDB_MODE": "disabled"})
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def test_maxtext(tmp_path: Path) -> None:
             kernel, saved = restored["params"]["params"]["kernel"], expected["params"]["params"]["kernel"]
             assert np.array_equal(kernel, saved)
             assert kernel.sharding == saved.sharding
+    assert [jaxckpt.open(run / f"{step}/items").format for step in (0, 10, 20)] == ["orbax", "jaxckpt", "jaxckpt"]
     assert jaxckpt.verify(run / "20/items").ok
     assert jaxckpt.open(run / "20/items").leaves["params/params/kernel"].spec == P("data", "model")
 
