@@ -1,5 +1,5 @@
 """What the site adds to the Markdown files: charts, a page for each source file that they link to, and links from the
-names of the API to its reference.
+names of the API to its reference. The Markdown itself is published next to the HTML, for llms.txt.
 
 MkDocs calls the functions by their names.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from mkdocs.utils import write_file
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,6 +73,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<autoref identifier="jaxckpt.{known}" optional>{match[0]}</autoref>'
 
     return _NAME.sub(linked, html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Publish the Markdown of a page."""
+    write_file((page.markdown or "").encode(), str(Path(config.site_dir, page.file.src_uri)))
+    return output
 
 
 def _outside(page: File, target: str) -> str | None:
