@@ -13,7 +13,7 @@ import base64
 import contextlib
 import hashlib
 import zlib
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +71,6 @@ class ProcessFolders:
         self._tier = tier
         self._step = step
         self._flush = flush
-
-    @property
-    def plan_key(self) -> Hashable:
-        return self._tier.domains
 
     def check(self, request: SaveRequest) -> None:
         if self._flush is not None:

@@ -22,7 +22,7 @@ from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._save.async_saves import RunningSave, lift_limits
-from jaxckpt._save.describe import DraftCache
+from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save import start
@@ -64,7 +64,7 @@ class Saver:
     last_flush: LastSave = field(default_factory=LastSave)
     """The last flush of a local step."""
 
-    draft_cache: DraftCache = field(default_factory=DraftCache)
+    plan_cache: PlanCache = field(default_factory=PlanCache)
     preempted: bool = False
 
     def save(
@@ -173,7 +173,7 @@ class Saver:
                 request,
                 step=StepRecord(step, recorded_metrics(metrics)),
                 subtrees=tuple(self.directory.policy.keep_last_of),
-                draft_cache=self.draft_cache,
+                plan_cache=self.plan_cache,
                 reuse_cache=self.reuse_cache if self.local is None else None,
                 deadline=self.preemption.deadline if is_last_step else None,
             )

@@ -6,7 +6,7 @@ import collections
 import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,10 +28,10 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import LeafRecord
 from jaxckpt._model.select import parse_select
-from jaxckpt._model.tree import Container, Structure, Tree, all_paths
+from jaxckpt._model.tree import Structure, Tree, all_paths
 from jaxckpt._model.values import KINDS, PYTHON_KINDS, array_of, encode_value
 from jaxckpt._options import Options
-from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
+from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt.errors import InputError, LayoutError, Problem, SpecError, TreeError, show_count, show_path
 
 Value = Any
@@ -57,20 +57,8 @@ class Draft:
     """For each leaf that is the same array as an earlier leaf, in the same layout: the number of the earlier leaf,
     whose row it shares. It has no entry in `arrays` and `values`."""
 
-    plan_cache: list[tuple[Any, SavePlan]] = field(default_factory=list[tuple[Any, SavePlan]], repr=False)
-    """The last plan with the key that it was made for. Drafts of similar trees share this list."""
-
 
 _HOST = ((0,),)  # the holder of the single cell of a host-local leaf: process 0
-
-
-@dataclass(slots=True)
-class DraftCache:
-    """The description of the last tree that a Checkpointer saved, because a training job saves similar trees."""
-
-    entry: tuple[Any, Any, Draft] | None = None
-    """The similarity key of that tree; its key paths, if a custom node may change them while the key stays equal; and
-    its draft without the values."""
 
 
 def describe(
@@ -79,7 +67,6 @@ def describe(
     specs: Specs,
     options: Options,
     subtrees: tuple[str, ...] = (),
-    cache: DraftCache | None = None,
     dtype: Dtypes = None,
 ) -> Draft:
     """Flatten a tree and decide how each leaf will be stored. TreeError and SpecError list all leaves at fault.
@@ -89,71 +76,6 @@ def describe(
     if specs is not None and mesh is None:
         raise InputError("save(specs=…) needs mesh=: the mesh whose axes the specs name")
     require_mesh(mesh)
-    plain = _similarity_key(tree, subtrees) if cache is not None and mesh is None and dtype is None else None
-    if cache is None or plain is None:
-        return _describe(tree, mesh, specs, options, subtrees, dtype)
-    likeness, leaves = plain
-    if cache.entry is not None:
-        last, paths, draft = cache.entry
-        if _is_equal(last, likeness) and (paths is None or _is_equal(paths, _key_paths(tree))):
-            values = {number: leaf for number, leaf in enumerate(leaves) if number not in draft.ties}
-            return replace(draft, values=values)
-    draft = _describe(tree, mesh, specs, options, subtrees, None)
-    if _has_str_keys(draft.structure):
-        # A custom node may keep its keys in a list that changes in place, and would then still equal itself.
-        paths = _key_paths(tree) if _has_custom_nodes(draft.structure) else None
-        cache.entry = likeness, paths, replace(draft, values={})
-    return draft
-
-
-def _similarity_key(tree: Tree, subtrees: tuple[str, ...]) -> tuple[Any, list[jax.Array]] | None:
-    """Everything that determines how a tree of plain jax.Arrays is stored, and its leaves; None for other trees.
-
-    Takes 2 ms for 2,000 leaves; describing them takes 11 ms.
-    """
-    try:
-        leaves, treedef = jax.tree.flatten(tree)
-    except (TypeError, ValueError, OverflowError, RecursionError, SystemError):
-        return None  # reported with its path when the tree is described
-    plain = type(leaves[0]) if leaves and isinstance(leaves[0], jax.Array) else None
-    # The leaves of a tree of PRNG keys also have a single type.
-    if plain is None or jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key) or issubclass(plain, Tracer):
-        return None
-    if any(type(leaf) is not plain or leaf.is_deleted() for leaf in leaves):
-        return None
-    forms = [(leaf.aval, leaf.sharding, leaf.committed) for leaf in leaves]
-    return (treedef, forms, _first_occurrences(leaves), subtrees), leaves
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    try:
-        return a == b
-    except Exception:  # raised by static fields that cannot be compared, such as NumPy arrays
-        return False
-
-
-def _has_str_keys(structure: Structure) -> bool:
-    """Whether all keys are str. Otherwise equal trees may have different paths, because 1, 1.0 and True are equal."""
-    if not isinstance(structure, Container):
-        return True
-    return {*map(type, structure.keys or ())} <= {str} and all(map(_has_str_keys, structure.children))
-
-
-def _has_custom_nodes(structure: Structure) -> bool:
-    return isinstance(structure, Container) and (
-        structure.type == "custom" or any(map(_has_custom_nodes, structure.children))
-    )
-
-
-def _key_paths(tree: Tree) -> Any:
-    """JAX's path of each leaf. Takes 60 ms for 20,000 leaves; describing them takes 320 ms."""
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-
-def _describe(
-    tree: Tree, mesh: Mesh | None, specs: Specs, options: Options, subtrees: tuple[str, ...], dtype: Dtypes
-) -> Draft:
-    """The draft of a tree, without the cache of `describe`."""
     leaves, structure = flatten(tree, states=True)
     draft = Draft(structure, state_leaves=frozenset(number for number, leaf in enumerate(leaves) if leaf.in_state))
     problems: list[Problem] = []
@@ -204,7 +126,7 @@ def _choose_casts(leaves: Sequence[Leaf], draft: Draft, dtype: Dtypes, options: 
 
 def _tie(leaves: Sequence[Leaf], draft: Draft) -> None:
     """Store leaves that are the same array in the same layout only once."""
-    if _first_occurrences([leaves[number].value for number in draft.values]) is None:
+    if first_occurrences([leaves[number].value for number in draft.values]) is None:
         return
     first: dict[Hashable, int] = {}
     counts = collections.Counter[int]()
@@ -221,7 +143,7 @@ def _tie(leaves: Sequence[Leaf], draft: Draft) -> None:
     draft.arrays = [array for array in draft.arrays if array.number not in draft.ties]
 
 
-def _first_occurrences(leaves: Sequence[Any]) -> list[int] | None:
+def first_occurrences(leaves: Sequence[Any]) -> list[int] | None:
     """For each leaf, the index of the first leaf that is the same object; None if all differ."""
     if len(set(map(id, leaves))) == len(leaves):
         return None

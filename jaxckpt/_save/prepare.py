@@ -17,7 +17,8 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._save import async_saves as background_saves
 from jaxckpt._save.consistency import Agreement, compute_fingerprint
-from jaxckpt._save.describe import Draft, DraftCache, describe
+from jaxckpt._save.describe import Draft, describe
+from jaxckpt._save.plan_cache import PlainTree, PlanCache
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
 from jaxckpt._save.save_destination import Destination
 from jaxckpt._save.save_info import SaveInfo
@@ -47,8 +48,8 @@ class SaveRequest:
     subtrees: tuple[str, ...] = ()
     """Paths of subtrees that are stored separately, so that they can be dropped later."""
 
-    draft_cache: DraftCache | None = None
-    """Cache for the description of the tree."""
+    plan_cache: PlanCache | None = None
+    """Cache of a Checkpointer for the description and the plan of the tree."""
 
     reuse_cache: ReuseCache | None = None
     """Cache for the published objects."""
@@ -128,10 +129,7 @@ def prepare(request: SaveRequest, call: Call) -> PreparedSave:
             raise InputError(
                 f"process_state would be a file of {len(state)} bytes, but at most {MAX_FILE_BYTES} can be read back"
             )
-        draft = request.draft or describe(
-            request.tree, request.mesh, request.specs, options, request.subtrees, request.draft_cache, request.dtype
-        )
-        plan = _cached_plan(draft, destination, options, call)
+        draft, plan = describe_and_plan(request, call)
         reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)
         agreement: Callable[[], Agreement] | None = None
         if call.count > 1:
@@ -144,9 +142,17 @@ def prepare(request: SaveRequest, call: Call) -> PreparedSave:
     return PreparedSave(request, call, draft, plan, reuse, agreement, state, threaded)
 
 
-def _cached_plan(draft: Draft, destination: Destination, options: Options, call: Call) -> SavePlan:
-    """The plan of a tree. Reuses the last plan for a similar tree."""
-    made_for = (options, call.index, call.count, destination.plan_key)
-    if not draft.plan_cache or draft.plan_cache[0][0] != made_for:
-        draft.plan_cache[:] = [(made_for, destination.plan(draft.arrays, options, call.index, call.count))]
-    return draft.plan_cache[0][1]
+def describe_and_plan(request: SaveRequest, call: Call) -> tuple[Draft, SavePlan]:
+    """How each leaf is stored, and what this process writes."""
+    cache, plain = request.plan_cache, None
+    if cache is not None and request.mesh is None and request.specs is None and request.dtype is None:
+        plain = PlainTree.of(request.tree, request.subtrees)
+        if plain is not None and (similar := cache.find(plain)) is not None:
+            return similar
+    draft = request.draft or describe(
+        request.tree, request.mesh, request.specs, request.options, request.subtrees, request.dtype
+    )
+    plan = request.destination.plan(draft.arrays, request.options, call.index, call.count)
+    if cache is not None and plain is not None:
+        cache.remember(plain, draft, plan)
+    return draft, plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,11 +40,6 @@ class Destination(Protocol):
     @property
     def store(self) -> Store:
         """The folder that this process writes to."""
-        ...
-
-    @property
-    def plan_key(self) -> Hashable:
-        """Plans of equal trees are equal if this is equal."""
         ...
 
     def check(self, request: SaveRequest) -> None:

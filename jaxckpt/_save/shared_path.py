@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -49,10 +49,6 @@ class SharedPath:
     def at(cls, path: Path, options: Options, *, overwrite: bool) -> SharedPath:
         """The destination at a path or URL. Raises InputError, StorageError."""
         return cls(store_at(path, options, to_write=True), overwrite=overwrite)
-
-    @property
-    def plan_key(self) -> Hashable:
-        return None
 
     def check(self, request: SaveRequest) -> None:
         return

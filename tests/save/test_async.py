@@ -31,9 +31,12 @@ import jaxckpt
 from jaxckpt._job.call import Call
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import async_saves as _background
-from jaxckpt._save import describe as _draft
 from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.async_saves import RunningSave
+from jaxckpt._save.describe import Draft
+from jaxckpt._save.plan_cache import PlanCache
+from jaxckpt._save.prepare import SaveRequest, describe_and_plan
+from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileWriter
 
@@ -397,8 +400,15 @@ def similar() -> list[Any]:
     ]
 
 
-def message(tree: Any, recent: _draft.DraftCache, components: tuple[str, ...] = ()) -> str:
-    draft = _draft.describe(tree, None, None, jaxckpt.Options(), components, recent)
+def described(tree: Any, cache: PlanCache, subtrees: tuple[str, ...] = ()) -> Draft:
+    options = jaxckpt.Options()
+    destination = SharedPath.at("memory://described", options, overwrite=False)
+    request = SaveRequest(destination, options, tree, subtrees=subtrees, plan_cache=cache)
+    return describe_and_plan(request, Call.alone("save", "memory://described", options))[0]
+
+
+def message(tree: Any, cache: PlanCache, subtrees: tuple[str, ...] = ()) -> str:
+    draft = described(tree, cache, subtrees)
     values = {number: np.asarray(value).tobytes() for number, value in draft.values.items()}
     # repr, because 1, 1.0 and True are equal but not the same
     return repr((draft.structure, draft.records, draft.arrays, draft.table.layouts, draft.table.meshes, values))
@@ -428,21 +438,20 @@ def test_a_node_that_changed_in_place_is_detected(tmp_path: Path) -> None:
         checkpoints.save(1, {"bag": bag})
     assert list(jaxckpt.open(checkpoints.path(1))) == ["bag/z", "bag/b"]
     # A node that has not changed is still remembered.
-    recent = _draft.DraftCache()
+    recent = PlanCache()
     assert message(bag, recent) == message(bag, recent)
-    options = jaxckpt.Options()
-    first, second = (_draft.describe(bag, None, None, options, cache=recent) for _ in range(2))
+    first, second = (described(bag, recent) for _ in range(2))
     assert first.records is second.records
 
 
 def test_different_trees_are_distinguished() -> None:
     trees = similar()
-    expected = [message(tree, _draft.DraftCache()) for tree in trees]
-    recent = _draft.DraftCache()
+    expected = [message(tree, PlanCache()) for tree in trees]
+    recent = PlanCache()
     for numbers in (range(len(trees)), reversed(range(len(trees))), [0, 0, 2, 2, 0, 3, 3, 1, 9, 10, 11, 10, 9]):
         for number in numbers:
             assert message(trees[number], recent) == expected[number]
-    assert message(trees[12], recent, ("q",)) == message(trees[12], _draft.DraftCache(), ("q",))
+    assert message(trees[12], recent, ("q",)) == message(trees[12], PlanCache(), ("q",))
     assert message(trees[12], recent) == expected[12]
 
 
