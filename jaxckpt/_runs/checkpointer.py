@@ -21,6 +21,7 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalTier
 from jaxckpt._model.manifest import require_json
+from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
@@ -635,13 +636,21 @@ class Checkpointer(Run):
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The best step by a metric, by default that of the first rule of `keep_best`; None if no step has the metric.
-        Raises InputError if `keep_best` has no such rule and no `mode` is given."""
+        Raises InputError if `keep_best` has no such rule and no `mode` is given, or if the steps have metrics but none of
+        this name."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
         if best is None and metric is not None and mode is not None:
             return super().best_step(metric, mode)
         if best is None:
-            raise InputError(f"best_step({metric or ''}) needs Checkpointer(keep_best=({metric or 'metric'!r}, mode))")
+            if metric is None:
+                rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
+                raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
+            names = [best.metric for best in bests]
+            raise InputError(
+                f"keep_best has no rule for {metric!r}{closest_hint(str(metric), names) or '.'} For any other metric, pass a"
+                f" mode, as in best_step({metric!r}, 'min')"
+            )
         return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
 
     def metrics(self, step: StepName) -> dict[str, float | None]:

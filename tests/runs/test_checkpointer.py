@@ -867,8 +867,14 @@ def test_metrics(tmp_path: Path) -> None:
             checkpoints.save(7, {"x": 7}, metrics={"loss": "low"})
         with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step 5"):
             checkpoints.metrics(5)
-    with pytest.raises(jaxckpt.errors.InputError, match="keep_best"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"keep_best has no rule: pass .* best_step\('loss', 'min'\)"):
         jaxckpt.Checkpointer(tmp_path).best_step()
+    with pytest.raises(jaxckpt.errors.InputError, match=r"'los'; did you mean 'loss'\? .* best_step\('los', 'min'\)"):
+        jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")).best_step("los")
+    with pytest.raises(jaxckpt.errors.InputError, match="no rule with 'min'"):
+        jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")).best_step(mode="min")
+    with pytest.raises(jaxckpt.errors.InputError, match=r"no rule for 'top'\. For any other metric"):
+        jaxckpt.Checkpointer(tmp_path).best_step("top")
 
 
 @pytest.mark.parametrize(
