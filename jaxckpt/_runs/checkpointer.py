@@ -236,8 +236,12 @@ class Checkpointer(Run):
         return Call.of(verb, path, self._options)
 
     def _begin_training(self) -> None:
-        """Note that this Checkpointer trains, and does not only read."""
-        if not self._is_training and self._is_process_0:
+        """Note that this Checkpointer trains, and does not only read. It may have been closed before."""
+        if self._is_training:
+            return
+        self._preemption = self._saver.preemption = self._preemption.renewed()
+        self._exited_cleanly = True
+        if self._is_process_0:
             run_uninterrupted(self._directory.remove_end)
             run_uninterrupted(self._deletion.begin_training)
         self._is_training = True
@@ -421,6 +425,9 @@ class Checkpointer(Run):
         not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
         `restore_or_init` leaves it as it is. This also restores the previous SIGTERM handler.
 
+        A closed Checkpointer can be used again, for example by a second `fit` with the same callback: its next `save` or
+        `restore_or_init` removes the record, and `save` listens for SIGTERM again. Then close it again.
+
         Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
         of `save`: in a job of one process, by SIGTERM. If the program's own SIGTERM handler has raised, raises that
         exception instead.
@@ -446,6 +453,7 @@ class Checkpointer(Run):
         else:
             self._close_in_process_0()
         finally:
+            self._is_training = False
             self._directory.release()
 
     def _close_in_process_0(self) -> None:
@@ -455,7 +463,6 @@ class Checkpointer(Run):
     def _close_directory(self) -> None:
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
-            self._is_training = False  # a save after this removes the note again
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 

@@ -468,3 +468,23 @@ def test_an_interrupt_during_registration_leaves_the_signal_handler_unchanged(
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(1, {"w": 1})
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_checkpointer_that_saves_again_after_close_is_preempted(tmp_path: Path) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, every=10)
+    for step in (10, 20):
+        checkpoints.save(step, {"x": step})
+        checkpoints.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert (tmp_path / "_run" / "ended.json").exists()
+    assert not checkpoints.save(21, {"x": 21})
+    assert not (tmp_path / "_run" / "ended.json").exists()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(jaxckpt.Preempted, match="step 22 is saved"):
+        checkpoints.save(22, {"x": 22})
+    checkpoints.close()
+    assert checkpoints.steps() == [10, 20, 22]
+    assert not (tmp_path / "_run" / "ended.json").exists(), "the next run resumes"
+    assert checkpoints.save(30, {"x": 30})
+    checkpoints.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
