@@ -94,7 +94,8 @@ class Checkpointer(Run):
             each step, in a background thread of process 0.
         keep_last_of: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
             only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
-            matches nothing in the tree is an error when a step is saved.
+            matches nothing in the tree is an error at the first call of `save`; only the last step of a preempted job is
+            saved in spite of it.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.

@@ -1035,6 +1035,10 @@ def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Pat
     ):
         checkpoints.save(0, state(0))
     assert list(tmp_path.iterdir()) == []
+    rare = jaxckpt.Checkpointer(tmp_path, every=1000, keep_last_of={"opt_stat": 1}, options=FAST)
+    with pytest.raises(jaxckpt.errors.TreeError, match="did you mean 'opt_state"):
+        rare.save(1, state(1))  # although it is not due
+    assert list(tmp_path.iterdir()) == []
     for keep_last_of in (
         {"opt_state": 1},
         {"*_state": 1},

@@ -283,6 +283,25 @@ def test_the_last_step_is_saved_although_another_save_hangs(
     assert checkpoints.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_neither_a_rule_nor_a_metric_loses_the_last_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, local: bool
+) -> None:
+    tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
+    rules: dict[str, Any] = {"keep_last_of": {"opt_stat": 1, "params": 1}, "keep_best": ("loss", "min")}
+    tree = {"params": np.ones(3), "opt_state": np.ones(3)}
+    with jaxckpt.Checkpointer(tmp_path / "run", every=1000, **rules, **tier) as checkpoints:
+        with pytest.raises(jaxckpt.errors.TreeError, match="opt_stat"):
+            checkpoints.save(1, tree)
+        assert not checkpoints.save(2, tree, metrics={"loss": "not yet"})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 3 is saved"):
+            checkpoints.save(3, tree, metrics={"loss": "not yet"})
+    assert "saved without this rule: keep_last_of has 'opt_stat'" in caplog.text
+    assert "saved without metrics: metric 'loss' must be a number" in caplog.text
+    assert checkpoints.restore(3)["opt_state"].tolist() == [1] * 3
+
+
 def test_an_earlier_save_is_finished_without_its_rate_limit(tmp_path: Path) -> None:
     options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
     with jaxckpt.Checkpointer(tmp_path, preemption_seconds=60, options=options) as checkpoints:
