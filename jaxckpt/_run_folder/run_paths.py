@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -64,8 +64,7 @@ def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
     """The step with a name, of the published steps of a run, oldest first. Raises InputError, NotACheckpointError."""
     if name.isdecimal() and name.isascii():
         if (step := int(name)) not in published:
-            shown = ", ".join(map(str, published[-5:]))
-            raise NotACheckpointError(f"{run.url} has no step {step}; the newest steps are {shown}")
+            raise missing_step_error(run, step, published)
         return step
     if name == "latest":
         return published[-1]
@@ -82,13 +81,20 @@ def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
     )
 
 
+def missing_step_error(run: Store, step: int, published: Sequence[int]) -> NotACheckpointError:
+    """The error for a number that is not one of the published steps of a run, oldest first."""
+    shown = ", ".join(map(str, published[-5:]))
+    newest = f"; the newest steps are {shown}" if len(published) > 1 else f"; its only step is {shown}" if shown else ""
+    return NotACheckpointError(f"{run.url} has no step {step}{newest}")
+
+
 def _best(run: Store, published: Sequence[int]) -> int:
     """The step with the best value of the metric that the run's note names.
 
     Raises InputError, NotACheckpointError, DataError.
     """
     metric, mode = best_rule(run)
-    best = best_published_step(run, published, metric, mode)
+    best = next(iter(best_of(metrics_by_step(run, published), metric, mode)), None)
     if best is None:
         raise NotACheckpointError(f"no step in {run.url} has a value of the metric {metric!r}")
     return best
@@ -111,14 +117,13 @@ def best_rule(run: Store) -> tuple[str, Mode]:
         raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
 
 
-def best_published_step(run: Store, published: Sequence[int], metric: str, mode: Mode) -> int | None:
-    """The step with the best value of a metric; None if none has a value. Raises DataError, StorageError."""
+def metrics_by_step(run: Store, published: Sequence[int]) -> list[tuple[int, Mapping[str, float | None]]]:
+    """The published steps that a Checkpointer saved, each with its metrics. Raises DataError, StorageError."""
     children = [run.child(step_name(step)) for step in published]
     contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
     added = read_added_metrics(run, published)
-    metrics = [
+    return [
         (step, {**manifest.step.metrics, **added.get((step, manifest.save_id), {})})
         for step, child, content in zip(published, children, contents, strict=True)
         if content is not None and (manifest := decode(content, child.url)).step is not None
     ]
-    return next(iter(best_of(metrics, metric, mode)), None)

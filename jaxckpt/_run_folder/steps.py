@@ -29,6 +29,10 @@ Mode = Literal["min", "max"]
 
 def require_step(step: object) -> int:
     """The number of a step as a plain int. Raises InputError for anything else."""
+    if step is None:
+        raise InputError(
+            "step must be a whole number, found None: best_step() and latest_step() return None if there is no such step"
+        )
     return require_whole_number(step, "step", minimum=0, maximum=MAX_INTEGER)
 
 

@@ -21,6 +21,7 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalTier
 from jaxckpt._model.manifest import require_json
+from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
@@ -93,7 +94,8 @@ class Checkpointer(Run):
             each step, in a background thread of process 0.
         keep_last_of: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
             only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
-            matches nothing in the tree is an error when a step is saved.
+            matches nothing in the tree is an error at the first call of `save`; only the last step of a preempted job is
+            saved in spite of it.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.
@@ -235,8 +237,12 @@ class Checkpointer(Run):
         return Call.of(verb, path, self._options)
 
     def _begin_training(self) -> None:
-        """Note that this Checkpointer trains, and does not only read."""
-        if not self._is_training and self._is_process_0:
+        """Note that this Checkpointer trains, and does not only read. It may have been closed before."""
+        if self._is_training:
+            return
+        self._preemption = self._saver.preemption = self._preemption.renewed()
+        self._exited_cleanly = True
+        if self._is_process_0:
             run_uninterrupted(self._directory.remove_end)
             run_uninterrupted(self._deletion.begin_training)
         self._is_training = True
@@ -422,6 +428,9 @@ class Checkpointer(Run):
         not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
         `restore_or_init` leaves it as it is. This also restores the previous SIGTERM handler.
 
+        A closed Checkpointer can be used again, for example by a second `fit` with the same callback: its next `save` or
+        `restore_or_init` removes the record, and `save` listens for SIGTERM again. Then close it again.
+
         Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
         of `save`: in a job of one process, by SIGTERM. If the program's own SIGTERM handler has raised, raises that
         exception instead.
@@ -447,6 +456,7 @@ class Checkpointer(Run):
         else:
             self._close_in_process_0()
         finally:
+            self._is_training = False
             self._directory.release()
 
     def _close_in_process_0(self) -> None:
@@ -456,7 +466,6 @@ class Checkpointer(Run):
     def _close_directory(self) -> None:
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
-            self._is_training = False  # a save after this removes the note again
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
         self._deletion.raise_failure()
 
@@ -637,13 +646,21 @@ class Checkpointer(Run):
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The best step by a metric, by default that of the first rule of `keep_best`; None if no step has the metric.
-        Raises InputError if `keep_best` has no such rule and no `mode` is given."""
+        Raises InputError if `keep_best` has no such rule and no `mode` is given, or if the steps have metrics but none of
+        this name."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
         if best is None and metric is not None and mode is not None:
             return super().best_step(metric, mode)
         if best is None:
-            raise InputError(f"best_step({metric or ''}) needs Checkpointer(keep_best=({metric or 'metric'!r}, mode))")
+            if metric is None:
+                rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
+                raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
+            names = [best.metric for best in bests]
+            raise InputError(
+                f"keep_best has no rule for {metric!r}{closest_hint(str(metric), names) or '.'} For any other metric, pass a"
+                f" mode, as in best_step({metric!r}, 'min')"
+            )
         return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
 
     def metrics(self, step: StepName) -> dict[str, float | None]:

@@ -116,7 +116,8 @@ class Deletion:
 
     def begin_training(self) -> None:
         """Remove the marks of a deletion that was killed. A `Checkpointer` that only reads leaves them, because they
-        may belong to a running deletion of the training job."""
+        may belong to a running deletion of the training job. A closed `Checkpointer` may begin again."""
+        self._closed = self._must_stop = False
         try:
             with self._deletion_lock:
                 self._directory.require_same_folder()

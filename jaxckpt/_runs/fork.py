@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import NoReturn
 
 from jaxckpt._model import zarr
@@ -26,6 +27,8 @@ from jaxckpt.errors import (
     show_count,
 )
 
+_log = logging.getLogger("jaxckpt")
+
 
 def fork_step(path: str, new_run: Path, options: Options) -> int:
     """Start a new run from the step at a path. Returns its number. Raises as `Run.fork`."""
@@ -37,6 +40,13 @@ def fork_step(path: str, new_run: Path, options: Options) -> int:
             f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
         )
         raise CheckpointExistsError(f"{new.url} {state}: give a folder that is new or empty")
+    if source.manifest.step is not None and (dropped := source.manifest.step.dropped):
+        _log.warning(
+            "the fork of %s is without %s, which keep_last_of has deleted there; restore_or_init(init, strict=False)"
+            " takes it from init",
+            source.store.url,
+            ", ".join(map(repr, dropped)),
+        )
     run_uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
     return number
 

@@ -139,6 +139,12 @@ class PreemptionListener:
             _log.warning("raising what the program's own handler of SIGTERM has raised, %r, after %s", error, outcome)
             raise error
 
+    def renewed(self) -> PreemptionListener:
+        """The listener of a Checkpointer that saves again after `close`. It is a new one, because handlers of SIGTERM
+        that were installed later may call this one's. After a preemption, it is this one, which does not listen."""
+        is_ended = self._closed and not self.is_notified
+        return PreemptionListener(self._processes, self._grace_seconds) if is_ended else self
+
     def close(self) -> None:
         """Stop listening."""
         is_installed = not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal

@@ -13,6 +13,8 @@ from jaxckpt._arguments.specs import Specs
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._keywords import explain_names
+from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool
@@ -22,8 +24,8 @@ from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
 from jaxckpt._run_folder.run_metadata import read_metadata
-from jaxckpt._run_folder.run_paths import best_published_step, best_rule, resolve_name
-from jaxckpt._run_folder.steps import Mode, pins, require_no_checkpoint, require_step, step_folders, step_name
+from jaxckpt._run_folder.run_paths import best_rule, metrics_by_step, missing_step_error, resolve_name
+from jaxckpt._run_folder.steps import Mode, best_of, pins, require_no_checkpoint, require_step, step_folders, step_name
 from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.metrics import recorded_metrics
@@ -47,7 +49,8 @@ class Run:
 
     Args:
         directory: The directory of a `Checkpointer`: a local path or a URL. It need not exist yet. `steps`,
-            `latest_step`, `open` and `restore` also work with a local run of Orbax's `CheckpointManager`.
+            `latest_step`, `metrics`, `best_step("loss", "min")`, `open` and `restore` also work with a local run of
+            Orbax's `CheckpointManager`.
         options: See `Options`.
 
     Raises:
@@ -104,16 +107,45 @@ class Run:
             mode: "min" or "max". None: as in `keep_best`, if it names this metric.
 
         Raises:
-            InputError: No metric is given and the run does not record one, or no mode is given for this metric.
+            InputError: No metric is given and the run does not record one, or no mode is given for this metric; or the
+                steps have metrics, but none of this name.
         """
         if mode not in ("min", "max", None):
             raise InputError(f'mode must be "min" or "max", found {mode!r}')
+        recorded_metric = None
         if metric is None or mode is None:
             recorded_metric, recorded_mode = best_rule(self._store)
             if metric not in (None, recorded_metric):
-                raise InputError(f'best_step({metric!r}) needs mode="min" or mode="max"')
+                raise InputError(
+                    f'best_step({metric!r}) needs mode="min" or mode="max", because keep_best compares steps by'
+                    f" {recorded_metric!r}{closest_hint(str(metric), (recorded_metric,))}"
+                )
             metric, mode = recorded_metric, mode or recorded_mode
-        return best_published_step(self._store, self.steps(), metric, mode)
+        by_step = self._metrics_by_step()
+        names = sorted({name for _, metrics in by_step for name in metrics})
+        if names and metric not in (*names, recorded_metric):
+            raise InputError(
+                f"no step in {self.directory} has a metric {metric!r}; the steps have"
+                f" {', '.join(map(repr, names))}{closest_hint(str(metric), names)}"
+            )
+        return next(iter(best_of(by_step, metric, mode)), None)
+
+    def _metrics_by_step(self) -> list[tuple[int, Mapping[str, float | None]]]:
+        """The metrics of each step, oldest first, also of a run of Orbax."""
+        steps = self.steps()
+        if by_step := metrics_by_step(self._store, steps):
+            return by_step
+        foreign = foreign_steps_of(self._store.url, self._options, ignored=[*map(step_name, steps)])
+        return [(step.number, self._foreign_metrics(step.path)) for step in foreign]
+
+    def _foreign_metrics(self, path: str) -> dict[str, float | None]:
+        """The metrics of a step of Orbax: those that are numbers."""
+        metadata = open_checkpoint(path, options=self._options).metadata or {}
+        return {
+            name: None if value is None else float(value)
+            for name, value in metadata.get("metrics", {}).items()
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        }
 
     def path(self, step: StepName) -> str:
         """The path or URL of a step, for every function that takes a checkpoint."""
@@ -152,11 +184,23 @@ class Run:
     def metrics(self, step: StepName) -> dict[str, float | None]:
         """The metrics given to `Checkpointer.save`, and those that were added; None for values that were not finite.
 
-        Raises NotACheckpointError.
+        For a step of Orbax, those of its metrics that are numbers. Raises NotACheckpointError.
         """
         number = self._number(step)
-        manifest, _ = load_manifest(self._store.child(step_name(number)))
-        return metrics_of(self._store, number, manifest.save_id, manifest.step)
+        manifest = self._manifest(number)
+        if manifest is not None:
+            return metrics_of(self._store, number, manifest.save_id, manifest.step)
+        foreign = {step.number: step.path for step in foreign_steps_of(self._store.url, self._options)}
+        if number not in foreign:
+            raise missing_step_error(self._store, number, self.steps())
+        return self._foreign_metrics(foreign[number])
+
+    def _manifest(self, number: int) -> Manifest | None:
+        """The manifest of a step; None if no Checkpointer has saved this step, or it was deleted."""
+        try:
+            return load_manifest(self._store.child(step_name(number)))[0]
+        except NotACheckpointError:
+            return None
 
     def add_metrics(self, step: StepName, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a step, or replace those that it has. `keep_best` and "best" respect them.
@@ -165,12 +209,19 @@ class Run:
         again, they are ignored.
 
         Raises:
-            InputError: A metric is not a number.
+            InputError: A metric is not a number, or the run is of Orbax.
             NotACheckpointError: The step does not exist.
             StorageError: The run's directory cannot be written to.
         """
         number, values = self._number(step), recorded_metrics(metrics)
-        manifest, _ = load_manifest(self._store.child(step_name(number)))
+        manifest = self._manifest(number)
+        if manifest is None:
+            steps = self.steps()
+            if number in steps:
+                raise InputError(
+                    f"{self.directory} is a run of another library, to whose steps no metrics can be added"
+                )
+            raise missing_step_error(self._store, number, steps)
         add_metrics(self._store, number, manifest.save_id, values, sync=self._options.sync)
 
     # Pins ------------------------------------------------------------------------------------------------
@@ -193,7 +244,8 @@ class Run:
             The number of the step.
 
         Raises:
-            InputError: `name` is invalid, or a different step has it and `move` is false.
+            InputError: `name` is invalid, or a different step has it and `move` is false; or `step` is None, which
+                `best_step` returns if no step has a value.
             NotACheckpointError: The step does not exist, or is being deleted.
             StorageError: The run's directory cannot be written to.
 
@@ -226,7 +278,7 @@ class Run:
 
     def open(self, step: StepName | None = None, *, rename: Renaming | None = None) -> Checkpoint:
         """Open a step to inspect it, by default the newest, as `jaxckpt.open` does."""
-        return open_checkpoint(self._path_to_read(step), rename=rename, options=self._options)
+        return open_checkpoint(self._path_or_newest(step), rename=rename, options=self._options)
 
     def restore(
         self,
@@ -246,11 +298,14 @@ class Run:
         The other arguments and the errors are those of `jaxckpt.restore`.
         """
         request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
-        return run_restore(self._path_to_read(step), request, self._options)
+        return run_restore(self._path_or_newest(step), request, self._options)
 
-    def _path_to_read(self, step: StepName | None) -> str:
-        """A path that also names a step of a local run of Orbax; by default the newest."""
-        if step is None or step == "latest":
+    def _path_or_newest(self, step: StepName | None) -> str:
+        return self._path_to_read("latest" if step is None else step)
+
+    def _path_to_read(self, step: StepName) -> str:
+        """A path that also names a step of a local run of Orbax."""
+        if isinstance(step, str) and step == "latest":
             return self._store.url
         if local_path(self._store.url) is None:  # in s3://run@40, "run" would be a user name
             return self.path(step)
@@ -306,7 +361,7 @@ class Run:
             term_seconds=term_seconds,
         )
 
-    def fork(self, new_directory: str | os.PathLike[str], *, step: StepName | None = None) -> int:
+    def fork(self, new_directory: str | os.PathLike[str], *, step: StepName = "latest") -> int:
         """Start a new run from a step without copying data: the files are hard-linked.
 
         Each run may delete its step at any time; the other keeps the data. One process calls this, and it takes
@@ -314,7 +369,7 @@ class Run:
 
         Args:
             new_directory: The directory of the new run: on the same file system, without any steps.
-            step: The step. None: the newest.
+            step: The step; by default the newest.
 
         Returns:
             The number of the step.
@@ -322,7 +377,7 @@ class Run:
         Raises:
             CheckpointExistsError: `new_directory` has steps, or is itself a checkpoint or a file.
             InputError: One of the paths is on an object store or on a different file system, the file system refused a
-                link, or this is not a run. `jaxckpt.convert` makes a copy instead.
+                link, or this is not a run. `jaxckpt.convert` makes a copy instead. Or `step` is None.
             NotACheckpointError: The step does not exist, or was deleted in the meantime.
             DataError: A file of the step is missing or has the wrong length.
 

@@ -22,11 +22,12 @@ from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._save.async_saves import RunningSave, lift_limits
+from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import SaveRequest, require_on_done
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save import start
-from jaxckpt.errors import JaxckptError, Preempted
+from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -66,6 +67,8 @@ class Saver:
 
     plan_cache: PlanCache = field(default_factory=PlanCache)
     preempted: bool = False
+    are_rules_checked: bool = False
+    """Whether a tree has been compared with `keep_last_of`."""
 
     def save(
         self,
@@ -80,7 +83,9 @@ class Saver:
         """Save a step if it is due. `request` has the caller's arguments. Returns whether it is being saved."""
         decision = self._decide(step, metrics, begin_call, force=force)
         if not decision.due:
+            self._check_rules(request, begin_call)
             return False
+        self.are_rules_checked = True
         is_last_step, to_storage = decision.is_last_step, decision.to_storage
         saved = False
         if is_last_step:
@@ -147,6 +152,28 @@ class Saver:
                     last.wait()
         return _Decision(is_last_step, to_storage, due)
 
+    def _check_rules(self, request: SaveRequest, begin_call: Callable[..., Call]) -> None:
+        """Raise TreeError if `keep_last_of` does not fit the first tree, although no step is due yet."""
+        if self.are_rules_checked:
+            return
+        self.are_rules_checked = True
+        try:
+            missing = missing_subtrees(request.tree, [*self.directory.policy.keep_last_of])
+        except TreeError:
+            return  # raised when a step is due
+        for message in missing.values():
+            with begin_call():
+                raise TreeError(message)
+
+    def _fitting_subtrees(self, request: SaveRequest, is_last_step: bool) -> tuple[str, ...]:
+        """The paths of `keep_last_of`. For the last step of a preempted job, which must be saved, those that the tree
+        has."""
+        subtrees = tuple(self.directory.policy.keep_last_of)
+        missing = missing_subtrees(request.tree, subtrees) if is_last_step else {}
+        for message in missing.values():
+            _log.warning("the job was preempted, so its last step is saved without this rule: %s", message)
+        return tuple(subtree for subtree in subtrees if subtree not in missing)
+
     def _begin(
         self,
         step: int,
@@ -171,8 +198,8 @@ class Saver:
         with begin_call() as call:
             request = replace(
                 request,
-                step=StepRecord(step, recorded_metrics(metrics)),
-                subtrees=tuple(self.directory.policy.keep_last_of),
+                step=StepRecord(step, _recorded_metrics(metrics, is_last_step)),
+                subtrees=self._fitting_subtrees(request, is_last_step),
                 plan_cache=self.plan_cache,
                 reuse_cache=self.reuse_cache if self.local is None else None,
                 deadline=self.preemption.deadline if is_last_step else None,
@@ -241,3 +268,14 @@ class Saver:
             raise
         self.last_flush.wait()
         self.directory.require_same_folder()
+
+
+def _recorded_metrics(metrics: Mapping[str, Any] | None, is_last_step: bool) -> dict[str, float | None]:
+    """The metrics of a step. The last step of a preempted job is saved without them if they are invalid."""
+    try:
+        return recorded_metrics(metrics)
+    except InputError as error:
+        if not is_last_step:
+            raise
+        _log.warning("the job was preempted, so its last step is saved without metrics: %s", error)
+        return {}

@@ -230,6 +230,20 @@ def test_metrics_that_json_cannot_represent(tmp_path: Path) -> None:
     assert jaxckpt.open(tmp_path / "ours").metadata == {"metrics": {"loss": None, "top": [1.0]}}
 
 
+def test_a_run_reads_the_metrics_of_orbax(manager: Path) -> None:
+    run = jaxckpt.Run(manager)
+    assert run.metrics(4) == {"loss": 1 / 4}
+    assert run.metrics("latest") == {"loss": 1 / 6}
+    assert (run.best_step("loss", "min"), run.best_step("loss", "max")) == (6, 2)
+    with pytest.raises(jaxckpt.errors.InputError, match=r"has a metric 'los'; .* did you mean 'loss'\?"):
+        run.best_step("los", "min")
+    with pytest.raises(jaxckpt.errors.InputError, match="no metrics can be added"):
+        run.add_metrics(4, {"loss": 1})
+    for call in (lambda: run.metrics(5), lambda: run.add_metrics(5, {"loss": 1})):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="has no step 5; the newest steps are 2, 4, 6"):
+            call()
+
+
 def test_an_item_named_metrics_may_hold_arrays(tmp_path: Path) -> None:
     items = {"state": {"w": np.ones(3)}, "metrics": {"loss": np.zeros(3)}}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:

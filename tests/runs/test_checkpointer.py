@@ -867,8 +867,14 @@ def test_metrics(tmp_path: Path) -> None:
             checkpoints.save(7, {"x": 7}, metrics={"loss": "low"})
         with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step 5"):
             checkpoints.metrics(5)
-    with pytest.raises(jaxckpt.errors.InputError, match="keep_best"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"keep_best has no rule: pass .* best_step\('loss', 'min'\)"):
         jaxckpt.Checkpointer(tmp_path).best_step()
+    with pytest.raises(jaxckpt.errors.InputError, match=r"'los'; did you mean 'loss'\? .* best_step\('los', 'min'\)"):
+        jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")).best_step("los")
+    with pytest.raises(jaxckpt.errors.InputError, match="no rule with 'min'"):
+        jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")).best_step(mode="min")
+    with pytest.raises(jaxckpt.errors.InputError, match=r"no rule for 'top'\. For any other metric"):
+        jaxckpt.Checkpointer(tmp_path).best_step("top")
 
 
 @pytest.mark.parametrize(
@@ -1029,6 +1035,10 @@ def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Pat
         jaxckpt.errors.TreeError, match=r"'opt_stat', but the tree has nothing at that path; did you mean 'opt_state"
     ):
         checkpoints.save(0, state(0))
+    assert list(tmp_path.iterdir()) == []
+    rare = jaxckpt.Checkpointer(tmp_path, every=1000, keep_last_of={"opt_stat": 1}, options=FAST)
+    with pytest.raises(jaxckpt.errors.TreeError, match="did you mean 'opt_state"):
+        rare.save(1, state(1))  # although it is not due
     assert list(tmp_path.iterdir()) == []
     for keep_last_of in (
         {"opt_state": 1},

@@ -32,9 +32,9 @@ def files(path: Path) -> dict[str, os.stat_result]:
     return {str(file.relative_to(path)): file.stat() for file in found}
 
 
-@pytest.mark.parametrize(("step", "expected"), [(None, 3), (1, 1), ("best", 2), ("latest", 3)])
-def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, step: int | str | None, expected: int) -> None:
-    assert jaxckpt.Run(run).fork(tmp_path / "new", step=step) == expected
+@pytest.mark.parametrize(("step", "expected"), [({}, 3), ({"step": 1}, 1), ({"step": "best"}, 2), ({"step": "latest"}, 3)])
+def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, step: dict[str, Any], expected: int) -> None:
+    assert jaxckpt.Run(run).fork(tmp_path / "new", **step) == expected
     assert jaxckpt.Run(tmp_path / "new").steps() == [expected]
     assert jaxckpt.verify(tmp_path / "new").ok
     before, after = (files(path / f"{expected:08d}") for path in (run, tmp_path / "new"))
@@ -47,6 +47,29 @@ def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, step: int | str | 
         assert checkpoints.process_state("data") == expected
         checkpoints.save(expected + 1, {"w": jnp.zeros(3)})
     assert jaxckpt.Run(run).steps() == [1, 2, 3]
+
+
+def test_a_fork_of_no_step_is_an_error(run: Path, tmp_path: Path) -> None:
+    """As from best_step(), if no step has a value."""
+    with pytest.raises(jaxckpt.errors.InputError, match=r"found None: best_step\(\)"):
+        jaxckpt.Run(run).fork(tmp_path / "new", step=None)  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_fork_without_a_subtree_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"opt_state": 1}) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": jnp.ones(3), "opt_state": jnp.full(3, step)})
+    run = jaxckpt.Run(tmp_path / "run")
+    run.fork(tmp_path / "newest")
+    assert "without" not in caplog.text
+    run.fork(tmp_path / "older", step=1)
+    assert "00000001 is without 'opt_state', which keep_last_of has deleted" in caplog.text
+    with jaxckpt.Checkpointer(tmp_path / "older") as checkpoints:
+        init = {"w": jnp.zeros(3), "opt_state": jnp.zeros(3)}
+        step, tree = checkpoints.restore_or_init(lambda: init, strict=False)
+    assert step == 1
+    assert (tree["w"].tolist(), tree["opt_state"].tolist()) == ([1.0] * 3, [0.0] * 3)
 
 
 def test_either_run_may_be_deleted(run: Path, tmp_path: Path) -> None:

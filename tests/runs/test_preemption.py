@@ -283,6 +283,25 @@ def test_the_last_step_is_saved_although_another_save_hangs(
     assert checkpoints.steps() == [1, 2]
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_neither_a_rule_nor_a_metric_loses_the_last_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, local: bool
+) -> None:
+    tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
+    rules: dict[str, Any] = {"keep_last_of": {"opt_stat": 1, "params": 1}, "keep_best": ("loss", "min")}
+    tree = {"params": np.ones(3), "opt_state": np.ones(3)}
+    with jaxckpt.Checkpointer(tmp_path / "run", every=1000, **rules, **tier) as checkpoints:
+        with pytest.raises(jaxckpt.errors.TreeError, match="opt_stat"):
+            checkpoints.save(1, tree)
+        assert not checkpoints.save(2, tree, metrics={"loss": "not yet"})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(jaxckpt.Preempted, match="step 3 is saved"):
+            checkpoints.save(3, tree, metrics={"loss": "not yet"})
+    assert "saved without this rule: keep_last_of has 'opt_stat'" in caplog.text
+    assert "saved without metrics: metric 'loss' must be a number" in caplog.text
+    assert checkpoints.restore(3)["opt_state"].tolist() == [1] * 3
+
+
 def test_an_earlier_save_is_finished_without_its_rate_limit(tmp_path: Path) -> None:
     options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
     with jaxckpt.Checkpointer(tmp_path, preemption_seconds=60, options=options) as checkpoints:
@@ -468,3 +487,23 @@ def test_an_interrupt_during_registration_leaves_the_signal_handler_unchanged(
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(1, {"w": 1})
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_checkpointer_that_saves_again_after_close_is_preempted(tmp_path: Path) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, every=10)
+    for step in (10, 20):
+        checkpoints.save(step, {"x": step})
+        checkpoints.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert (tmp_path / "_run" / "ended.json").exists()
+    assert not checkpoints.save(21, {"x": 21})
+    assert not (tmp_path / "_run" / "ended.json").exists()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(jaxckpt.Preempted, match="step 22 is saved"):
+        checkpoints.save(22, {"x": 22})
+    checkpoints.close()
+    assert checkpoints.steps() == [10, 20, 22]
+    assert not (tmp_path / "_run" / "ended.json").exists(), "the next run resumes"
+    assert checkpoints.save(30, {"x": 30})
+    checkpoints.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -62,6 +62,47 @@ def test_a_pin_moves_to_a_better_step_without_losing_it(tmp_path: Path) -> None:
         run.pin(5, "best-so-far")
 
 
+@pytest.mark.parametrize("losses", [[1.0, 2.0], [math.nan, math.nan]])
+def test_a_pin_does_not_move_to_a_step_that_no_metric_has_chosen(tmp_path: Path, losses: list[float]) -> None:
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        for number, loss in enumerate(losses):
+            checkpointer.save(number, {"w": number}, metrics={"loss": loss, "accuracy": math.nan})
+    run.pin(0, "best-eval")
+    assert run.best_step("accuracy", "max") is None
+    with pytest.raises(errors.InputError, match="found None: best_step"):
+        run.pin(run.best_step("accuracy", "max"), "best-eval", move=True)  # type: ignore[arg-type]
+    for reader in (run, jaxckpt.Checkpointer(tmp_path, options=FAST)):
+        with pytest.raises(errors.InputError) as error:
+            reader.best_step("acuracy", "max")
+        assert str(error.value) == (
+            f"no step in {tmp_path} has a metric 'acuracy'; the steps have 'accuracy', 'loss'; did you mean 'accuracy'?"
+        )
+    assert run.pins() == {"best-eval": 0}
+
+
+def test_steps_without_metrics_have_no_best_step(tmp_path: Path) -> None:
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    assert run.best_step("loss", "min") is None
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
+        checkpointer.save(1, {"w": 1})
+    assert run.best_step("loss", "min") is None
+
+
+def test_a_mode_is_missing_or_a_metric_is_mistyped(tmp_path: Path) -> None:
+    save(tmp_path, 1, keep_best=("loss", "min"))
+    with pytest.raises(errors.InputError, match=r"best_step\('los'\) needs mode=.*did you mean 'loss'\?"):
+        jaxckpt.Run(tmp_path).best_step("los")
+
+
+def test_a_missing_step_is_an_error_that_names_others(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    run = jaxckpt.Run(tmp_path, options=FAST)
+    for call in (lambda: run.metrics(31), lambda: run.add_metrics(31, {"x": 1}), lambda: run.pin(31, "x")):
+        with pytest.raises(errors.NotACheckpointError, match=r"has no step 31; the newest steps are 1, 2$"):
+            call()
+
+
 def test_a_killed_move_leaves_both_steps_protected(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     run = jaxckpt.Run(tmp_path, options=FAST)
