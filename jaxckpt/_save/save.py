@@ -173,7 +173,8 @@ def start(request: SaveRequest, options: Options, call: Call, *, background: boo
         return skipped
     save = prepare(request, options, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
-    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
+    step = None if request.step is None else request.step.number
+    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog, step)
     is_limited = background and request.deadline is None
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
