@@ -37,8 +37,12 @@ def parse_axis_sizes(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().rpartition("=")
-        if not axis or not size.isdecimal() or int(size) < 1 or axis in axes:
+        if not axis or not size.isdecimal():
             raise click.BadParameter(f"{text!r}: expected axis sizes such as data=4,model=2")
+        if axis in axes:
+            raise click.BadParameter(f"{text!r} has the axis {axis!r} twice: give each axis one size")
+        if int(size) < 1:
+            raise click.BadParameter(f"{text!r} gives the axis {axis!r} the size 0: a mesh axis has at least 1 device")
         axes[axis] = int(size)
     return axes
 
@@ -71,12 +75,28 @@ def parse_size(text: str) -> int:
         raise click.BadParameter(str(error)) from None
 
 
+def parse_rate(text: str) -> int:
+    """A number of bytes per second. The unit is required, because people measure rates in MiB: 50MiB, 500KiB, 100B."""
+    if text.strip().isdecimal():
+        raise click.BadParameter(f"{text!r} has no unit: give bytes per second as in {text.strip()}MiB")
+    return parse_size(text)
+
+
 def parse_rename(text: str) -> tuple[str, str]:
     """A pair of paths: OLD=NEW."""
     old, separator, new = text.partition("=")
     if not separator:
         raise click.BadParameter(f"{text!r}: expected OLD=NEW, two paths of leaves or containers")
     return old, new
+
+
+def renames(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The pairs of `--rename` as a mapping. Raises click.UsageError if one path is renamed twice."""
+    mapping: dict[str, str] = {}
+    for old, new in pairs:
+        if mapping.setdefault(old, new) != new:
+            raise click.UsageError(f"--rename gives {old!r} two new paths, {mapping[old]!r} and {new!r}: give one")
+    return mapping
 
 
 def require_mesh(mesh: Mapping[str, int] | None, rules: Sequence[SpecRule]) -> None:

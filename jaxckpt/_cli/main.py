@@ -6,6 +6,7 @@ jaxckpt's own checkpoints do not import JAX.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import os
@@ -30,6 +31,7 @@ from jaxckpt._cli.arguments import (
     mesh_option,
     output_option,
     overwrite_option,
+    parse_rate,
     parse_rename,
     parse_size,
     progress_option,
@@ -57,6 +59,21 @@ Exit codes:
   130  interrupted (Ctrl-C)
   141  the program that reads the output has closed it (| head)
 """
+
+
+class _Command(click.Command):
+    """A command in which an option that takes one value is given at most once. click would use the last value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            *_, order = self.make_parser(ctx).parse_args(list(args))
+            for option, count in collections.Counter(order).items():
+                is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag)
+                if is_single and count > 1:
+                    name = option.opts[-1]
+                    usage = f", as {name} {option.metavar}" if option.metavar else ""
+                    raise click.UsageError(f"{name} takes one value, but was given {count} times: give it once{usage}")
+        return super().parse_args(ctx, args)
 
 
 class _Program(click.Group):
@@ -137,7 +154,7 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
         run.__doc__ = stub.__doc__
         for option in (debug_option, json_option, *reversed(options)):
             run = option(run)
-        return main.command(stub.__name__)(run)
+        return main.command(stub.__name__, cls=_Command)(run)
 
     return command
 
@@ -203,7 +220,9 @@ def cat() -> None:
     "results",
     location("path"),
     click.option("--quick", is_flag=True, help="Check only that each file exists and has the expected size."),
-    click.option("--rate", type=parse_size, metavar="SIZE", help="Read at most SIZE per second, such as 50MiB."),
+    click.option(
+        "--rate", type=parse_rate, metavar="SIZE", help="Read at most SIZE per second, with a unit, such as 50MiB."
+    ),
     progress_option,
 )
 def verify() -> None:

@@ -34,9 +34,8 @@ def verify(path: str, quick: bool, rate: int | None, progress: bool, as_json: bo
     report = verify_checkpoint(path, quick=quick, options=options)
     if as_json:
         problems = [pick_attributes(problem, "leaf box object reason") for problem in report.problems]
-        print_json(
-            {**pick_attributes(report, "path ok leaves objects checked_bytes"), "quick": quick, "problems": problems}
-        )
+        figures = pick_attributes(report, "path ok leaves objects checked_bytes unfinished_steps")
+        print_json({**figures, "quick": quick, "problems": problems})
     else:
         click.echo(printable(str(report), keep="\n"))
     return report.ok

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from jaxckpt._cli.arguments import SpecRule, require_mesh
+from jaxckpt._cli.arguments import SpecRule, renames, require_mesh
 from jaxckpt._cli.inputs import progress_options, require_outside, rules_of, spec_tree
 from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
@@ -44,7 +44,7 @@ def convert(
     require_mesh(mesh, specs)
     if rules and rename:
         raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
-    renaming = rules_of(source, rules, back_to) or dict(rename) or None
+    renaming = rules_of(source, rules, back_to) or renames(rename) or None
     convert_checkpoint(
         source,
         destination,

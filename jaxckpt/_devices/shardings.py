@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
     if record.mesh is not None:
         saved = manifest.meshes[record.mesh]
         if not all(number in devices for number in saved.devices):
-            raise LayoutError(f"needs a mesh {saved.axes} of {len(saved.devices)} devices; this job has {len(devices)}")
+            raise LayoutError(_missing_devices(saved.devices, devices))
         grid = np.array([devices[number] for number in saved.devices]).reshape(tuple(saved.axes.values()))
         types = tuple(getattr(jax.sharding.AxisType, name) for name in saved.types)
         mesh = Mesh(grid, tuple(saved.axes), axis_types=types)
@@ -192,7 +192,7 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         sharding: Sharding = NamedSharding(mesh, spec)
     elif record.device is not None:
         if record.device not in devices:
-            raise LayoutError(f"needs device {record.device}; this job has {sorted(devices)}")
+            raise LayoutError(_missing_devices([record.device], devices))
         sharding = SingleDeviceSharding(devices[record.device])
     else:
         return None
@@ -202,3 +202,21 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         return sharding.with_memory_kind(record.memory)
     except ValueError as error:
         raise LayoutError(f"needs memory of kind {record.memory!r}: {error}") from error
+
+
+def _missing_devices(needed: Iterable[int], available: Iterable[int]) -> str:
+    """Ids and not counts: two processes of 4 devices and one process of 8 have as many devices, but not the same
+    ids."""
+    return f"needs the devices with the ids {_show_ids(needed)}; this job has {_show_ids(available)}"
+
+
+def _show_ids(ids: Iterable[int]) -> str:
+    """Ids of devices in a few characters: "0–3, 2048–2051"."""
+    runs: list[list[int]] = []
+    for number in sorted(ids):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    shown = ["–".join(map(str, run)) for run in runs]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:6], "…", shown[-1]])

@@ -30,7 +30,7 @@ from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.workers import StorageThread, Workers
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.read_plan import max_read_bytes
-from jaxckpt._run_folder.run_paths import steps_of
+from jaxckpt._run_folder.run_paths import steps_of, unfinished_steps
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint
@@ -79,6 +79,10 @@ class VerifyReport:
     checked_bytes: int
     """Bytes of the objects that were read and checked; 0 if `quick`."""
 
+    unfinished_steps: tuple[int, ...] = ()
+    """Steps of a run that were not checked, because their save is in progress or was interrupted. They are not
+    problems: no reader sees them, and the next `Checkpointer` deletes those of a killed job."""
+
     @property
     def ok(self) -> bool:
         """Whether everything is unchanged since the save."""
@@ -94,6 +98,8 @@ class VerifyReport:
     def __str__(self) -> str:
         extent = "existence and lengths only" if self.quick else f"{show_bytes(self.checked_bytes)} read"
         head = f"{self.path}: {show_count(self.leaves, 'leaf')} in {show_count(self.objects, 'object')}, {extent}"
+        if self.unfinished_steps:
+            head += f", {show_count(len(self.unfinished_steps), 'unfinished step')} skipped"
         if self.ok:
             return f"{head}: ok"
         # One line per file and reason, because a damaged object may hold thousands of leaves.
@@ -123,7 +129,7 @@ def verify(
 
     Args:
         path: A path or URL that `save` wrote. For a run's directory (also one of Orbax), one report covers all its
-            steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are read and
+            complete steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are read and
             decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
@@ -148,9 +154,11 @@ def verify(
     """
     options, quick = options_or_default(options), require_bool(quick, "quick")
     if isinstance(path, str | os.PathLike) and manifest_sha256 is None:  # otherwise one manifest is expected
-        steps = steps_of(store_at(path, options)) or ()
+        store = store_at(path, options)
+        steps = steps_of(store) or ()
         if urls := [step.url for step in steps] or [step.path for step in foreign_steps_of(path, options)]:
-            return _verify_steps(os.fspath(path), urls, quick, options)
+            report = _verify_steps(os.fspath(path), urls, quick, options)
+            return replace(report, unfinished_steps=unfinished_steps(store) if steps else ())
     return _verify(path, quick, options, manifest_sha256=manifest_sha256)
 
 
@@ -197,6 +205,7 @@ def _verify(
         meter = _ReadMeter(advance, options.max_bytes_per_second)
         files_to_read = itertools.chain(_small_files(manifest), _throttle(rest, meter))
         problems += _check_concurrently(store, files_to_read, meter, options.timeout_seconds)
+        meter.report_rest()
     became = source.change_since_open() if problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
@@ -231,6 +240,7 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, st
                 if not (problems and problems[-1].leaf == leaf.path):
                     problems.append(Problem(leaf.path, str(error), object=source.url))
             total += sizes[number]
+        meter.report_rest()
     return VerifyReport(source.url, quick, tuple(problems), len(manifest.leaves), len(arrays), total)
 
 
@@ -299,12 +309,19 @@ def _files(manifest: Manifest) -> Iterator[_ExpectedObject]:
 
 
 class _ReadMeter:
-    """Counts the bytes that threads read, and reports them in the caller's thread, which may raise there."""
+    """Counts the bytes that threads read, and reports them in the caller's thread, which may raise there.
+
+    A limited rate is an average: each object is read at once, then follows a pause. The report follows the rate, so
+    that its figures and the estimate of the remaining time are right, and arrives during the pauses.
+    """
 
     def __init__(self, report: Report, bytes_per_second: float | None) -> None:
         self._report = report
         self._bytes_per_second = bytes_per_second
+        self._start_time = time.monotonic()
         self._moved = SimpleQueue[int]()
+        self._unreported_bytes = 0
+        self._reported_bytes = 0
 
     def add(self, n_bytes: int) -> None:
         """Count bytes. Any thread."""
@@ -319,10 +336,23 @@ class _ReadMeter:
             self.report()
 
     def report(self) -> None:
-        """Report what was counted since the last call."""
-        moved = sum(self._moved.get() for _ in range(self._moved.qsize()))
-        if moved:
-            self._report(moved)
+        """Report what was counted since the last call, as far as the rate allows it by now. Nothing may be new: a
+        display that is called only when bytes have moved cannot show that the storage is slow."""
+        self._unreported_bytes += sum(self._moved.get() for _ in range(self._moved.qsize()))
+        moved = self._unreported_bytes
+        if self._bytes_per_second is not None:
+            allowed = int(self._bytes_per_second * (time.monotonic() - self._start_time))
+            moved = min(moved, max(0, allowed - self._reported_bytes))
+        self._advance(moved)
+
+    def report_rest(self) -> None:
+        """Report everything that was counted, at the end."""
+        self._advance(self._unreported_bytes + sum(self._moved.get() for _ in range(self._moved.qsize())))
+
+    def _advance(self, moved: int) -> None:
+        self._unreported_bytes = max(0, self._unreported_bytes - moved)
+        self._reported_bytes += moved
+        self._report(moved)
 
 
 def _throttle(files: Iterable[_ExpectedObject], meter: _ReadMeter) -> Iterator[_ExpectedObject]:

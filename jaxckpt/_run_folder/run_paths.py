@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._run_folder.added_metrics import read_added_metrics
@@ -58,6 +58,12 @@ def steps_of(store: Store) -> list[Store] | None:
     """All steps of the run at a path, oldest first, including any that cannot be checked; None if the path is not a
     run's directory. Raises StorageError."""
     return [store.child(step_name(step)) for step in _possible_steps(store)] or None
+
+
+def unfinished_steps(run: Store) -> tuple[int, ...]:
+    """The steps of a run that are being saved or whose save was interrupted, oldest first. Raises StorageError."""
+    unpublished = sorted(int(name) for name, published in run.folders(is_step).items() if published is False)
+    return tuple(step for step in unpublished if any(map(is_data_folder, run.child(step_name(step)).names())))
 
 
 def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:

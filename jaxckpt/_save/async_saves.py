@@ -37,9 +37,14 @@ _log = logging.getLogger("jaxckpt")
 class RunningSave:
     """A save that this thread runs, or another one."""
 
-    def __init__(self, path: str, total_bytes: int, start_time: float, watchdog: Watchdog) -> None:
+    def __init__(
+        self, path: str, total_bytes: int, start_time: float, watchdog: Watchdog, step: int | None = None
+    ) -> None:
         self.path = path
         """The path or URL of the checkpoint."""
+
+        self.step = step
+        """The step, if a Checkpointer saves it."""
 
         self.skipped = False
         """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
@@ -65,6 +70,11 @@ class RunningSave:
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
         return self._ended.is_set
+
+    @property
+    def name(self) -> str:
+        """How messages name it. A user of a Checkpointer has called neither `save_async` nor `wait`."""
+        return f"the {'save_async' if self.step is None else f'save of step {self.step}'} to {self.path}"
 
     @property
     def progress(self) -> Progress:
@@ -346,9 +356,8 @@ def await_saves() -> None:
             if isinstance(error, PeerError) and error.repeats_earlier:
                 _log.warning("%s was not saved, because an earlier save had failed: %s", pending.path, error)
                 continue
-            error.add_note(
-                f"jaxckpt: this error ended the earlier save_async to {pending.path}, whose wait() was not called"
-            )
+            hint = ", whose wait() was not called" if pending.step is None else ""
+            error.add_note(f"jaxckpt: this error ended {pending.name}{hint}")
             raise
 
 
@@ -403,12 +412,13 @@ def _wait_at_exit() -> None:
         try:
             pending.wait()
         except KeyboardInterrupt:
-            print(f"jaxckpt: interrupted; the save_async to {pending.path} was abandoned", file=sys.stderr)
+            print(f"jaxckpt: interrupted; {pending.name} was abandoned", file=sys.stderr)
             _abandoned.extend(unreported_saves(include_detached=True))
             set_exit_status(128 + signal.SIGINT)
             break
         except BaseException:
-            print(f"jaxckpt: the save_async to {pending.path} failed, and wait() was not called:", file=sys.stderr)
+            hint = ", and wait() was not called" if pending.step is None else ""
+            print(f"jaxckpt: {pending.name} failed{hint}:", file=sys.stderr)
             traceback.print_exc()
             set_exit_status(1)
     if any(not pending.done or pending.error is not None for pending in _abandoned):  # its thread may hang

@@ -175,7 +175,8 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
         return skipped
     save = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
-    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog)
+    step = None if request.step is None else request.step.number
+    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog, step)
     is_limited = background and not request.is_last_step
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2

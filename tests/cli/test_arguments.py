@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -71,8 +72,9 @@ def test_plan_by_rules(here: Path) -> None:
     ("args", "message"),
     [
         (["--mesh", "data"], "expected axis sizes"),
-        (["--mesh", "data=0"], "expected axis sizes"),
-        (["--mesh", "data=2,data=2"], "expected axis sizes"),
+        (["--mesh", "data=0"], "gives the axis 'data' the size 0"),
+        (["--mesh", "data=-1"], "expected axis sizes"),
+        (["--mesh", "data=2,data=2"], "has the axis 'data' twice"),
         (["--mesh", "data=2", "--specs", "wte"], "expected a spec"),
         (["--mesh", "data=2", "--specs", "wte=P(1)"], "expected a spec"),
         (["--mesh", "data=2", "--specs", "wte=P({[]: 1})"], "expected a spec"),
@@ -94,6 +96,7 @@ def test_invalid_arguments_of_plan(here: Path, args: list[str], message: str) ->
         (["--chunk-bytes", "64kb"], "expected bytes"),
         (["--chunk-bytes", "0"], "expected bytes"),
         (["--rename", "params"], "expected OLD=NEW"),
+        (["--rename", "params=a", "--rename", "params=b"], "gives 'params' two new paths, 'a' and 'b'"),
         (["--specs", "P()"], "--specs needs --mesh"),
         (["--format", "pickle"], "expected one of jaxckpt, npz"),
     ],
@@ -101,6 +104,34 @@ def test_invalid_arguments_of_plan(here: Path, args: list[str], message: str) ->
 def test_invalid_arguments_of_convert(here: Path, tmp_path: Path, args: list[str], message: str) -> None:
     assert message in run("convert", "run1/00000300", str(tmp_path / "out"), *args, code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+REPEATED = [
+    (name, option)
+    for name, command in main.commands.items()
+    for option in command.params
+    if isinstance(option, click.Option) and not option.multiple and not option.is_flag
+]
+
+
+@pytest.mark.parametrize(("name", "option"), REPEATED, ids=[f"{name} {option.name}" for name, option in REPEATED])
+def test_an_option_with_one_value_is_given_once(name: str, option: click.Option) -> None:
+    """click would use the last value."""
+    (flag, *_), values = option.opts, {"mesh": ("data=4", "model=2"), "depth": ("1", "2")}
+    first, second = values.get(option.name or "", ("x", "y"))
+    found = run(name, flag, first, "run", f"{flag}={second}", code=2).stderr
+    assert f"{option.opts[-1]} takes one value, but was given 2 times: give it once" in found
+
+
+def test_a_repeated_mesh_shows_how_to_give_several_axes() -> None:
+    found = run("plan", "run1", "--mesh", "data=4", "--mesh", "model=2", code=2).stderr
+    assert found.endswith("Error: --mesh takes one value, but was given 2 times: give it once, as --mesh AXIS=SIZE,…\n")
+
+
+def test_a_rate_has_a_unit(here: Path) -> None:
+    assert "'50' has no unit: give bytes per second as in 50MiB" in run("verify", "small", "--rate", "50", code=2).stderr
+    assert "expected bytes" in run("verify", "small", "--rate", "50 MB", code=2).stderr
+    assert run("verify", "small", "--rate", "500000B").stdout.endswith(": ok\n")
 
 
 def complete(*words: str) -> list[str]:

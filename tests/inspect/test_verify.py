@@ -261,13 +261,38 @@ def test_progress_moves_within_an_object(tmp_path: Path, monkeypatch: pytest.Mon
     seen: list[int] = []
 
     def allow(progress: jaxckpt.types.Progress) -> None:
-        seen.append(progress.done_bytes)
-        steps.release()  # the next read waits for the report of the last one
+        if not seen or progress.done_bytes > seen[-1]:
+            seen.append(progress.done_bytes)
+            steps.release()  # the next read waits for the report of the last one
 
     monkeypatch.setattr(Folder, "range_reader", slow)
     steps.release()
     assert jaxckpt.verify(tmp_path / "c", options=jaxckpt.Options(progress=allow)).ok
     assert len(seen) >= 6, "24 MiB are read 4 MiB at a time"
+
+
+def test_progress_follows_a_limited_rate(tmp_path: Path) -> None:
+    """An object is read at once, but reported over the time that it takes at this rate."""
+    jaxckpt.save(tmp_path / "c", np.zeros(10_000), options=jaxckpt.Options(chunk_bytes=8000))
+    rate, seen = 100_000, list[jaxckpt.types.Progress]()
+    options = jaxckpt.Options(progress=seen.append, max_bytes_per_second=rate)
+    assert jaxckpt.verify(tmp_path / "c", options=options).ok
+    assert seen[-1].done_bytes == seen[-1].total_bytes > 80_000
+    assert all(one.done_bytes <= rate * one.seconds + 1 for one in seen[:-1])
+    assert len({one.done_bytes for one in seen}) >= 5
+
+
+def test_progress_is_reported_while_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "c", np.zeros(10))
+    reader, may_read = Folder.range_reader, threading.Event()
+
+    def slow(self: Folder, key: str) -> Any:
+        assert may_read.wait(60), "reported while the storage does not answer"
+        return reader(self, key)
+
+    monkeypatch.setattr(Folder, "range_reader", slow)
+    options = jaxckpt.Options(progress=lambda progress: may_read.set())
+    assert jaxckpt.verify(tmp_path / "c", options=options).ok
 
 
 def test_it_stops_quickly_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +380,18 @@ def test_the_printed_report_has_one_line_per_file(path: Path) -> None:
     lines = str(report).splitlines()
     assert len(lines) == 2
     assert re.search(r"is missing: 'layers/0'\[0:64\], 'layers/1'\[0:64\], .* and \d more$", lines[1]), lines[1]
+
+
+def test_unfinished_steps_of_a_run_are_counted(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(3, {"w": np.zeros(4)})
+    assert jaxckpt.verify(tmp_path / "run").unfinished_steps == ()
+    (tmp_path / f"run/00000004/data-{'0' * 32}").mkdir(parents=True)
+    (tmp_path / "run/00000005").mkdir()
+    report = jaxckpt.verify(tmp_path / "run")
+    assert report.ok
+    assert report.unfinished_steps == (4,)
+    assert str(report).endswith("read, 1 unfinished step skipped: ok")
 
 
 @pytest.mark.parametrize("steps", [1, 4])

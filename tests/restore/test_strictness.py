@@ -18,6 +18,7 @@ import equinox as eqx
 import jax
 import jax.extend.random
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -28,8 +29,12 @@ from processes import PASSED, RunPython
 import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._devices import device_layout as memory_order
+from jaxckpt._model import manifest as manifests
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.file_names import SEAL
+from jaxckpt._options import Options
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.store_path import store_at
 from jaxckpt.rules import Rule, Rules
 
 
@@ -551,8 +556,20 @@ def test_a_layout_whose_devices_do_not_exist_names_three_remedies(path: Path, ru
         """,
         devices=2,
     )
-    assert "'params/w'" in out
+    assert re.search(r"'params/w' was saved as .*, which needs the devices with the ids 0–7; this job has 0–1\n", out)
     assert all(way in out for way in ("mesh=", "target=", "load_numpy"))
+
+
+def test_a_missing_layout_names_the_ids_of_devices(path: Path) -> None:
+    """As many devices as at the save, but other ids: so it is if the number of processes has changed."""
+    store = store_at(path, Options())
+    saved, content = load_manifest(store)
+    ids = [*range(4), *range(2048, 2052)]
+    meshes = [msgspec.structs.replace(mesh, devices=ids) for mesh in saved.meshes]
+    moved = msgspec.structs.replace(saved, meshes=meshes)
+    store.publish(saved.data_folder, manifests.encode(moved), content, sync=False)
+    with pytest.raises(jaxckpt.errors.LayoutError, match=r"the ids 0–3, 2048–2051; this job has 0–7\n"):
+        jaxckpt.restore(path)
 
 
 # Paths ----------------------------------------------------------------------------------------------------

@@ -701,10 +701,12 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
         for step in (1, 2, 3):
             try:
                 checkpoints.save(step, state(step))
-            except jaxckpt.errors.StorageError:
+            except jaxckpt.errors.StorageError as error:
                 stopped = step
+                notes = getattr(error, "__notes__", [])
                 break
         assert stopped == (1 if fail_fast else 3)
+        assert fail_fast or notes == [f"jaxckpt: this error ended the save of step 0 to {tmp_path / '00000000'}"]
         checkpoints._last_save.pending = None  # reported above
 
 
