@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
 STEPS = 1000
 
@@ -69,11 +70,14 @@ def train(run: str, preemption_seconds: float) -> None:
 def start_two(run: str) -> list[subprocess.Popen[str]]:
     """Start two processes with one CPU device each, with the variables that Slurm sets for the tasks of a step."""
     slurm = {"SLURM_JOB_ID": str(random.randrange(4096)), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    # XLA_FLAGS of this terminal may ask for more devices.
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {**inherited, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **slurm}
     command = [sys.executable, __file__, run, "--preemption-seconds", "90"]
     return [
         subprocess.Popen(
             command,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **slurm, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            env={**environment, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -81,12 +85,22 @@ def start_two(run: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+def kill_all(job: list[subprocess.Popen[str]]) -> None:
+    for process in job:
+        process.kill()
+
+
 def demonstrate() -> int:
+    # So that `finally` ends the processes if this one is terminated:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="jaxckpt-cluster-") as folder:
         job = start_two(f"{folder}/run")
+        too_late = threading.Timer(120, kill_all, [job])
         try:
+            too_late.start()
             while "step 20" not in (line := job[0].stdout.readline()):
-                assert line, "process 0 ended before step 20"
+                assert line, "process 0 ended before step 20, or did not reach it within 120 s"
+            too_late.cancel()
             for process in job:
                 process.send_signal(signal.SIGTERM)
             statuses = [process.wait(60) for process in job]
@@ -94,8 +108,8 @@ def demonstrate() -> int:
             printed = job[0].communicate(timeout=120)[0].splitlines()
             statuses += [process.wait(60) for process in job]
         finally:
-            for process in job:
-                process.kill()
+            too_late.cancel()
+            kill_all(job)
     printed = [line for line in printed if "step" in line]
     print(f"exit statuses: {statuses}", *printed, sep="\n")
     return 0 if statuses == [143, 143, 0, 0] and "after step 0" not in printed[0] else 1

@@ -1,10 +1,12 @@
-"""docs/api/arguments.md has the arguments that functions take, and a reason for each that is missing."""
+"""The tables of arguments are complete: docs/api/arguments.md with a reason for each argument that a function lacks;
+those of `Checkpointer` and `Options` with their defaults."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +59,17 @@ def test_every_shared_argument_has_a_row() -> None:
                 takers.setdefault(name, set()).add(function)
     own = {"self", "path", "step", "init", "tree", "source", "destination", "path_a", "path_b", "directory"}
     assert {name for name, functions in takers.items() if len(functions) > 1} - own <= rows
+
+
+@pytest.mark.parametrize(
+    ("page", "function"), [("training-loop.md", jaxckpt.Checkpointer), ("api/options.md", jaxckpt.Options)]
+)
+def test_a_table_lists_all_arguments_in_order_with_their_defaults(page: str, function: Any) -> None:
+    text = (PAGE.parents[1] / page).read_text().partition("\n## All ")[2]
+    rows = re.findall(r"^\| `(\w+)` \|(?: `(.*?)`)? \| \S.* \|$", text, re.MULTILINE)
+    parameters = inspect.signature(function).parameters
+    assert [name for name, _ in rows] == list(parameters)
+    for name, default in rows:
+        shown = eval(default) if default else inspect.Parameter.empty
+        assert shown == parameters[name].default, name
+        assert type(shown) is type(parameters[name].default), name

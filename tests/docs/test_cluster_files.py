@@ -48,7 +48,19 @@ def test_slurm_sends_the_signal_early_enough() -> None:
 
 def test_kubernetes_waits_long_enough(job: dict[str, Any]) -> None:
     grace_seconds = job["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert preemption_seconds(JOBSET.read_text()) + MARGIN_SECONDS <= grace_seconds
+    (container,) = job["template"]["spec"]["containers"]
+    assert preemption_seconds(" ".join(container["command"])) + MARGIN_SECONDS <= grace_seconds
+
+
+def test_the_lines_for_spot_nodes_are_valid_and_leave_time_too(job: dict[str, Any]) -> None:
+    text = re.sub(r"# (nodeSelector|tolerations|  -|    (?:operator|value|effect))", r"\1", JOBSET.read_text())
+    (workers,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+    pod = workers["template"]["spec"]["template"]["spec"]
+    (toleration,) = pod["tolerations"]
+    assert pod["nodeSelector"] == {toleration["key"]: toleration["value"]}
+    assert toleration["effect"] == "NoSchedule"
+    ((grace_seconds, seconds),) = re.findall(r"Spot nodes: (\d+), and --preemption-seconds=(\d+)", text)
+    assert int(seconds) + MARGIN_SECONDS <= int(grace_seconds)
 
 
 def test_the_pods_find_each_other(job: dict[str, Any]) -> None:

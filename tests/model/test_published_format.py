@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,14 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 
 FORMAT_PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
-SAVE_BLOCK, READER_BLOCK, NEWEST_BLOCK = re.findall(r"^```python\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)
+SAVE_BLOCK, READER_BLOCK, TREE_BLOCK, NEWEST_BLOCK = re.findall(
+    r"^```python\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE
+)
 EXAMPLE = json.loads(re.findall(r"^```json\n(.*?)^```$", FORMAT_PAGE, re.DOTALL | re.MULTILINE)[0])
 
 # The definitions of the page's reader, without the lines that apply them to the example.
 READER = READER_BLOCK[: READER_BLOCK.index('manifest = read_manifest("example")')]
+TREE_BUILDER = TREE_BLOCK[: TREE_BLOCK.index("values = [")]
 
 CHILD = f"""
 import pickle, sys
@@ -126,6 +129,66 @@ def test_the_reader_of_the_page_reads_every_kind_of_leaf(
 @pytest.mark.child
 def test_a_leaf_that_eight_devices_wrote_is_one_array(read_with_zarr: Callable[[str], dict[str, Any]]) -> None:
     require_same_bits(read_with_zarr("eight devices")["w"], leaf_of_eight_devices()["w"])
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, Any]:
+    """The functions of the page's reader."""
+    names: dict[str, Any] = {}
+    exec(READER + TREE_BUILDER, names)
+    return names
+
+
+def read_tree(reader: dict[str, Any], path: Path) -> Any:
+    manifest = reader["read_manifest"](path)
+    values = [reader["value_of"](leaf, reader["read_leaf"](path, manifest, leaf)) for leaf in manifest["leaves"]]
+    return reader["build"](manifest["tree"], values)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_the_reader_of_the_page_builds_the_tree(tmp_path: Path, reader: dict[str, Any]) -> None:
+    tree: dict[str, Any] = {
+        "values": {1: [3, -(2**70), 0.1, complex(-0.0, 2), True, "é", b"\xff\x00"]},
+        "long": {2.5: ("long" * 2000, b"\x01" * 5000, "\ud800")},
+        "containers": {False: {"keys": {b"ab": {}}, "none": None, "list": [], "tuple": ()}},
+        "arrays": {(1, ("x", b"y")): Pair(np.arange(3), np.float32(2))},
+    }
+    jaxckpt.save(tmp_path, tree, options=jaxckpt.Options(sync=False))
+    found = read_tree(reader, tmp_path)
+    pair = found["arrays"].pop((1, ("x", b"y")))
+    assert (pair["left"].tolist(), pair["right"]) == ([0, 1, 2], 2)
+    tree["arrays"] = {}
+    assert found == tree
+    assert repr(found["values"]) == repr(tree["values"])
+
+
+def test_the_reader_of_the_page_builds_keys_and_nans(tmp_path: Path, reader: dict[str, Any]) -> None:
+    (payload,) = struct.unpack(">d", bytes.fromhex("7ff8000000000001"))
+    key = jax.random.key(3)
+    jaxckpt.save(tmp_path, (key, payload), options=jaxckpt.Options(sync=False))
+    words, nan = read_tree(reader, tmp_path)
+    require_same_bits(words, jax.random.key_data(key))
+    assert struct.pack(">d", nan).hex() == "7ff8000000000001"
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_the_reader_of_the_page_reports_a_damaged_object(tmp_path: Path, damage: str, reader: dict[str, Any]) -> None:
+    rows = [np.full((64, 64), number + 1, np.float32) for number in range(6)]
+    jaxckpt.save(tmp_path, rows, options=jaxckpt.Options(object_bytes=3 * 16384, chunk_bytes=16384, sync=False))
+    manifest = reader["read_manifest"](tmp_path)
+    first, *_, last = manifest["leaves"]
+    (victim,) = tmp_path.glob("data-*/*/c/1/0/0")
+    if damage == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:-10])
+    with pytest.raises(FileNotFoundError if damage == "missing" else ValueError):
+        reader["read_leaf"](tmp_path, manifest, last)
+    require_same_bits(reader["read_leaf"](tmp_path, manifest, first), rows[0])
 
 
 # Seal and digests by hand ---------------------------------------------------------------------------------
