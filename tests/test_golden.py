@@ -92,6 +92,11 @@ def on_host(leaf: Any) -> Any:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
+def require_pinned_memory() -> None:
+    if all(memory.kind != "pinned_host" for memory in jax.devices()[0].addressable_memories()):
+        pytest.skip("CPU devices have no pinned memory in this version of JAX")
+
+
 # Files ----------------------------------------------------------------------------------------------------
 
 
@@ -172,9 +177,7 @@ def test_arrays_with_64_bits_are_not_narrowed(folder: Path) -> None:
 def test_memory_kinds(folder: Path) -> None:
     value = golden.small("float32", (8, 4), 8)
     require_same(jaxckpt.load_numpy(folder / "memory"), {"w": value})
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    if "pinned_host" not in kinds:
-        pytest.skip("this backend has no pinned host memory")
+    require_pinned_memory()
     require_same(jaxckpt.restore(folder / "memory"), golden.memory())
 
 
@@ -331,7 +334,7 @@ def test_zarr_alone_reads_the_arrays(name: str, folder: Path) -> None:
     for leaf, expected in zip(manifest["leaves"], map(on_host, flat), strict=True):
         found, dtype = stacks[leaf["stack"]][leaf["row"]], manifest["stacks"][leaf["stack"]]["dtype"]
         if dtype in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
-            expected = np.asarray(expected).view(np.uint8) & (3 if dtype.endswith("int2") else 15)
+            expected = np.asarray(expected).view(np.uint8) & np.uint8(3 if dtype.endswith("int2") else 15)
         elif hasattr(ml_dtypes, dtype):
             expected = np.asarray(expected).view(f"u{np.asarray(expected).dtype.itemsize}")
         require_same(np.asarray(found), np.asarray(expected), leaf["path"])
@@ -343,8 +346,8 @@ def test_zarr_alone_reads_the_arrays(name: str, folder: Path) -> None:
 def schema(folder: Path) -> dict[str, Any]:
     """What readers of all files below a folder rely on, by manifest.
 
-    Left out is what a writer may choose: ids, times and versions; the names, rows, chunks and objects of stacks; lengths
-    and digests; and the phases of a save.
+    Left out is what a writer may choose: ids, times and versions; the names, rows, chunks and objects of stacks;
+    lengths and digests; and the phases of a save.
     """
     return {
         re.sub(r"\d{8}T\d{6}\.\d{6}Z", "<time>", path.parent.relative_to(folder).as_posix()): schema_of(path)
@@ -398,6 +401,8 @@ def notes(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_saved_today_has_the_same_schema(name: str, tmp_path: Path) -> None:
+    if name == "memory":
+        require_pinned_memory()
     golden.save(name, tmp_path / name)
     assert schema(tmp_path / name) == schema(golden.FOLDER / VERSION / name)
 
@@ -410,5 +415,7 @@ def test_a_run_of_today_has_the_same_schema(name: str, tmp_path: Path) -> None:
     if name == "weights":
         for manifest in (*found.values(), *expected.values()):
             manifest["step"]["metrics"]["chain"] = "a random number"
+            for leaf in manifest["leaves"] if manifest["metadata"]["previous"] is not None else ():
+                del leaf["layout"]  # of the result of a jitted function: old versions of JAX record no spec
     assert found == expected
     assert notes(tmp_path / name) == notes(golden.FOLDER / VERSION / name)
