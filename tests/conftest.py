@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -132,6 +133,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude modules and tests from garbage collection, because they live until the end."""
+    importlib.import_module("numpy.testing")  # NumPy 1.26 starts a process when a test imports this first
     gc.collect()
     gc.freeze()
 

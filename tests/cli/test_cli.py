@@ -26,8 +26,7 @@ import numpy as np
 import processes
 import pytest
 import servers
-from click.testing import CliRunner
-from command_line import command, days, run, run_json
+from command_line import command, days, run, run_json, runner
 from jax.sharding import PartitionSpec
 
 import jaxckpt
@@ -424,7 +423,7 @@ def run_line(line: str, env: dict[str, str]) -> tuple[int, str]:
     """Run a command line, in a shell if it needs one; returns (exit code, stdout)."""
     name, *args = shlex.split(line)
     if name == "jaxckpt" and "|" not in args:
-        result = CliRunner(env={"COLUMNS": env["COLUMNS"]}).invoke(main, args, prog_name="jaxckpt")
+        result = runner(env["COLUMNS"]).invoke(main, args, prog_name="jaxckpt")
         return result.exit_code, result.stdout
     shell = 'jaxckpt() { "$PYTHON" -m jaxckpt "$@"; }\n'
     done = subprocess.run(
@@ -454,7 +453,7 @@ def test_every_key_of_json_is_on_the_page(here: Path) -> None:
     found: set[str] = set()
     for args in (["ls", "run1"], ["show", "small"], ["cat", "small", "w"], ["verify", "run1/00000500"],
                  ["diff", "small", "other"], ["plan", "small", "--mesh", "x=1"]):  # fmt: skip
-        found |= keys(json.loads(CliRunner().invoke(main, [*args, "--json"]).stdout))
+        found |= keys(json.loads(runner().invoke(main, [*args, "--json"]).stdout))
     assert found <= documented, found - documented
     assert len(found) > 35
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import json
 import subprocess
 import sys
@@ -78,10 +79,14 @@ def state(step: int) -> Any:
     }
 
 
+def runner(width: object = None) -> CliRunner:
+    """A runner that keeps stderr apart, for terminals of this width."""
+    separate = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}  # click 8.1
+    return CliRunner(env={"COLUMNS": None if width is None else str(width)}, **separate)
+
+
 def run(*args: str, width: int | None = None, code: int = 0, stdin: str | None = None) -> Result:
-    result = CliRunner(env={"COLUMNS": str(width) if width else None}).invoke(
-        main, args, input=stdin, prog_name="jaxckpt"
-    )
+    result = runner(width).invoke(main, args, input=stdin, prog_name="jaxckpt")
     assert result.exit_code == code, f"{args}: {result.exit_code}\n{result.output}"
     return result
 
