@@ -21,7 +21,7 @@ from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._save.async_saves import RunningSave, finish_at_exit, submit_save
+from jaxckpt._save.running_saves import RunningSave, finish_at_exit, submit_save
 from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath, require_shared

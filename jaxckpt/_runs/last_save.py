@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxckpt._save.async_saves import RunningSave
+from jaxckpt._save.running_saves import RunningSave
 
 
 class LastSave:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxckpt._job.job import Job, connected_job
 from jaxckpt._pipeline.threads import start_thread
-from jaxckpt._save.async_saves import lift_limits
+from jaxckpt._save.running_saves import lift_limits
 
 _log = logging.getLogger("jaxckpt")
 

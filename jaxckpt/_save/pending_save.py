@@ -9,7 +9,7 @@ from jaxckpt._pipeline.progress import Progress
 from jaxckpt._save.save_info import SaveInfo
 
 if TYPE_CHECKING:
-    from jaxckpt._save.async_saves import RunningSave
+    from jaxckpt._save.running_saves import RunningSave
 
 
 @explain_names

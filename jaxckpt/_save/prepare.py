@@ -15,7 +15,7 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
-from jaxckpt._save import async_saves as background_saves
+from jaxckpt._save import running_saves
 from jaxckpt._save.consistency import Agreement, compute_fingerprint
 from jaxckpt._save.describe import Draft, describe
 from jaxckpt._save.plan_cache import PlainTree, PlanCache
@@ -112,16 +112,16 @@ def prepare(request: SaveRequest, call: Call) -> PreparedSave:
     require_on_done(request.on_done)
     destination, options = request.destination, request.options
     if request.deadline is not None:
-        background_saves.hurry_saves(request.deadline)
+        running_saves.hurry_saves(request.deadline)
     else:
         try:
-            background_saves.await_saves()
+            running_saves.await_saves()
         except Exception:
             call.repeats_earlier = True
             raise
     if call.index == 0:
         destination.check(request)
-    threaded = background_saves.ensure_thread()  # fails here if no thread can be started
+    threaded = running_saves.ensure_thread()  # fails here if no thread can be started
     with call.phases.timed("plan"):
         metadata = manifests.require_json(request.metadata, "metadata")
         state = None if request.process_state is None else manifests.encode_state(request.process_state)

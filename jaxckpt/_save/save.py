@@ -34,12 +34,12 @@ from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
 from jaxckpt._pipeline.units import show_bytes
-from jaxckpt._save import async_saves as background_saves
-from jaxckpt._save.async_saves import RunningSave
+from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
+from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath
@@ -181,8 +181,8 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
-    if background and not background_saves.unreported_saves():
-        background_saves.finish_at_exit()
+    if background and not running_saves.unreported_saves():
+        running_saves.finish_at_exit()
     handover = _Handover(save, pending, staging_queue, background=background)
     try:
         if call.count > 1:
@@ -202,7 +202,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
 def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
-    busy = any(not pending.done for pending in background_saves.unreported_saves())
+    busy = any(not pending.done for pending in running_saves.unreported_saves())
     with call.rendezvous("deciding whether to save") as rendezvous:
         rendezvous.gather("")
         return rendezvous.broadcast("busy" if busy else "free") == "busy"
@@ -231,9 +231,7 @@ class _Handover:
         work = functools.partial(_carry_out, self._save, self._beginning, self._staging_queue)
         if request.on_done is not None:
             work = functools.partial(run_and_notify, work, request.on_done)
-        background_saves.submit_save(
-            self._pending, work, awaited=not self._background, is_last_step=request.is_last_step
-        )
+        running_saves.submit_save(self._pending, work, awaited=not self._background, is_last_step=request.is_last_step)
         call.is_handed_over = True
 
     def begin_exchanges(self) -> None:
@@ -299,7 +297,7 @@ class _Handover:
         if save.plan.is_collective and call.is_handed_over and not isinstance(error, PeerFailedError):
             with contextlib.suppress(Exception):  # no error may hide the first one
                 run_uninterrupted(self._make_remaining_exchanges)
-        call.is_handed_over = background_saves.await_cleanup(pending)
+        call.is_handed_over = running_saves.await_cleanup(pending)
         save.draft.values.clear()  # the error may be kept for long
         if pending.done and pending.error is None:
             error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")

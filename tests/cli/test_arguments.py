@@ -129,7 +129,9 @@ def test_a_repeated_mesh_shows_how_to_give_several_axes() -> None:
 
 
 def test_a_rate_has_a_unit(here: Path) -> None:
-    assert "'50' has no unit: give bytes per second as in 50MiB" in run("verify", "small", "--rate", "50", code=2).stderr
+    assert (
+        "'50' has no unit: give bytes per second as in 50MiB" in run("verify", "small", "--rate", "50", code=2).stderr
+    )
     assert "expected bytes" in run("verify", "small", "--rate", "50 MB", code=2).stderr
     assert run("verify", "small", "--rate", "500000B").stdout.endswith(": ok\n")
 

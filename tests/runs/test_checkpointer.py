@@ -23,7 +23,7 @@ from processes import PASSED, RunProcesses
 import jaxckpt
 from jaxckpt._job import call as _call
 from jaxckpt._restore import restore as _restore
-from jaxckpt._save import async_saves as _background
+from jaxckpt._save import running_saves as _background
 from jaxckpt._store.bucket import Bucket
 from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder

@@ -439,7 +439,7 @@ def test_an_abandoned_save_that_finishes_does_not_change_the_exit_status(run_pyt
     program = """
 import os, signal, sys, threading
 import numpy as np, jaxckpt
-from jaxckpt._save import async_saves as background
+from jaxckpt._save import running_saves as background
 from jaxckpt._store.files import FileWriter
 from jaxckpt._store.folder import Folder
 released, write = threading.Event(), FileWriter.write

@@ -31,12 +31,12 @@ from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, 
 import jaxckpt
 from jaxckpt._job.call import Call
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._save import async_saves as _background
+from jaxckpt._save import running_saves as _background
 from jaxckpt._save import shared_path as _shared_path
-from jaxckpt._save.async_saves import RunningSave
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import SaveRequest, describe_and_plan
+from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileWriter
@@ -668,7 +668,7 @@ def test_a_save_in_its_own_thread_is_tracked_until_it_ends(tmp_path: Path) -> No
     gates[2].set()
     first.wait(60)
     third.wait(60)  # the thread has passed the second save, which another thread runs
-    assert [job.pending for job in _background._jobs] == [second]
+    assert _background._saves == [second]
     gates[1].set()
     assert _background.await_cleanup(second)
     assert second.done

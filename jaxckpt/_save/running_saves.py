@@ -1,4 +1,4 @@
-"""The thread that writes saves, and what happens to unfinished saves at the next save, at exit, and in a fork.
+"""The running saves, the thread that writes them, and what becomes of them at the next save, at exit, and in a fork.
 
 This thread runs a save from its first lock to its last, even if the caller waits for it. An interrupt of the main
 thread can therefore not leave the save half done.
@@ -66,6 +66,41 @@ class RunningSave:
         self._error: BaseException | None = None
         self._blocked_seconds = 0.0
 
+        self.awaited = False
+        """Whether its caller waits for it and receives its error."""
+
+        self.detached = False
+        """Whether later saves do not wait for it."""
+
+        self._work: Callable[[RunningSave], SaveInfo] | None = None
+        self._run_lock = threading.Lock()
+        self._thread: int | None = None  # the thread that runs it
+
+    def prepare(self, work: Callable[[RunningSave], SaveInfo], *, awaited: bool, detached: bool) -> None:
+        """Set what `run` does, before the save is submitted."""
+        self._work, self.awaited, self.detached = work, awaited, detached
+
+    def run(self) -> None:
+        """Run it, unless another thread already does."""
+        if not self._run_lock.acquire(blocking=False):
+            return
+        self._thread = threading.get_ident()
+        work, self._work = self._work, None  # frees the saved data
+        assert work is not None
+        try:
+            outcome: SaveInfo | BaseException = work(self)
+        except BaseException as error:
+            # The error may be kept for long, so its frames must not hold arrays.
+            traceback.clear_frames(error.__traceback__)
+            outcome = error
+        del work
+        self.end(outcome)
+
+    @property
+    def runs_in_writer_thread(self) -> bool:
+        """Whether the thread that writes has begun it."""
+        return self._thread is not None and self._thread == _writer_thread
+
     @property
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
@@ -79,8 +114,11 @@ class RunningSave:
     @property
     def progress(self) -> Progress:
         """Bytes that this process has written, and its total."""
-        seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
-        return Progress("save", self._done_bytes, self._total_bytes, seconds)
+        return Progress("save", self._done_bytes, self._total_bytes, self._seconds_so_far)
+
+    @property
+    def _seconds_so_far(self) -> float:
+        return time.perf_counter() - self._start_time if self._seconds is None else self._seconds
 
     def wait(self, timeout_seconds: float | None = None) -> SaveInfo:
         """As `PendingSave.wait`."""
@@ -88,8 +126,7 @@ class RunningSave:
             raise InputError(
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
             )
-        own_threads = [job.thread for job in _jobs.copy() if job.pending is self]
-        if not self.done and threading.get_ident() in (_writer_thread, *own_threads):
+        if not self.done and threading.get_ident() in (_writer_thread, self._thread):
             raise InputError(f"wait() for the save to {self.path} was called from its own callback")
         given = timeout_seconds
         is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and given == given  # pyright: ignore
@@ -106,8 +143,7 @@ class RunningSave:
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
         """The result, with the times that are known so far."""
-        seconds = time.perf_counter() - self._start_time if self._seconds is None else self._seconds
-        return replace(info, seconds=seconds, blocked_seconds=self._blocked_seconds)
+        return replace(info, seconds=self._seconds_so_far, blocked_seconds=self._blocked_seconds)
 
     def abandon(self) -> None:
         """Stop waiting for this save, even at the end of the program."""
@@ -142,7 +178,7 @@ class RunningSave:
     def skip(self) -> None:
         """Mark the save as skipped."""
         self.skipped = True
-        self._seconds = time.perf_counter() - self._start_time
+        self._seconds = self._seconds_so_far
         self._ended.set()
 
     def add_done_bytes(self, n_bytes: int) -> None:
@@ -166,7 +202,8 @@ class RunningSave:
             self._info, self.is_published = outcome, True
         else:
             self._error = outcome
-        self._seconds = time.perf_counter() - self._start_time
+        self._work = None  # of a save that will never run
+        self._seconds = self._seconds_so_far
         self._ended.set()
         self._settled.set()
 
@@ -179,44 +216,8 @@ class RunningSave:
 # The thread -----------------------------------------------------------------------------------------------
 
 
-class _Job:
-    """A queued or running save of the thread."""
-
-    def __init__(
-        self, pending: RunningSave, work: Callable[[RunningSave], SaveInfo], *, awaited: bool, detached: bool
-    ) -> None:
-        self.pending = pending
-        self.awaited = awaited
-        """Whether its caller waits for it and receives its error."""
-
-        self.detached = detached
-        """Whether later saves do not wait for it."""
-
-        self._work: Callable[[RunningSave], SaveInfo] | None = work
-        self._run_lock = threading.Lock()
-
-        self.thread: int | None = None
-        """The thread that runs it."""
-
-    def run(self) -> None:
-        """Run it, unless another thread already does."""
-        if not self._run_lock.acquire(blocking=False):
-            return
-        self.thread = threading.get_ident()
-        work, self._work = self._work, None  # frees the saved data
-        assert work is not None
-        try:
-            outcome: SaveInfo | BaseException = work(self.pending)
-        except BaseException as error:
-            # The error may be kept for long, so its frames must not hold arrays.
-            traceback.clear_frames(error.__traceback__)
-            outcome = error
-        del work
-        self.pending.end(outcome)
-
-
-_jobs: list[_Job] = []
-"""In order: saves that have not ended, and background saves whose end has not been reported yet. Appending is
+_saves: list[RunningSave] = []
+"""In order: submitted saves that have not ended, and background saves whose end has not been reported yet. Appending is
 atomic, so an interrupt comes either before or after a save is submitted."""
 
 _wakeups = queue.SimpleQueue[bool]()
@@ -234,7 +235,7 @@ _abandoned: list[RunningSave] = []
 
 
 def submit_save(
-    pending: RunningSave,
+    save: RunningSave,
     work: Callable[[RunningSave], SaveInfo],
     *,
     awaited: bool,
@@ -246,35 +247,35 @@ def submit_save(
     A save whose caller waits for it does not wait for other saves: it gets its own thread. So does the last step of a
     preempted job. So does a save with `detached`; later saves do not wait for it.
     """
-    job = _Job(pending, work, awaited=awaited, detached=detached)
+    save.prepare(work, awaited=awaited, detached=detached)
     if detached:
-        _jobs.append(job)
+        _saves.append(save)
         if is_shutting_down():
-            job.run()
+            save.run()
             return
         try:
-            start_thread(job.run, "jaxckpt-flush")
+            start_thread(save.run, "jaxckpt-flush")
         except RuntimeError:  # the system cannot start a thread
-            _jobs.remove(job)
+            _saves.remove(save)
             raise
         return
-    others = any(not other.done for other in (*(job.pending for job in _jobs.copy()), *_abandoned))
-    _jobs.append(job)
+    others = any(not other.done for other in (*_saves.copy(), *_abandoned))
+    _saves.append(save)
     if (awaited or is_last_step) and others and not is_shutting_down():
-        start_thread(functools.partial(_run_alone, job), "jaxckpt-save-alone")
+        start_thread(functools.partial(_run_alone, save), "jaxckpt-save-alone")
     else:
         wake_thread()
 
 
 def wake_thread() -> None:
     """Ensure that a thread runs the submitted saves. An interrupt may have prevented that."""
-    if not any(not job.pending.done for job in _jobs.copy()):
+    if all(save.done for save in _saves.copy()):
         return
     if ensure_thread():
         _wakeups.put(True)
         return
-    for job in _jobs.copy():
-        job.run()
+    for save in _saves.copy():
+        save.run()
 
 
 def ensure_thread() -> bool:
@@ -302,45 +303,43 @@ def _run(wakeups: queue.SimpleQueue[bool], thread_ended: Latch) -> None:
     _writer_thread = threading.get_ident()
     try:
         while wakeups.get():
-            for job in _jobs.copy():
-                if job.detached:
+            for save in _saves.copy():
+                if save.detached:
                     continue
-                job.run()
-                if job.awaited and job.pending.done:  # another thread may be running it
-                    _mark_reported(job.pending)
-            job = None  # frees the saved data
+                save.run()
+                if save.awaited and save.done:  # another thread may be running it
+                    _mark_reported(save)
+            save = None  # frees the saved data
     finally:
         thread_ended.set()
 
 
-def _run_alone(job: _Job) -> None:
-    job.run()
-    if job.awaited:
-        _mark_reported(job.pending)
+def _run_alone(save: RunningSave) -> None:
+    save.run()
+    if save.awaited:
+        _mark_reported(save)
 
 
-def _mark_reported(pending: RunningSave) -> None:
+def _mark_reported(save: RunningSave) -> None:
     """Note that the end of a save has been reported."""
-    for job in _jobs.copy():
-        if job.pending is pending:
-            with contextlib.suppress(ValueError):
-                _jobs.remove(job)
+    with contextlib.suppress(ValueError):
+        _saves.remove(save)
 
 
-def _abandon_hung_save(pending: RunningSave, error: StorageError) -> None:
+def _abandon_hung_save(save: RunningSave, error: StorageError) -> None:
     """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
     global _thread_ended, _wakeups
     with _start_lock:
-        if not pending.done and any(job.pending is pending and job.thread == _writer_thread for job in _jobs.copy()):
+        if not save.done and save.runs_in_writer_thread:
             _wakeups.put(False)  # in case the thread resumes
             _wakeups, _thread_ended = queue.SimpleQueue(), None
         replace_workers()
-        pending.end(error)
+        save.end(error)
 
 
 def unreported_saves(*, include_detached: bool = False) -> list[RunningSave]:
     """The background saves that have not ended or whose end has not been reported."""
-    return [job.pending for job in _jobs.copy() if not job.awaited and include_detached >= job.detached]
+    return [save for save in _saves.copy() if not save.awaited and include_detached >= save.detached]
 
 
 def await_saves() -> None:
@@ -349,22 +348,22 @@ def await_saves() -> None:
     If a save failed only because another process raised the error of an earlier save, that is logged. Raising it would
     make the next save fail in the other processes, and so on: one failure would end all saves.
     """
-    for pending in unreported_saves():
+    for save in unreported_saves():
         try:
-            pending.wait()
+            save.wait()
         except Exception as error:
             if isinstance(error, PeerError) and error.repeats_earlier:
-                _log.warning("%s was not saved, because an earlier save had failed: %s", pending.path, error)
+                _log.warning("%s was not saved, because an earlier save had failed: %s", save.path, error)
                 continue
-            hint = ", whose wait() was not called" if pending.step is None else ""
-            error.add_note(f"jaxckpt: this error ended {pending.name}{hint}")
+            hint = ", whose wait() was not called" if save.step is None else ""
+            error.add_note(f"jaxckpt: this error ended {save.name}{hint}")
             raise
 
 
 def lift_limits() -> None:
     """End the limits of the rates of all running saves, because the job is being preempted."""
-    for job in _jobs.copy():
-        job.pending.rate_limiter.bytes_per_second = None
+    for save in _saves.copy():
+        save.rate_limiter.bytes_per_second = None
 
 
 def hurry_saves(deadline: float) -> None:
@@ -374,26 +373,26 @@ def hurry_saves(deadline: float) -> None:
     Logs errors: the last step must be saved even if another save failed.
     """
     until = (time.monotonic() + deadline) / 2
-    for pending in unreported_saves():
-        pending.hurry(max(0.0, until - time.monotonic()))
-        if not pending.is_published:
-            _log.warning("an earlier save was not completed: %s: %s", pending.path, pending.error or "it still runs")
-            if pending.done:
-                _mark_reported(pending)
+    for save in unreported_saves():
+        save.hurry(max(0.0, until - time.monotonic()))
+        if not save.is_published:
+            _log.warning("an earlier save was not completed: %s: %s", save.path, save.error or "it still runs")
+            if save.done:
+                _mark_reported(save)
 
 
-def await_cleanup(pending: RunningSave) -> bool:
+def await_cleanup(save: RunningSave) -> bool:
     """Wait until a cancelled save has cleaned up. Its caller raises the reason.
 
     Returns whether the save had been submitted.
     """
-    found = [job for job in _jobs.copy() if job.pending is pending]
-    for job in found:
-        job.awaited = True
+    is_submitted = save in _saves.copy()
+    if is_submitted:
+        save.awaited = True
         wake_thread()
-        pending.await_end()
-    _mark_reported(pending)
-    return bool(found) or pending.done
+        save.await_end()
+    _mark_reported(save)
+    return is_submitted or save.done
 
 
 # At exit, and in a fork -----------------------------------------------------------------------------------
@@ -408,20 +407,20 @@ def finish_at_exit() -> None:
 def _wait_at_exit() -> None:
     """Wait for the running saves, and report failures that no caller has received."""
     global _thread_ended
-    for pending in unreported_saves(include_detached=True):
+    for save in unreported_saves(include_detached=True):
         try:
-            pending.wait()
+            save.wait()
         except KeyboardInterrupt:
-            print(f"jaxckpt: interrupted; {pending.name} was abandoned", file=sys.stderr)
+            print(f"jaxckpt: interrupted; {save.name} was abandoned", file=sys.stderr)
             _abandoned.extend(unreported_saves(include_detached=True))
             set_exit_status(128 + signal.SIGINT)
             break
         except BaseException:
-            hint = ", and wait() was not called" if pending.step is None else ""
-            print(f"jaxckpt: {pending.name} failed{hint}:", file=sys.stderr)
+            hint = ", and wait() was not called" if save.step is None else ""
+            print(f"jaxckpt: {save.name} failed{hint}:", file=sys.stderr)
             traceback.print_exc()
             set_exit_status(1)
-    if any(not pending.done or pending.error is not None for pending in _abandoned):  # its thread may hang
+    if any(not save.done or save.error is not None for save in _abandoned):  # its thread may hang
         set_exit_status(128 + signal.SIGTERM)
     elif _thread_ended is not None:
         # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
@@ -436,10 +435,10 @@ def _reset_after_fork() -> None:
     _start_lock = threading.Lock()
     _thread_ended = _writer_thread = None
     _wakeups = queue.SimpleQueue()
-    for job in _jobs:  # no thread of this process will ever end it
-        where = f"the save to {job.pending.path} runs in process {os.getppid()}, from which this process was forked"
-        job.pending.end(InputError(f"{where}: wait for it there"))
-    _jobs.clear()
+    for save in _saves:  # no thread of this process will ever end it
+        where = f"the save to {save.path} runs in process {os.getppid()}, from which this process was forked"
+        save.end(InputError(f"{where}: wait for it there"))
+    _saves.clear()
     _abandoned.clear()
     atexit.unregister(_wait_at_exit)
 
