@@ -69,8 +69,8 @@ class Checkpointer(Run):
 
     The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save. A background
     thread deletes older steps that no rule keeps; `save` does not wait for it. If a deletion fails, for example for
-    lack of permission, the next `save` that is due, `wait` or `close` raises the error. The manifest is deleted first,
-    so a reader finds the whole step or none.
+    lack of permission, whichever comes first raises the error: `wait`, `close`, or the next `save` of a due step, which
+    then does not save its step. The manifest is deleted first, so a reader finds the whole step or none.
 
     Args:
         directory: A local path or a URL, as for `save`.
