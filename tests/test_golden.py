@@ -417,5 +417,9 @@ def test_a_run_of_today_has_the_same_schema(name: str, tmp_path: Path) -> None:
             manifest["step"]["metrics"]["chain"] = "a random number"
             for leaf in manifest["leaves"] if manifest["metadata"]["previous"] is not None else ():
                 del leaf["layout"]  # of the result of a jitted function: old versions of JAX record no spec
+    if name == "job":  # JAX chooses the ids of the devices of the second process
+        for leaf in (leaf for manifest in (*found.values(), *expected.values()) for leaf in manifest["leaves"]):
+            if "layout" in leaf:
+                leaf["layout"]["mesh"]["devices"][4:] = range(4)
     assert found == expected
     assert notes(tmp_path / name) == notes(golden.FOLDER / VERSION / name)
