@@ -32,7 +32,9 @@ def files(path: Path) -> dict[str, os.stat_result]:
     return {str(file.relative_to(path)): file.stat() for file in found}
 
 
-@pytest.mark.parametrize(("step", "expected"), [({}, 3), ({"step": 1}, 1), ({"step": "best"}, 2), ({"step": "latest"}, 3)])
+@pytest.mark.parametrize(
+    ("step", "expected"), [({}, 3), ({"step": 1}, 1), ({"step": "best"}, 2), ({"step": "latest"}, 3)]
+)
 def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, step: dict[str, Any], expected: int) -> None:
     assert jaxckpt.Run(run).fork(tmp_path / "new", **step) == expected
     assert jaxckpt.Run(tmp_path / "new").steps() == [expected]
