@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -49,6 +50,9 @@ _SAME_MEANING: dict[str, dict[str, str]] = {
         "state_dict": "save.tree restore.target",
     },
     "": {
+        "abstract": "restore.target Checkpointer.restore_or_init.init",
+        "bandwidth": "Options.max_bytes_per_second",
+        "every_minutes": "Checkpointer.every_seconds",
         "exist_ok": "save.overwrite",
         "force_overwrite": "save.overwrite",
         "abstract_tree": "restore.target Checkpointer.restore_or_init.init",
@@ -122,6 +126,23 @@ _ATTRIBUTES = {
 }
 """Methods of Orbax, by the class of ours that a program would look for them in."""
 
+_MISPLACED = {
+    "Run": {
+        "delete": "a Run only reads: use jaxckpt.Checkpointer(directory)",
+        "restore_or_init": "a Run only reads: use jaxckpt.Checkpointer(directory)",
+    },
+    "Step": {
+        "add_metrics": "use the add_metrics(step, metrics) of the Run",
+        "load_numpy": "use jaxckpt.load_numpy(step.path)",
+        "pin": "use the pin(step, name) of the Run",
+        "step": "use number",
+    },
+}
+"""Attributes that other classes of ours have, by the class that a program would look for them in."""
+
+_CONSTRUCTED_BY = {"Checkpoint": "jaxckpt.open(path)"}
+"""The public classes that a program does not create itself, and what creates them."""
+
 _MODULE_ATTRIBUTES = {
     **dict.fromkeys(("all_steps", "steps"), "Run(directory).steps()"),
     **{name: f"Run(directory).{name}()" for name in ("latest_step", "best_step", "pins", "follow")},
@@ -163,6 +184,8 @@ def explain_keywords(function: F) -> F:
             called = function.__qualname__.removesuffix(".__init__")
             hints = filter(None, map(hint_for_options, args))
             problems += [f"{called} accepts no positional CheckpointManagerOptions{hint}" for hint in hints]
+            if called in _CONSTRUCTED_BY and len(args) < sum(one.default is one.empty for one in parameters.values()):
+                problems.append(f"use {_CONSTRUCTED_BY[called]}, which returns a {called}")
             if not problems:  # any other error, possibly from within the function
                 raise
         raise TypeError("\n".join(problems))
@@ -176,7 +199,7 @@ def explain_names(cls: C) -> C:
     for name, member in [*vars(cls).items()]:
         if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, explain_keywords(member))
-    if cls.__name__ in _ATTRIBUTES:
+    if cls.__name__ in _ATTRIBUTES or cls.__name__ in _MISPLACED:
         cls.__getattr__ = _explain_attribute
     return cls
 
@@ -188,11 +211,22 @@ def hint_for_options(value: object) -> str:
     return ": pass its arguments to jaxckpt.Checkpointer instead, such as keep_last= for max_to_keep"
 
 
+def hint_for_args(value: object) -> str:
+    """What to pass instead of Orbax's `ocp.args`; empty for any other value."""
+    kind = type(value)
+    if not any(base.__name__ == "CheckpointArgs" and base.__module__.startswith("orbax.") for base in kind.__mro__):
+        return ""
+    return (
+        f"found Orbax's {kind.__name__} in place of a tree: pass the tree itself, without ocp.args, and several items"
+        " as one dict"
+    )
+
+
 def _explain_attribute(self: object, name: str) -> Any:
     """Python calls this after it has found no attribute of that name."""
     for cls in type(self).__mro__:
-        hint = _ATTRIBUTES.get(cls.__name__, {}).get(name)
-        if hint is not None:
+        hints = _ATTRIBUTES.get(cls.__name__, {}) | _MISPLACED.get(cls.__name__, {})
+        if (hint := hints.get(name)) is not None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}: {hint}", name=name)
     return object.__getattribute__(self, name)  # raises Python's own error, or the AttributeError of a property
 
@@ -217,6 +251,8 @@ def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any]
         hint = f": it is an argument of {owner}"
     else:
         hint = _meaning(name, parameters) or _argument_of_other(name) or _typo(name, parameters)
+        if called == "Run" and "Checkpointer" in hint:
+            hint = f": a Run only reads{hint.replace(':', ';', 1)}"
     return f"{called} has no argument {name}{hint}"
 
 
@@ -246,17 +282,24 @@ def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
 
 def _argument_of_other(name: str) -> str:
     """The function that has this argument; empty if none has."""
-    functions = ((other, _public.get(other)) for other in ("restore", "save", "save_async", "convert"))
+    package = importlib.import_module("jaxckpt")
+    others = ("restore", "save", "save_async", "convert", "Checkpointer")
     return next(
-        (f": it is an argument of jaxckpt.{o}" for o, f in functions if f and name in inspect.signature(f).parameters),
+        (
+            f": it is an argument of jaxckpt.{other}"
+            for other in others
+            if name in inspect.signature(getattr(package, other)).parameters
+        ),
         "",
     )
 
 
 def _typo(name: str, parameters: Mapping[str, Any]) -> str:
-    """The name that a misspelled keyword resembles; empty if there is none."""
+    """The name that a misspelled or incomplete keyword resembles; empty if there is none."""
     options = _parameters("Options") if "options" in parameters else ()
-    near = difflib.get_close_matches(name, [ours for ours in (*parameters, *options) if ours != "self"], n=1)
+    names = [ours for ours in (*parameters, *options) if ours != "self"]
+    without_unit = [ours for ours in names if ours.startswith(f"{name}_")]
+    near = without_unit if len(without_unit) == 1 else difflib.get_close_matches(name, names, n=1)
     if not near:
         return ""
     return f": did you mean {near[0]}?" if near[0] in parameters else f": did you mean Options({near[0]}=…)?"

@@ -53,7 +53,8 @@ class Options:
             read once in the whole job; all processes then need the same `host_bytes`. This is faster if storage limits
             the speed of the restore (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; 256 MiB
-            by default. Larger leaves are moved in boxes. `save_async` may also use `staging_bytes`.
+            by default. Larger leaves are moved in boxes. `save_async` may also use `staging_bytes`. An object is at
+            least as large as a chunk, so that less than four times `chunk_bytes` changes nothing in a save.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.
@@ -195,7 +196,7 @@ def require_bool(value: object, what: str) -> bool:
 def require_rate(value: float | None, what: str) -> float | None:
     """Return a valid number of bytes per second, or None for no limit. Raises InputError for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"{what} must be above zero or None, found {reprlib.repr(value)}")
+        raise InputError(f"{what} must be a number above zero or None, found {reprlib.repr(value)}")
     return value
 
 
@@ -203,5 +204,5 @@ def require_seconds(value: object, what: str) -> float:
     """A positive number of seconds as a float, at most the longest time that a thread can wait. Raises InputError."""
     number = min(cast("float", value), threading.TIMEOUT_MAX) if isinstance(value, numbers.Real) else 0.0
     if isinstance(value, bool) or not number > 0:
-        raise InputError(f"{what} must be above zero, found {reprlib.repr(value)}")
+        raise InputError(f"{what} must be a number above zero, found {reprlib.repr(value)}")
     return float(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import inspect
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -100,6 +102,14 @@ def test_no_public_callable_takes_any_keyword(name: str) -> None:
         ("restore", "shardings", "use target"),
         ("load_numpy", "sharding", "use target of jaxckpt.restore"),
         ("save", "exist_ok", "use overwrite"),
+        ("restore", "abstract", "use target"),
+        ("Run", "keep_last", "a Run only reads; it is an argument of jaxckpt.Checkpointer"),
+        ("Run.follow", "poll", "did you mean poll_seconds?"),
+        ("Run.follow", "timeout", "did you mean timeout_seconds?"),
+        ("Options", "bandwidth", "use max_bytes_per_second"),
+        ("Options", "retry", "did you mean retry_seconds?"),
+        ("Checkpointer", "every_minutes", "use every_seconds"),
+        ("save", "keep_last", "it is an argument of jaxckpt.Checkpointer"),
     ],
 )
 def test_an_argument_of_another_function_is_named(name: str, unknown: str, hint: str) -> None:
@@ -195,11 +205,13 @@ def test_every_name_that_is_proposed_exists() -> None:
     arguments_of_all = {name for function in CALLABLES.values() for name in inspect.signature(function).parameters}
     for hint in _keywords._OTHER_MEANING.values():  # pyright: ignore[reportPrivateUsage]
         assert set(re.findall(r"(\w+)=", hint)) <= arguments_of_all, hint
-    for cls, hints in _keywords._ATTRIBUTES.items():  # pyright: ignore[reportPrivateUsage]
+    attributes = (*_keywords._ATTRIBUTES.items(), *_keywords._MISPLACED.items())  # pyright: ignore[reportPrivateUsage]
+    for cls, hints in attributes:
         for theirs, hint in hints.items():
             assert not hasattr(getattr(jaxckpt, cls), theirs)
-            if used := re.match(r"use (\w+)", hint):
-                assert used[1] == "jaxckpt" or hasattr(getattr(jaxckpt, cls), used[1]), hint
+            if used := re.match(r"use (the )?(\w+)", hint):
+                owner = jaxckpt.Run if used[1] else getattr(jaxckpt, cls)
+                assert used[2] == "jaxckpt" or hasattr(owner, used[2]), hint
     for theirs, ours in _keywords._MODULE_ATTRIBUTES.items():  # pyright: ignore[reportPrivateUsage]
         assert theirs not in jaxckpt.__all__
         value: Any = jaxckpt
@@ -295,6 +307,41 @@ def test_attributes_of_other_objects_name_ours(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=r"^PendingSave has no attribute wait_until_finished: use wait\(\)$"):
         pending.wait_until_finished()
     pending.wait()
+
+
+def test_attributes_of_another_class_say_whose(tmp_path: Path) -> None:
+    run: Any = jaxckpt.Run(tmp_path)
+    with pytest.raises(AttributeError, match=r"no attribute delete: a Run only reads: use jaxckpt\.Checkpointer"):
+        run.delete(100)
+    with jaxckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": 1})
+    step: Any
+    for step in run.follow():
+        assert copy.copy(step) == pickle.loads(pickle.dumps(step)) == step
+        for name, hint in [
+            ("step", "use number"),
+            ("load_numpy", r"use jaxckpt\.load_numpy\(step\.path\)"),
+            ("add_metrics", r"use the add_metrics\(step, metrics\) of the Run"),
+        ]:
+            with pytest.raises(AttributeError, match=f"^Step has no attribute {name}: {hint}$"):
+                getattr(step, name)
+
+
+def test_a_checkpoint_is_opened_and_not_constructed(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^use jaxckpt\.open\(path\), which returns a Checkpoint$"):
+        jaxckpt.Checkpoint(tmp_path)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "kind", [ocp.args.StandardSave, ocp.args.StandardRestore, ocp.args.PyTreeSave, lambda tree: ocp.args.Composite()]
+)
+def test_arguments_of_orbax_in_place_of_a_tree(tmp_path: Path, kind: Any) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(jaxckpt.errors.TreeError, match=r"pass the tree itself, without ocp\.args"):
+            checkpointer.save(1, kind({"w": np.ones(3)}))
+        checkpointer.save(1, {"w": np.ones(3)})
+        with pytest.raises(jaxckpt.errors.TreeError, match=r"pass the tree itself, without ocp\.args"):
+            checkpointer.restore(1, kind({"w": np.ones(3)}))
 
 
 def test_an_attribute_error_of_a_property_stays(tmp_path: Path) -> None:

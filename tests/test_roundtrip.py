@@ -625,3 +625,11 @@ def test_an_invalid_weak_type_is_refused(tmp_path: Path) -> None:
             jaxckpt.errors.InputError, match=f"no reader would accept .*\n.*leaf '{leaf.path}' .*weak type"
         ):
             _manifest.encode(msgspec.structs.replace(manifest, leaves=leaves))
+
+
+def test_an_object_is_not_smaller_than_a_chunk(tmp_path: Path) -> None:
+    """Otherwise each element would be a file."""
+    options = jaxckpt.Options(host_bytes=1, sync=False)
+    info = jaxckpt.save(tmp_path / "c", {"w": np.arange(3000.0)}, options=options)
+    assert info.objects == 1
+    assert jaxckpt.restore(tmp_path / "c", options=options)["w"][-1] == 2999

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._arguments.leaf_types import call_user_function, full_name, is_plain, is_registered, leaf_type
+from jaxckpt._keywords import hint_for_args
 from jaxckpt._model.keys import Key, encode_keys, keys_problem, plain_key
 from jaxckpt._model.paths import are_strings, escape_keys
 from jaxckpt._model.tree import MAX_DEPTH, Container, Structure, Tree, is_namedtuple_restored
@@ -62,6 +63,8 @@ def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]
     Raises TreeError for keys that cannot be stored or that a reader would refuse, and for more than 200 nested
     containers.
     """
+    if hint := hint_for_args(tree):
+        raise TreeError(hint)
     flat = _Flat(states)
     leaves = flat.leaves
     structure = _flatten(tree, "", True, 0, flat)

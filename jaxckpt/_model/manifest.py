@@ -8,8 +8,10 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -155,12 +157,33 @@ def _round_trip_json(value: Any, what: str, encoded: Callable[[], Any] | None = 
         plain = json.loads(text)
         same = bool(plain == value) and (encoded is None or encoded() == plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{what} must be plain JSON: {error}") from error
+        reason = error if isinstance(error, RecursionError) else next(_non_json(value, what), error)
+        raise InputError(f"{what} must be plain JSON: {reason}") from error
     if not same:
-        raise InputError(
-            f"{what} must be plain JSON (str keys, lists for tuples): decoding it would not return an equal value"
-        )
+        reason = next(_non_json(value, what), "decoding it would not return an equal value")
+        raise InputError(f"{what} must be plain JSON: {reason}")
     return plain
+
+
+def _non_json(value: Any, where: str) -> Iterator[str]:
+    """What in a value is not JSON, each with its place."""
+    if isinstance(value, dict):
+        for key, child in cast("dict[Any, Any]", value).items():
+            if not isinstance(key, str):
+                yield f"{where} has the key {reprlib.repr(key)}; the keys of JSON are str"
+            yield from _non_json(child, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for index, child in enumerate(cast("list[Any]", value)):
+            yield from _non_json(child, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where} is {value}, which JSON does not have; use None"
+    elif not isinstance(value, str | int | float | None):
+        scalar = np.isscalar(value) or getattr(value, "shape", None) == ()
+        kinds: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
+        kind = kinds.get(getattr(getattr(value, "dtype", None), "kind", ""))
+        use = "list(…)" if isinstance(value, tuple) else f"{kind.__name__}(…)" if scalar and kind else ""
+        use = use or (".tolist()" if hasattr(value, "tolist") else "")
+        yield f"{where} is of type {type(value).__name__}" + (f"; use {use}" if use else "")
 
 
 def droppable(manifest: Manifest, paths: Sequence[str]) -> tuple[str, ...]:

@@ -40,7 +40,11 @@ def are_strings(keys: Iterable[Any]) -> bool:
 
 def closest_hint(path: str, candidates: Iterable[str]) -> str:
     """A hint for a path that was not found."""
-    near = difflib.get_close_matches(path, list(candidates), n=3, cutoff=0.5)
+    by_lower_case: dict[str, list[str]] = {}
+    for candidate in candidates:
+        by_lower_case.setdefault(candidate.lower(), []).append(candidate)
+    close = difflib.get_close_matches(path.lower(), by_lower_case, n=3, cutoff=0.5)
+    near = [candidate for lower in close for candidate in by_lower_case[lower]][:3]
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

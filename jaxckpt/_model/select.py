@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from jaxckpt._model.paths import closest_hint, join_paths, path_prefixes, relative_path
-from jaxckpt.errors import InputError, TreeError, show_count, show_lines, show_path
+from jaxckpt.errors import InputError, TreeError, show_lines, show_path
 
 Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
 
@@ -204,8 +204,9 @@ def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where:
     candidates = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
     # Each hint needs a scan of all paths.
     hints = [closest_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
-    lines = [
-        f"{text} matches none of the {show_count(len(paths), 'leaf')} of {where}{hint}"
-        for text, hint in zip(texts, hints, strict=True)
-    ]
+    (only, *more) = paths
+    leaves = (
+        f"matches none of the {len(paths):,} leaves" if more else f"does not match {show_path(only)}, the only leaf"
+    )
+    lines = [f"{text} {leaves} of {where}{hint}" for text, hint in zip(texts, hints, strict=True)]
     return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{show_lines(lines)}"

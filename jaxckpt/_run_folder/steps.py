@@ -31,7 +31,7 @@ def require_step(step: object) -> int:
     """The number of a step as a plain int. Raises InputError for anything else."""
     if step is None:
         raise InputError(
-            "step must be a whole number, found None: best_step() and latest_step() return None if there is no such step"
+            "step must be a whole number, found None: best_step() and latest_step() return None if no such step exists"
         )
     return require_whole_number(step, "step", minimum=0, maximum=MAX_INTEGER)
 

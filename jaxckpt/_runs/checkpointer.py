@@ -94,8 +94,8 @@ class Checkpointer(Run):
             each step, in a background thread of process 0.
         keep_last_of: For each subtree, by path or glob: how many of the newest steps keep it. With {"opt_state": 1},
             only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
-            matches nothing in the tree is an error at the first call of `save`; only the last step of a preempted job is
-            saved in spite of it.
+            matches nothing in the tree is an error at the first call of `save`. The last step of a preempted job is
+            saved nevertheless.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.
@@ -428,8 +428,8 @@ class Checkpointer(Run):
         not write it, nor does a `with` block that ends with an error. A Checkpointer that called neither `save` nor
         `restore_or_init` leaves it as it is. This also restores the previous SIGTERM handler.
 
-        A closed Checkpointer can be used again, for example by a second `fit` with the same callback: its next `save` or
-        `restore_or_init` removes the record, and `save` listens for SIGTERM again. Then close it again.
+        A closed Checkpointer can be used again, for example by a second `fit` with the same callback. Its next `save`
+        or `restore_or_init` removes the record, and `save` listens for SIGTERM again. Then close it again.
 
         Raises Preempted if `on_preemption` is "exit" and this process was notified of a preemption after the last call
         of `save`: in a job of one process, by SIGTERM. If the program's own SIGTERM handler has raised, raises that
@@ -646,8 +646,8 @@ class Checkpointer(Run):
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The best step by a metric, by default that of the first rule of `keep_best`; None if no step has the metric.
-        Raises InputError if `keep_best` has no such rule and no `mode` is given, or if the steps have metrics but none of
-        this name."""
+        Raises InputError if `keep_best` has no such rule and no `mode` is given, or if the steps have metrics, but none
+        of this name."""
         bests = self._directory.policy.keep_best
         best = next((best for best in bests if metric in (None, best.metric) and mode in (None, best.mode)), None)
         if best is None and metric is not None and mode is not None:
@@ -657,9 +657,10 @@ class Checkpointer(Run):
                 rule = "has no rule" if mode is None else f"has no rule with {mode!r}"
                 raise InputError(f"keep_best {rule}: pass a metric and a mode, as in best_step('loss', 'min')")
             names = [best.metric for best in bests]
+            hint = closest_hint(str(metric), names) or "."
             raise InputError(
-                f"keep_best has no rule for {metric!r}{closest_hint(str(metric), names) or '.'} For any other metric, pass a"
-                f" mode, as in best_step({metric!r}, 'min')"
+                f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
+                f" best_step({metric!r}, 'min')"
             )
         return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
 

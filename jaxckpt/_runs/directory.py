@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._run_folder.added_metrics import read_added_metrics
@@ -102,7 +101,10 @@ class Directory:
         elif isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
             saved = self.saved_step(step)
             if saved is not None and saved.record.dropped:
-                yield f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest"
+                yield (
+                    f"step {step} was kept without {', '.join(saved.record.dropped)}; select= restores the rest, and"
+                    " restore_or_init(init, strict=False) takes these leaves from init"
+                )
 
     def saved_step(self, step: int) -> SavedStep | None:
         """The properties of a step from its manifest; None if it is missing or damaged. Process 0 reads it once,
@@ -186,8 +188,8 @@ class Directory:
             self._rules_with_metric.add(best)
         elif given_names:
             raise InputError(
-                f"keep_best compares steps by the metric {name!r}, but metrics has {', '.join(map(repr, given_names))}"
-                f"{closest_hint(name, given_names)}"
+                f"metrics has no {name!r}, by which keep_best compares steps; it has"
+                f" {', '.join(map(repr, given_names))}"
             )
         elif best not in self._rules_with_metric:
             if not best.has_metric(self.saved_steps(steps)):

@@ -27,6 +27,9 @@ def _name(name: object) -> str:
 
 
 def _value(name: str, value: Any) -> float | None:
+    if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("S", "U"):
+        # float() also accepts these
+        raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: an array of other processes

@@ -134,7 +134,8 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
         )
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
-    most = min(options.object_bytes, max(1, options.host_bytes // WRITE_MEMORY_FACTOR))
+    # At least a chunk: a restore also needs the memory of one, and smaller objects would be too many files.
+    most = min(options.object_bytes, max(options.chunk_bytes, options.host_bytes // WRITE_MEMORY_FACTOR))
     sizes = [total // min(share * max(1, writers), SHARED_OBJECTS) for share in SHARE_DIVISORS]
     *larger, finest = dict.fromkeys(min(most, max(SHARED_BYTES, size)) for size in sizes)
     chosen = _plan_for_sizes(groups, most, finest, options, process, processes)

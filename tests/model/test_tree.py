@@ -688,7 +688,9 @@ def test_each_entry_of_a_select_must_match(paths: list[str], select: list[str]) 
     tests = [_select.parse_select(entry) for entry in select]
     unused = [entry for entry, test in zip(select, tests, strict=True) if not any(map(test, paths))]
     if unused:
-        with pytest.raises(TreeError, match=re.escape(f"{unused[0]!r} matches none of the {len(paths)} lea")):
+        count = len(paths)
+        what = f"matches none of the {count} leaves" if count > 1 else f"does not match {paths[0]!r}, the only leaf"
+        with pytest.raises(TreeError, match=re.escape(f"{unused[0]!r} {what}")):
             _select.parse_select(select).choose(paths)
     else:
         assert _select.parse_select(select).choose(paths) == [any(test(path) for test in tests) for path in paths]
@@ -704,4 +706,6 @@ def test_renamed_leaves_form_nested_dicts_unless_one_is_below_another() -> None:
 
 def test_similar_paths_are_suggested_for_a_mistyped_one() -> None:
     assert _paths.closest_hint("params/kernal", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
+    assert _paths.closest_hint("PARAMS/KERNAL", ["params/kernel", "step"]) == "; did you mean 'params/kernel'?"
+    assert _paths.closest_hint("w", ["W", "w2"]) == "; did you mean 'W' or 'w2'?"
     assert _paths.closest_hint("zzz", ["params/kernel"]) == ""

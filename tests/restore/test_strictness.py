@@ -826,6 +826,33 @@ def test_metadata_that_is_not_json_is_refused_before_data_is_written(tmp_path: P
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": [{"lr": np.float32(1)}]}, r"metadata\['a'\]\[0\]\['lr'\] is of type float32; use float\(…\)"),
+        ({"n": np.int64(1)}, r"metadata\['n'\] is of type int64; use int\(…\)"),
+        ({"n": jnp.int32(1)}, r"metadata\['n'\] is of type \w+; use int\(…\)"),
+        ({"n": np.ones(3)}, r"metadata\['n'\] is of type ndarray; use \.tolist\(\)"),
+        ({"ok": 1, "n": np.bool_(True)}, r"metadata\['n'\] is of type bool; use bool\(…\)"),
+        ({"n": (1, 2)}, r"metadata\['n'\] is of type tuple; use list\(…\)"),
+        ({"n": float("inf")}, r"metadata\['n'\] is inf, which JSON does not have"),
+        ({"n": {5: 1}}, r"metadata\['n'\] has the key 5; the keys of JSON are str"),
+        ({1, 2}, r"metadata is of type set$"),
+    ],
+)
+def test_a_value_that_is_not_json_is_named(tmp_path: Path, value: Any, place: str) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match=f"^metadata must be plain JSON: {place}"):
+        jaxckpt.save(tmp_path / "c", {"x": 1}, metadata=value)
+
+
+def test_a_pattern_for_the_only_leaf(tmp_path: Path) -> None:
+    """Letters in the other case are close."""
+    jaxckpt.save(tmp_path / "c", {"w": 1})
+    with pytest.raises(jaxckpt.errors.TreeError) as error:
+        jaxckpt.load_numpy(tmp_path / "c", select="W")
+    assert str(error.value) == "select: 'W' does not match 'w', the only leaf of the checkpoint; did you mean 'w'?"
+
+
 def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: Path) -> None:
     devices = np.array(jax.devices()).reshape(2, 4)
     for axes in [(0, 1), (("a", "b"), "c")]:

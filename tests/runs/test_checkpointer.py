@@ -929,6 +929,11 @@ def test_invalid_arguments(tmp_path: Path, wrong: dict[str, Any]) -> None:
         jaxckpt.Checkpointer(tmp_path, **wrong)
 
 
+def test_what_a_number_must_be(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match="every_seconds must be a number above zero, found '10m'"):
+        jaxckpt.Checkpointer(tmp_path, every_seconds="10m")  # pyright: ignore[reportArgumentType]
+
+
 def test_numpy_integers_are_accepted_as_arguments(tmp_path: Path) -> None:
     rules: dict[str, Any] = {"every": np.int64(5), "keep_last": np.int32(2), "keep_last_of": {"opt_state": np.uint8(1)}}
     with filled(tmp_path, range(21), **rules, preemption_seconds=np.float32(7)) as checkpoints:
@@ -1021,7 +1026,7 @@ def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path)
         assert list(map(int, names_in(tmp_path))) == [0, 1, 2, 3], "nothing is left of it either"
         assert checkpoints.save(4, state(4), metrics={"val_loss": float("nan"), "other": 1})
         assert checkpoints.save(5, state(5)), "it is not measured at each step"
-        with pytest.raises(jaxckpt.errors.InputError, match="metrics has 'loss'"):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"metrics has no 'val_loss', by which .*; it has 'loss'$"):
             checkpoints.save(6, state(6), metrics={"loss": 1.0})
         checkpoints.save(6, state(6), metrics={"val_loss": 1.0})
         checkpoints.save(7, state(7))
@@ -1063,6 +1068,9 @@ def test_a_missing_component_is_refused_before_anything_is_written(tmp_path: Pat
         {"loss": None},
         {"loss": 10**400},
         {"loss": "low"},
+        {"loss": "0.5"},
+        {"loss": b"1"},
+        {"loss": np.array("0.5")},
         {"loss": 1j},
         {"loss": np.ones(3)},
         {1: 1.0},

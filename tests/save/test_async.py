@@ -723,7 +723,7 @@ def test_an_interrupt_ends_the_wait_for_the_rate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, True, "fast"])
 def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
-    with pytest.raises(jaxckpt.errors.InputError, match=r"max_bytes_per_second must be above zero or None"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"max_bytes_per_second must be a number above zero or None"):
         jaxckpt.Options(max_bytes_per_second=rate)
 
 

@@ -189,5 +189,5 @@ def test_storage_is_not_shown_and_retries_are_limited() -> None:
         jaxckpt.open("memory://x", options=options)
     with pytest.raises(jaxckpt.errors.NotACheckpointError):
         jaxckpt.open("memory://nothing", options=jaxckpt.Options(retry_seconds=float("inf")))
-    with pytest.raises(jaxckpt.errors.InputError, match="retry_seconds must be above zero, found '5'"):
+    with pytest.raises(jaxckpt.errors.InputError, match="retry_seconds must be a number above zero, found '5'"):
         jaxckpt.Options(retry_seconds="5")  # type: ignore[arg-type]
