@@ -82,6 +82,9 @@ class Run:
     def steps(self) -> list[int]:
         """The numbers of the published steps, oldest first. One listing of the directory.
 
+        Empty if the directory does not exist: a program that follows a run may start before the training does. `open`,
+        `restore`, `path` and `best_step` raise NotACheckpointError instead.
+
         Raises:
             InputError: The directory is itself a checkpoint.
             StorageError: The directory cannot be listed, or jaxckpt cannot tell whether a step is published.
@@ -97,7 +100,7 @@ class Run:
         return max(self.steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """The best step by a metric; of equal values, the newest. None if no step has a value.
+        """The best step by a metric; of equal values, the newest. None if the run has no step with a value.
 
         Args:
             metric: The name of the metric. None: the first of `Checkpointer(keep_best=…)`.
@@ -105,19 +108,28 @@ class Run:
 
         Raises:
             InputError: No metric is given and the run does not record one, or no mode is given for this metric.
+            NotACheckpointError: The directory does not exist, or is empty.
         """
         if mode not in ("min", "max", None):
             raise InputError(f'mode must be "min" or "max", found {mode!r}')
+        steps = self.steps()
+        if not steps:
+            self._require_directory()
         if metric is None or mode is None:
             recorded_metric, recorded_mode = best_rule(self._store)
             if metric not in (None, recorded_metric):
                 raise InputError(f'best_step({metric!r}) needs mode="min" or mode="max"')
             metric, mode = recorded_metric, mode or recorded_mode
-        return best_published_step(self._store, self.steps(), metric, mode)
+        return best_published_step(self._store, steps, metric, mode)
 
     def path(self, step: StepName) -> str:
         """The path or URL of a step, for every function that takes a checkpoint."""
         return self._store.child(step_name(self._number(step))).url
+
+    def _require_directory(self) -> None:
+        """Raise NotACheckpointError for a directory that was probably misspelled."""
+        if not self._store.names():
+            raise NotACheckpointError(f"{self._store.url} is not a run: the directory does not exist, or is empty")
 
     def _number(self, step: StepName) -> int:
         """The number of a step. Raises InputError, NotACheckpointError."""
@@ -125,6 +137,7 @@ class Run:
             return require_step(step)
         steps = self.steps()
         if not steps:
+            self._require_directory()
             raise NotACheckpointError(f"{self._store.url} has no steps")
         return resolve_name(self._store, step, steps)
 

@@ -30,6 +30,7 @@ def test_cat_of_a_leaf_that_looks_like_an_index(tmp_path: Path) -> None:
         ("params/wte[0, 0, 0]", "too many indices"),
         ("params/wte[a]", "expected integers, slices and ..."),
         ("params/wte[]", "expected integers, slices and ..."),
+        ("params/wte[8:11", "index [8:11 of leaf 'params/wte': the bracket is not closed, expected params/wte[8:11]"),
         ("params/wte[1:2:3:4]", "expected integers, slices and ..."),
         ("params/wte[::0]", "slice step cannot be zero"),
         ("step[0]", "takes no index"),
@@ -80,6 +81,7 @@ def test_plan_by_rules(here: Path) -> None:
         (["--mesh", "data=2", "--specs", "wte=P({[]: 1})"], "expected a spec"),
         (["--mesh", "data=2", "--specs", "wte=P(__import__('os'))"], "expected a spec"),
         (["--mesh", "data=2", "--specs", "wtf=P()"], "--specs wtf: matches no array"),
+        (["--mesh", "data=2", "--specs", "kernel=P()"], "did you mean '**/kernel'?"),
         (["--mesh", "data=2", "--specs", "params/wtf=P()"], "did you mean 'params/wte'?"),
         (["--mesh", "data=2", "--specs", "params/wte=P('x')"], "'x'"),
         (["--mesh", "data=3"], "is not divisible by 3"),
@@ -129,7 +131,9 @@ def test_a_repeated_mesh_shows_how_to_give_several_axes() -> None:
 
 
 def test_a_rate_has_a_unit(here: Path) -> None:
-    assert "'50' has no unit: give bytes per second as in 50MiB" in run("verify", "small", "--rate", "50", code=2).stderr
+    assert (
+        "'50' has no unit: give bytes per second as in 50MiB" in run("verify", "small", "--rate", "50", code=2).stderr
+    )
     assert "expected bytes" in run("verify", "small", "--rate", "50 MB", code=2).stderr
     assert run("verify", "small", "--rate", "500000B").stdout.endswith(": ok\n")
 
