@@ -100,6 +100,13 @@ _OTHER_MEANING = {
 }
 """Arguments of Orbax that need another argument with another value, or none."""
 
+_OF_FUNCTION = {
+    ("convert", "dtype"): (
+        "convert does not cast: use a jaxckpt.rules.Rule with dtype=, or convert a copy saved with save(dtype=)"
+    ),
+}
+"""By function and name: what to do instead of passing an argument that only other functions have."""
+
 _ATTRIBUTES = {
     "Run": {
         "all_steps": "use steps()",
@@ -249,6 +256,8 @@ def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any]
         hint = f": pass options=jaxckpt.Options({name}=…)"
     elif name in _parameters(owner):
         hint = f": it is an argument of {owner}"
+    elif (called, name) in _OF_FUNCTION:
+        hint = f": {_OF_FUNCTION[called, name]}"
     else:
         hint = _meaning(name, parameters) or _argument_of_other(name) or _typo(name, parameters)
         if called == "Run" and "Checkpointer" in hint:

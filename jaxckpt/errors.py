@@ -77,10 +77,14 @@ class JaxckptError(Exception):
         return tuple(dict.fromkeys(problem.leaf for problem in self.problems if problem.leaf is not None))
 
     @classmethod
-    def of(cls, head: str, problems: Sequence[Problem], *remedies: str) -> Self:
-        """An error that lists the problems and their remedies."""
+    def of(cls, head: str, problems: Sequence[Problem], *remedies: str, listed: Iterable[str] | None = None) -> Self:
+        """An error that lists the problems, or these lines about them, and their remedies."""
         unique_remedies = dict.fromkeys([*remedies, *(problem.remedy for problem in problems)])
-        lines = [f"{head}:", show_lines(map(str, problems)), "; ".join(filter(None, unique_remedies))]
+        lines = [
+            f"{head}:",
+            show_lines(map(str, problems) if listed is None else listed),
+            "; ".join(filter(None, unique_remedies)),
+        ]
         return cls("\n".join(filter(None, lines)), problems=problems)
 
 

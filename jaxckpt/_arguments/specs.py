@@ -105,6 +105,9 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
         raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _require_spec(specs(path, leaf), path) for path, leaf in leaves}
+    if isinstance(specs, (str, tuple, list)) and not isinstance(specs, PartitionSpec) and _is_spec_entries(specs):
+        entries = (specs,) if isinstance(specs, str) else specs
+        raise SpecError(f"specs is {specs!r}: write PartitionSpec({', '.join(map(repr, entries))})")
     by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in flatten(specs)[0]}
     chosen = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
     used = set(chosen.values())
@@ -116,6 +119,12 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
+def _is_spec_entries(values: Iterable[object]) -> bool:
+    """Whether these are axis names, as in a PartitionSpec, and not a pytree of specs."""
+    entries = [entry for value in values for entry in (value if isinstance(value, tuple) else (value,))]
+    return any(isinstance(entry, str) for entry in entries) and all(isinstance(e, str | None) for e in entries)
+
+
 def _is_leaf(value: object) -> bool:
     """Whether JAX treats it as a leaf. A callable Equinox module is a pytree."""
     return jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(value))
@@ -125,6 +134,7 @@ def _require_spec(spec: Any, path: str) -> Spec:
     if not isinstance(spec, PartitionSpec):
         raise SpecError(
             f"specs gives {reprlib.repr(spec)} for leaf {show_path(path)}; expected a jax.sharding.PartitionSpec"
+            + (f", such as PartitionSpec({spec!r})" if isinstance(spec, str) else "")
         )
     if reduced := getattr(spec, "reduced", None):
         raise SpecError(

@@ -239,6 +239,14 @@ progress_option = click.option(
     help="Show no progress: neither a bar nor, without a terminal, lines.",
 )
 
+indivisible_option = click.option(
+    "--indivisible",
+    type=click.Choice(("error", "replicate")),
+    default="error",
+    show_default=True,
+    help="If the mesh does not divide a dimension: an error, or do not split that dimension.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 debug_option = click.option(

@@ -13,18 +13,17 @@ from typing import Any
 import click
 
 from jaxckpt._cli.arguments import SpecRule
-from jaxckpt._cli.terminal import printable
+from jaxckpt._cli.terminal import is_special, printable
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
-from jaxckpt._model.paths import closest_hint
-from jaxckpt._model.select import parse_select
+from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import LINE_SECONDS, Progress, draws_bars
 from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._store.store_path import local_path
-from jaxckpt.errors import InputError
+from jaxckpt.errors import InputError, show_path
 
 
 def progress_options(progress: bool) -> Options:
@@ -68,6 +67,9 @@ def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLea
 
 def resolve_leaf(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
     """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
+    name, bracket, rest = text.partition("[")
+    if text not in checkpoint and name in checkpoint and bracket and "]" not in rest:
+        raise InputError(f"index [{rest} of leaf {show_path(name)}: the bracket is not closed, expected {text}]")
     match = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
     index = _index(match[2]) if match else None
     try:
@@ -91,15 +93,22 @@ def _index_entry(text: str) -> Any:
     return slice(*(int(bound) if bound.strip() else None for bound in text.split(":")))
 
 
-def require_outside(output: str, path: str) -> None:
-    """Raise InputError if a file would overwrite the checkpoint at a path, or would be written into its folder."""
+def require_writable(output: str, suffix: str, path: str, *, overwrite: bool) -> None:
+    """Raise InputError if a command must not write this file: it belongs to the checkpoint at a path, does not end in
+    the suffix of what is written, or exists without `--overwrite`."""
     folder = local_path(path)
-    if folder is None:
+    if folder is not None:
+        resolve = functools.partial(os.path.realpath, folder)
+        folder = run_watched(f"looking at {path}", Options().timeout_seconds, resolve)
+        written = os.path.realpath(output)
+        if written == folder or written.startswith(os.path.join(folder, "")):
+            raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
+    if is_special(output):  # such as /dev/stdout
         return
-    resolve = functools.partial(os.path.realpath, folder)
-    folder, written = run_watched(f"looking at {path}", Options().timeout_seconds, resolve), os.path.realpath(output)
-    if written == folder or written.startswith(os.path.join(folder, "")):
-        raise InputError(f"{output} is in the checkpoint {path}: give a file outside of it")
+    if os.path.splitext(output)[1] != suffix:
+        raise InputError(f"{output} does not end in {suffix}, the only format that this command writes")
+    if os.path.exists(output) and not overwrite:
+        raise InputError(f"{output} already exists: --overwrite replaces it")
 
 
 def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequence[str] = ()) -> Tree:
@@ -115,7 +124,7 @@ def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequenc
         matched = list(filter(parse_select(glob), paths))
         if not matched:
             raise InputError(
-                f"--specs {glob or PartitionSpec(*entries)}: matches no array{closest_hint(glob or '', paths)}"
+                f"--specs {glob or PartitionSpec(*entries)}: matches no array{unmatched_hint(glob or '', paths)}"
             )
         for path in matched:
             specs.setdefault(path, PartitionSpec(*entries))

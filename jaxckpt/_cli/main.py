@@ -11,9 +11,10 @@ import contextlib
 import importlib
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ from jaxckpt._cli.arguments import (
     complete_format,
     complete_leaf,
     debug_option,
+    indivisible_option,
     json_option,
     location,
     mesh_option,
@@ -49,8 +51,8 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # the codes that shells report for SIGINT a
 _EXIT_CODES = """\b
 Exit codes:
   0    success
-  1    verify found problems, diff found differences, or rm was not
-       confirmed
+  1    verify found problems, diff found differences, or the deletion by
+       rm was not confirmed
   2    invalid arguments, or the destination already exists
   3    the checkpoint is damaged
   4    the path is not a checkpoint
@@ -103,22 +105,37 @@ class _Program(click.Group):
         except Exception as error:
             if ctx.meta.get("debug"):
                 traceback.print_exc()
-            message, exit_code = _message(error)
+            paths = ctx.meta.get("paths", [])
+            message, exit_code = _message(error, paths)
             if exit_code == NOT_FOUND:
-                message += next(filter(None, map(similar_path_hint, ctx.meta["paths"])), "")
+                message += next(filter(None, map(similar_path_hint, paths)), "")
             click.echo(printable(f"jaxckpt: {message}", keep="\n"), err=True)
             raise click.exceptions.Exit(exit_code) from error
         return result
 
 
-def _message(error: Exception) -> tuple[str, int]:
-    """(message, exit code) of an error."""
+_PYTHON_HINTS = (
+    (r"pass overwrite=True to replace", "--overwrite replaces"),
+    (r'pass Options\(indivisible="replicate"\) to keep it whole', "pass --indivisible replicate to keep it whole"),
+    (r" of (\S+): pass move=True, or unpin\('(.*)'\) first", r" of \1: pass --move, or run jaxckpt unpin \1@\2 first"),
+    (r"specs=PartitionSpec\(\)", "--specs 'P()'"),
+    (r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1"),
+)
+"""Hints of errors as regular expressions, and what a user of the command line does instead."""
+
+
+def _message(error: Exception, paths: Sequence[str]) -> tuple[str, int]:
+    """(message, exit code) of an error of a command with these paths."""
     match error:
         case InputError() | CheckpointExistsError():
-            text = str(error).replace("pass overwrite=True to replace", "--overwrite replaces")
-            return re.sub(r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1", text), BAD_INPUT
+            text = str(error)
+            for python, shell in _PYTHON_HINTS:
+                text = re.sub(python, shell, text)
+            return text, BAD_INPUT
         case CorruptError():
-            return str(error), DAMAGED
+            damaged = (path for path in paths if os.path.join(os.path.abspath(path), "") in str(error))
+            path = next(damaged, paths[0] if paths else "PATH")
+            return str(error).replace("run jaxckpt.verify for", f"run jaxckpt verify {shlex.quote(path)} for"), DAMAGED
         case NotACheckpointError():
             return str(error), NOT_FOUND
         case JaxckptError() | OSError():
@@ -178,11 +195,12 @@ def ls() -> None:
     back_to_option,
     click.option("--depth", type=click.IntRange(min=1), help="Show at most this many levels of containers."),
     click.option("--all", "every", is_flag=True, help="Show identical containers, such as layers, one by one."),
+    click.option("--flat", is_flag=True, help="Show one table of all leaves with their paths, without containers."),
     click.option(
         "--sort",
         type=click.Choice(SORTS),
-        help="Sort the children of each container: by name, numbers by value, or by bytes, largest first. With --json,"
-        " sort all leaves. By default, they are in the order of the saved tree.",
+        help="Sort the children of each container: by name, numbers by value, or by bytes, largest first. With --flat"
+        " or --json, sort all leaves. By default, they are in the order of the saved tree.",
     ),
 )
 def show() -> None:
@@ -201,6 +219,7 @@ def show() -> None:
     click.option(
         "--save", type=LocalPath(dir_okay=False, path_type=str), help="Write the array to this .npy file instead."
     ),
+    click.option("--overwrite", is_flag=True, help="With --save: replace an existing file."),
     progress_option,
 )
 def cat() -> None:
@@ -232,11 +251,20 @@ def verify() -> None:
     """
 
 
-@_command("results", location("a"), location("b"), select_option, rules_option, back_to_option, progress_option)
+@_command(
+    "results",
+    location("a"),
+    location("b"),
+    select_option,
+    rules_option,
+    back_to_option,
+    click.option("--leaves-only", is_flag=True, help="Exit with 0 if all leaves are equal, even if containers differ."),
+    progress_option,
+)
 def diff() -> None:
     """Compare two checkpoints leaf by leaf. Meshes and formats may differ.
 
-    The exit code is 1 if leaves differ.
+    The exit code is 1 if leaves or their containers differ: other types, keys or order.
     """
 
 
@@ -255,6 +283,7 @@ def diff() -> None:
         show_default=True,
         help="Number of devices per process.",
     ),
+    indivisible_option,
 )
 def plan() -> None:
     """Show what a restore onto a mesh would read, without reading it.
@@ -295,6 +324,7 @@ def plan() -> None:
     click.option(
         "--chunk-bytes", type=parse_size, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
     ),
+    indivisible_option,
     overwrite_option,
     progress_option,
 )
@@ -315,7 +345,9 @@ def convert() -> None:
     output_option,
     mesh_option(),
     specs_option,
+    indivisible_option,
     click.option("--histograms", is_flag=True, help="Also read the arrays and show the distribution of their values."),
+    overwrite_option,
     progress_option,
 )
 def report() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -14,6 +14,7 @@ from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree
 from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
+from jaxckpt._options import Options
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import show_count
 
@@ -45,7 +46,14 @@ def verify(path: str, quick: bool, rate: int | None, progress: bool, as_json: bo
 
 
 def diff(
-    a: str, b: str, select: Sequence[str], rules: str | None, back_to: str | None, progress: bool, as_json: bool
+    a: str,
+    b: str,
+    select: Sequence[str],
+    rules: str | None,
+    back_to: str | None,
+    leaves_only: bool,
+    progress: bool,
+    as_json: bool,
 ) -> bool:
     from jaxckpt._inspect.diff import diff as diff_checkpoints  # imports JAX
 
@@ -55,7 +63,7 @@ def diff(
         print_json(_delta_record(delta))
     else:
         _print_delta(delta)
-    return delta.identical
+    return not delta.differing if leaves_only else delta.identical
 
 
 def _delta_record(delta: Delta) -> dict[str, Any]:
@@ -72,14 +80,11 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
 
 
 def _print_delta(delta: Delta) -> None:
-    if not delta.differing:
-        structure = "" if delta.same_structure else "; the containers differ"
-        click.echo(f"identical: {show_count(len(delta.leaves), 'leaf')}, bit by bit{structure}")
-        return
-    from jaxckpt._inspect.diff import count_differing  # imports JAX
+    from jaxckpt._inspect.diff import summarize  # imports JAX
 
-    structure = "" if delta.same_structure else "; the containers differ too"
-    click.echo(f"{count_differing(delta)}{structure}")
+    click.echo(summarize(delta))
+    if not delta.differing:
+        return
     numbers = map(number_column, ("elements", "max |a−b|", "relative"))
     columns = [Column("leaf", 16, is_name=True), Column("a", 10), Column("b", 10), *numbers]
     print_table(columns, [_delta_row(leaf) for leaf in delta.differing])
@@ -106,6 +111,7 @@ def plan(
     rules: str | None,
     back_to: str | None,
     devices_per_process: int,
+    indivisible: Literal["error", "replicate"],
     as_json: bool,
 ) -> None:
     checkpoint = open_checkpoint(path, rename=rules_of(path, rules, back_to))
@@ -114,6 +120,7 @@ def plan(
         specs=spec_tree(checkpoint, specs, select),
         select=select or None,
         devices_per_process=devices_per_process,
+        options=Options(indivisible=indivisible),
     )
     if as_json:
         print_json({"path": path, "mesh": mesh, **_plan_record(restore)})

@@ -13,14 +13,11 @@ import shutil
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import click
 
 from jaxckpt._model.short_names import display_width, shorten_end, shorten_names
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ def print_json(value: Any, *, to_stderr: bool = False) -> None:
 
 def print_done(text: str, record: Mapping[str, Any], as_json: bool, *, written: str | None = None) -> None:
     """Print what a command did. If it wrote a file that is not a regular one, such as /dev/stdout, print to stderr."""
-    to_stderr = written is not None and _is_special(written)
+    to_stderr = written is not None and is_special(written)
     if as_json:
         print_json(record, to_stderr=to_stderr)
     else:
@@ -164,21 +161,14 @@ def _to_jsonable(value: Any) -> Any:
         case bytes():
             return base64.b64encode(value).decode()
         case _ if hasattr(value, "dtype"):  # a NumPy array or scalar
+            from jaxckpt._model.dtypes import npy_dtype  # imports NumPy
+
             return _to_jsonable(value.astype(npy_dtype(value.dtype)).tolist())
         case _:
             return value
 
 
-def npy_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype itself, or, if NumPy does not have it, a dtype that holds all its values."""
-    if dtype.isbuiltin == 1:
-        return dtype
-    import numpy as np
-
-    return np.dtype(f"{dtype.name.rstrip('0123456789')}8" if "int" in dtype.name else "float32")
-
-
-def _is_special(path: str) -> bool:
+def is_special(path: str) -> bool:
     """Whether a path is not a regular file, but a pipe at /dev/stdout, for example, which cannot be replaced."""
     return os.path.exists(path) and not os.path.isfile(path)
 
@@ -186,7 +176,7 @@ def _is_special(path: str) -> bool:
 @contextlib.contextmanager
 def replacing_file(path: str) -> Generator[IO[bytes]]:
     """A file to write. It replaces an existing file only when it is complete."""
-    special = _is_special(path)
+    special = is_special(path)
     path = path if special else os.path.realpath(path)
     draft = path if special else f"{path}.{os.getpid()}.tmp"
     try:

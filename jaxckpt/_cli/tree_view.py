@@ -11,11 +11,10 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from jaxckpt._cli.inputs import progress_options, require_outside, resolve_leaf, rules_of, selected
+from jaxckpt._cli.inputs import progress_options, require_writable, resolve_leaf, rules_of, selected
 from jaxckpt._cli.terminal import (
     Column,
     natural_key,
-    npy_dtype,
     number_column,
     pick_attributes,
     print_done,
@@ -31,6 +30,7 @@ from jaxckpt._cli.terminal import (
 from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._model.dtypes import npy_dtype
 from jaxckpt._model.grid import show_axes, show_spec
 from jaxckpt._model.short_names import shorten_end, shorten_names
 from jaxckpt._options import Options
@@ -60,18 +60,19 @@ def show(
     back_to: str | None,
     depth: int | None,
     every: bool,
+    flat: bool,
     sort: str | None,
     as_json: bool,
 ) -> None:
-    if as_json and (depth is not None or every):
-        raise click.UsageError("--json lists all leaves: leave out --depth and --all")
+    if (as_json or flat) and (depth is not None or every):
+        raise click.UsageError(f"{'--json' if as_json else '--flat'} lists all leaves: leave out --depth and --all")
     checkpoint = open_checkpoint(path, rename=rules_of(path, rules, back_to))
     leaves = selected(checkpoint, select)
     if as_json:
         print_json(_tree_record(checkpoint, _sorted_leaves(leaves, sort)))
     else:
         ordered = leaves if sort == "bytes" else _sorted_leaves(leaves, sort)  # rows are sorted by their own bytes
-        view = _View(expand_all=every, by_bytes=sort == "bytes", one_mesh=len(_meshes(leaves)) == 1)
+        view = _View(flat=flat, expand_all=every or flat, by_bytes=sort == "bytes", one_mesh=len(_meshes(leaves)) == 1)
         _print_tree(path, checkpoint, ordered, depth, view)
 
 
@@ -117,6 +118,9 @@ def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
 class _View:
     """How a tree is shown."""
 
+    flat: bool
+    """Whether there are no containers: each leaf has its path."""
+
     expand_all: bool
     """Whether identical containers are shown one by one."""
 
@@ -138,7 +142,7 @@ def _print_tree(
     click.echo()
     tree: _Node = {}
     for name, leaf in leaves.items():
-        *parents, last = name.split("/")
+        *parents, last = [name] if view.flat else name.split("/")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
@@ -262,11 +266,13 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
 # A leaf ---------------------------------------------------------------------------------------------------
 
 
-def cat(path: str, leaf: str, save: str | None, progress: bool, as_json: bool) -> None:
+def cat(path: str, leaf: str, save: str | None, overwrite: bool, progress: bool, as_json: bool) -> None:
+    if overwrite and save is None:
+        raise click.UsageError("--overwrite is for --save: nothing else is written")
     checkpoint = open_checkpoint(path)
     lazy_leaf, index = resolve_leaf(checkpoint, leaf)
     if save is not None:
-        require_outside(save, checkpoint.path)
+        require_writable(save, ".npy", checkpoint.path, overwrite=overwrite)
         dtype, shape = _save_npy(lazy_leaf, index, save, progress_options(progress))
         size = math.prod(shape) * dtype.itemsize
         loss = "" if dtype == lazy_leaf.dtype else f" as {dtype}, without loss"

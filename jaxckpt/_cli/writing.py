@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import click
 
 from jaxckpt._cli.arguments import SpecRule, renames, require_mesh
-from jaxckpt._cli.inputs import progress_options, require_outside, rules_of, spec_tree
+from jaxckpt._cli.inputs import progress_options, require_writable, rules_of, spec_tree
 from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
@@ -37,6 +39,7 @@ def convert(
     rules: str | None,
     back_to: str | None,
     chunk_bytes: int | None,
+    indivisible: Literal["error", "replicate"],
     overwrite: bool,
     progress: bool,
     as_json: bool,
@@ -55,7 +58,7 @@ def convert(
         rename=renaming,
         chunk_bytes=chunk_bytes,
         overwrite=overwrite,
-        options=progress_options(progress),
+        options=replace(progress_options(progress), indivisible=indivisible),
     )
     print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
 
@@ -65,14 +68,17 @@ def report(
     output: str,
     mesh: Mapping[str, int] | None,
     specs: Sequence[SpecRule],
+    indivisible: Literal["error", "replicate"],
     histograms: bool,
+    overwrite: bool,
     progress: bool,
     as_json: bool,
 ) -> None:
     require_mesh(mesh, specs)
-    require_outside(output, path)
+    require_writable(output, ".html", path, overwrite=overwrite)
     tree = spec_tree(open_checkpoint(path), specs) if specs else None
-    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=progress_options(progress))
+    options = replace(progress_options(progress), indivisible=indivisible)
+    page = report_on(path, mesh=mesh, specs=tree, histograms=histograms, options=options)
     with replacing_file(output) as file:
         file.write(page.encode())
     print_done(output, {"path": path, "output": output}, as_json, written=output)
@@ -113,7 +119,14 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
     options = Options()
     if (steps := steps_of(store_at(path, options))) is not None:
         raise InputError(f"{path} is the directory of a run: name the step to delete, as in {steps[-1].url}")
-    checkpoint = open_checkpoint(path)
+    try:
+        checkpoint = open_checkpoint(path)
+    except NotACheckpointError as error:
+        store = store_at(path, options)
+        above = store.parent_and_name()
+        if above is not None and is_step(above[1]) and any(map(is_data_folder, store.names())):
+            raise NotACheckpointError(f"{error}. The next Checkpointer of {above[0].url} deletes it") from error
+        raise
     if checkpoint.format != "jaxckpt":  # it may have files that jaxckpt does not know
         raise InputError(
             f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes only jaxckpt's own"

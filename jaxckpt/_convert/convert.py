@@ -217,12 +217,17 @@ def _format_of(destination: str, format: str | None) -> str:
     """The format to write: the requested one, or the one of the destination's suffix."""
     written = written_formats()
     names = ["jaxckpt", *sorted(written)]
+    by_suffix = {suffix: form.name for form in written.values() for suffix in form.suffixes}
+    suffix = os.path.splitext(destination)[1]
     if format is not None:
         if not isinstance(format, str) or format not in names:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"format={format!r}{closest_hint(str(format), names)}; expected one of {', '.join(names)}")
+        if (suggested := by_suffix.get(suffix, format)) != format:
+            raise InputError(
+                f"destination {destination!r} ends in {suffix}, which is format {suggested!r}, but format={format!r}:"
+                " leave out format=, or give a path without this suffix"
+            )
         return format
-    by_suffix = {suffix: form.name for form in written.values() for suffix in form.suffixes}
-    suffix = os.path.splitext(destination)[1]
     if suffix not in by_suffix and re.fullmatch(r"\.[A-Za-z]\w*", suffix):  # "run-1.5" has a number, not a suffix
         raise InputError(
             f"destination {destination!r} ends in {suffix}: jaxckpt does not write that format. The suffixes that it"

@@ -17,16 +17,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxckpt._formats.export import arrays_of, slabs
+from jaxckpt._formats.export import arrays_of, raw
 from jaxckpt._formats.local_files import opened, read_at
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
-from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.dtypes import DTYPES, npy_dtype
 from jaxckpt._model.grid import Box, extent, flat_boxes, intersection, slices_within, volume
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
@@ -255,20 +256,20 @@ def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target:
 
 def write_npz(source: Source, path: str, options: Options, report: Report) -> None:
     """Write an uncompressed .npz in which each leaf is a member with its path as the name. numpy.load opens it without
-    pickle. Raises TreeError for leaves that the format cannot hold."""
+    pickle. Dtypes that NumPy lacks become a larger dtype, without loss, such as bfloat16 float32. Raises TreeError for
+    leaves that the format cannot hold."""
     arrays = arrays_of(source, options, report, _problem)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, data in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                described = {"descr": data.dtype.str, "fortran_order": False, "shape": tuple(data.shape)}
+                dtype = npy_dtype(data.dtype)
+                described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(data.shape)}
                 np.lib.format.write_array_header_1_0(member, described)
-                for slab in slabs(data):
-                    member.write(slab.data)
+                for slab in data.slabs() if isinstance(data, StoredArray) else [data]:
+                    member.write(raw(slab.astype(dtype, copy=False)).data)
 
 
 def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
-    if dtype.isbuiltin != 1:
-        return f"is {dtype.name}, which NumPy's format lacks"
     return "has a name that zip files do not allow" if "\0" in path else None
 
 

@@ -91,7 +91,8 @@ class Delta:
     """The compared leaves of a and b, sorted by path: all of them, or those that `select` chooses."""
 
     same_structure: bool
-    """Whether the containers of these leaves have the same types, keys and order."""
+    """Whether the containers of these leaves have the same types, keys and order. If only the leaves matter, test
+    `not delta.differing` instead of `delta.identical`."""
 
     @property
     def differing(self) -> tuple[LeafDelta, ...]:
@@ -107,21 +108,22 @@ class Delta:
         raise TypeError("the truth value of a Delta is ambiguous: use .identical or .differing")
 
     def __repr__(self) -> str:
-        summary = "identical" if self.identical else count_differing(self)
-        return f"<Delta of {self.path_a!r} and {self.path_b!r}: {summary}>"
+        return f"<Delta of {self.path_a!r} and {self.path_b!r}: {summarize(self)}>"
 
     def __str__(self) -> str:
-        head = f"a = {self.path_a}\nb = {self.path_b}\n"
-        if self.identical:
-            return f"{head}identical: {show_count(len(self.leaves), 'leaf')}, bit by bit"
-        structure = "" if self.same_structure else "\n  the containers differ"
-        return f"{head}{count_differing(self)}{structure}\n{show_lines(map(str, self.differing))}".rstrip()
+        head = f"a = {self.path_a}\nb = {self.path_b}\n{summarize(self)}"
+        return f"{head}\n{show_lines(map(str, self.differing))}".rstrip()
 
 
-def count_differing(delta: Delta) -> str:
-    """Such as "2 of 31 leaves differ"."""
-    count = len(delta.differing)
-    return f"{count:,} of {show_count(len(delta.leaves), 'leaf')} {'differs' if count == 1 else 'differ'}"
+def summarize(delta: Delta) -> str:
+    """Such as "2 of 31 leaves differ; the containers differ too"."""
+    count, leaves = len(delta.differing), show_count(len(delta.leaves), "leaf")
+    if delta.identical:
+        return f"identical: {leaves}, bit by bit"
+    if not count:
+        return f"{leaves} equal, bit by bit; the containers differ"
+    structure = "" if delta.same_structure else "; the containers differ too"
+    return f"{count:,} of {leaves} {'differs' if count == 1 else 'differ'}{structure}"
 
 
 @explain_keywords

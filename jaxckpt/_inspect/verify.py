@@ -129,8 +129,8 @@ def verify(
 
     Args:
         path: A path or URL that `save` wrote. For a run's directory (also one of Orbax), one report covers all its
-            complete steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are read and
-            decoded completely: coverage and lengths are checked, and checksums if the format has them.
+            complete steps, and each object's name begins with its step. Other checkpoints that `restore` accepts are
+            read and decoded completely: coverage and lengths are checked, and checksums if the format has them.
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
         manifest_sha256: As for `restore`. Of a run, the newest step is checked.

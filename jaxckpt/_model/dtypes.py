@@ -39,6 +39,13 @@ def stored_dtype(name: str) -> str:
     return name if name in _CORE else f"uint{8 * DTYPES[name].itemsize}"
 
 
+def npy_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype itself, or, if NumPy and its files do not have it, a dtype that holds all its values."""
+    if dtype.isbuiltin == 1:
+        return dtype
+    return np.dtype(f"{dtype.name.rstrip('0123456789')}8" if "int" in dtype.name else "float32")
+
+
 MAX_RANK = 30
 """The largest rank of a leaf. tensorstore allows 32 dimensions; stack rows and an object's index take one each."""
 

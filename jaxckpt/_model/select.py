@@ -198,12 +198,22 @@ def _rename_path(mapping: Mapping[str, str], path: str) -> str:
     return path
 
 
+def unmatched_hint(pattern: str, paths: Iterable[str]) -> str:
+    """A hint for a glob or path that matches none of these paths: the glob for any depth if it matches, otherwise
+    similar paths."""
+    paths = list(paths)
+    deeper = f"**/{pattern}"
+    if pattern and any(map(_glob(deeper).fullmatch, paths)):
+        return f"; did you mean {deeper!r}?"
+    return closest_hint(pattern, paths)
+
+
 def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
     """The error for entries of an argument that match nothing, with hints."""
     texts = list(entries)
     candidates = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
     # Each hint needs a scan of all paths.
-    hints = [closest_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
+    hints = [unmatched_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
     (only, *more) = paths
     leaves = (
         f"matches none of the {len(paths):,} leaves" if more else f"does not match {show_path(only)}, the only leaf"

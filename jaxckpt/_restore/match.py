@@ -41,6 +41,9 @@ from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, s
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
 
+EXTRA = "in the checkpoint but not in the target"
+"""What is wrong with an extra leaf."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
@@ -348,7 +351,7 @@ class _Comparison:
         for path in paths:
             head = longest_prefix(path, empty)
             hint = "" if head is None else f", which has {empty[head]} at {show_path(head)}"
-            yield Problem(path, f"is in the checkpoint but not in the target{hint}", self._strict_remedy)
+            yield Problem(path, f"is {EXTRA}{hint}", self._strict_remedy)
 
     def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
         if missing and extra:

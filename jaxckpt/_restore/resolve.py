@@ -30,6 +30,7 @@ from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
 from jaxckpt._restore.assembly import Assembly
 from jaxckpt._restore.match import (
+    EXTRA,
     LeafRequests,
     Match,
     RestoreRequest,
@@ -39,7 +40,7 @@ from jaxckpt._restore.match import (
     requested_casts,
     unrestorable_reason,
 )
-from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count
+from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count, show_path
 
 _Dtype = np.dtype[Any]
 
@@ -180,7 +181,29 @@ def _raise_problems(
         head = f"{n_leaves} cannot be restored as saved"
     else:
         head = f"target and checkpoint differ in {n_leaves}; the checkpoint has {n_saved}"
-    raise MismatchError.of(head, mismatches, *match.remedies)
+    raise MismatchError.of(head, mismatches, *match.remedies, listed=_mismatch_lines(mismatches))
+
+
+_SHOWN_EXTRA = 3
+"""The most extra leaves of a container that are listed one by one, so that they do not bury the other problems."""
+
+
+def _mismatch_lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """A line for each problem, and one for all extra leaves of a container if they are many."""
+    extra: dict[str, list[str]] = {}
+    for problem in problems:
+        path = problem.leaf or ""
+        if problem.reason == f"is {EXTRA}" and "/" in path:
+            extra.setdefault(path.partition("/")[0], []).append(path)
+    many = {paths[0]: (container, len(paths)) for container, paths in extra.items() if len(paths) > _SHOWN_EXTRA}
+    grouped = {path for container, _ in many.values() for path in extra[container]}
+    for problem in problems:
+        path = problem.leaf or ""
+        if path in many:
+            container, count = many[path]
+            yield f"{show_path(path)} and {count - 1:,} more leaves below {show_path(container)} are {EXTRA}"
+        elif path not in grouped:
+            yield str(problem)
 
 
 # Grouping -------------------------------------------------------------------------------------------------

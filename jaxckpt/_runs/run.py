@@ -85,6 +85,9 @@ class Run:
     def steps(self) -> list[int]:
         """The numbers of the published steps, oldest first. One listing of the directory.
 
+        Empty if the directory does not exist: a program that follows a run may start before the training does. `open`,
+        `restore`, `path` and `best_step` raise NotACheckpointError instead.
+
         Raises:
             InputError: The directory is itself a checkpoint.
             StorageError: The directory cannot be listed, or jaxckpt cannot tell whether a step is published.
@@ -100,7 +103,7 @@ class Run:
         return max(self.steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """The best step by a metric; of equal values, the newest. None if no step has a value.
+        """The best step by a metric; of equal values, the newest. None if the run has no step with a value.
 
         Args:
             metric: The name of the metric. None: the first of `Checkpointer(keep_best=…)`.
@@ -109,9 +112,13 @@ class Run:
         Raises:
             InputError: No metric is given and the run does not record one, or no mode is given for this metric; or the
                 steps have metrics, but none of this name.
+            NotACheckpointError: The directory does not exist, or is empty.
         """
         if mode not in ("min", "max", None):
             raise InputError(f'mode must be "min" or "max", found {mode!r}')
+        by_step = self._metrics_by_step()
+        if not by_step:
+            self._require_directory()
         recorded_metric = None
         if metric is None or mode is None:
             recorded_metric, recorded_mode = best_rule(self._store)
@@ -121,7 +128,6 @@ class Run:
                     f" {recorded_metric!r}{closest_hint(str(metric), (recorded_metric,))}"
                 )
             metric, mode = recorded_metric, mode or recorded_mode
-        by_step = self._metrics_by_step()
         names = sorted({name for _, metrics in by_step for name in metrics})
         if names and metric not in (*names, recorded_metric):
             raise InputError(
@@ -151,12 +157,18 @@ class Run:
         """The path or URL of a step, for every function that takes a checkpoint."""
         return self._store.child(step_name(self._number(step))).url
 
+    def _require_directory(self) -> None:
+        """Raise NotACheckpointError for a directory that was probably misspelled."""
+        if not self._store.names():
+            raise NotACheckpointError(f"{self._store.url} is not a run: the directory does not exist, or is empty")
+
     def _number(self, step: StepName) -> int:
         """The number of a step. Raises InputError, NotACheckpointError."""
         if not isinstance(step, str):
             return require_step(step)
         steps = self.steps()
         if not steps:
+            self._require_directory()
             raise NotACheckpointError(f"{self._store.url} has no steps")
         return resolve_name(self._store, step, steps)
 

@@ -47,7 +47,7 @@ from jaxckpt._save.staging import StagedObject, stage
 from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._save.write import write
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import PeerFailedError, show_count
+from jaxckpt.errors import InputError, PeerFailedError, show_count
 
 
 @explain_keywords
@@ -111,7 +111,7 @@ def save(
         128
     """
     with Call.of("save", path, options) as call:
-        destination = SharedPath.at(path, call.options, overwrite=overwrite)
+        destination = _destination(path, call.options, overwrite=overwrite)
         request = SaveRequest(destination, call.options, tree, mesh, specs, dtype, metadata, process_state)
         return start(request, call, background=False).wait()
 
@@ -158,11 +158,27 @@ def save_async(
         128
     """
     with Call.of("save_async", path, options) as call:
-        destination = SharedPath.at(path, call.options, overwrite=overwrite)
+        destination = _destination(path, call.options, overwrite=overwrite)
         request = SaveRequest(
             destination, call.options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
         )
         return PendingSave(start(request, call, background=True))
+
+
+_FILE_SUFFIXES = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".h5", ".hdf5")
+"""Suffixes of single files of other libraries. A folder with such a name would mislead every other program."""
+
+
+def _destination(path: Any, options: Options, *, overwrite: bool) -> SharedPath:
+    """The destination at a path or URL. Raises InputError, StorageError."""
+    destination = SharedPath.at(path, options, overwrite=overwrite)
+    suffix = os.path.splitext(destination.store.url)[1]
+    if suffix in _FILE_SUFFIXES:
+        raise InputError(
+            f"path {destination.store.url!r} ends in {suffix}, but save writes a folder in jaxckpt's own format: give a"
+            " path without this suffix. jaxckpt.convert then writes a .safetensors or .npz file from the checkpoint"
+        )
+    return destination
 
 
 @jax.transfer_guard("allow")  # the caller has asked for these transfers

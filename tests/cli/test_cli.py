@@ -86,7 +86,10 @@ def test_report(here: Path, tmp_path: Path) -> None:
     page = Path(output).read_text(encoding="utf-8")
     specs = {"params": {"wte": PartitionSpec(None, "model")}}
     assert page == jaxckpt.report("run1/00000300", mesh={"model": 8}, specs=specs, histograms=True)
-    assert run_json("report", "small", "-o", output) == {"path": "small", "output": output}
+    assert f"{output} already exists: --overwrite replaces it" in run("report", "small", "-o", output, code=2).stderr
+    assert run_json("report", "small", "-o", output, "--overwrite") == {"path": "small", "output": output}
+    other = str(tmp_path / "report.txt")
+    assert f"{other} does not end in .html" in run("report", "small", "-o", other, code=2).stderr
     assert "--specs needs --mesh" in run("report", "small", "-o", output, "--specs", "P()", code=2).stderr
 
 
@@ -137,6 +140,40 @@ def test_rm_deletes_only_the_checkpoints_own_files(tmp_path: Path) -> None:
     assert result == {"path": str(path), "left": ["data-raw", "notes.txt"]}
     assert (path / "notes.txt").read_text() == "mine"
     run("rm", str(path), "--yes", code=4)
+
+
+def test_rm_names_who_deletes_an_unfinished_step(here: Path) -> None:
+    refused = run("rm", "run1/00000400", "--yes", code=4).stderr
+    assert "a save to it is in progress or never finished" in refused
+    assert refused.endswith(f". The next Checkpointer of {here}/run1 deletes it\n")
+    assert Path("run1/00000400").exists()
+    assert "Checkpointer" not in run("rm", "run1/logs", "--yes", code=4).stderr
+
+
+def test_hints_are_commands_and_options(here: Path, tmp_path: Path) -> None:
+    uneven = run("plan", "run1@300", "--mesh", "data=3", code=2).stderr
+    assert uneven.endswith("give the leaf another spec, or pass --indivisible replicate to keep it whole\n")
+    assert "onto 3 devices" in run("plan", "run1@300", "--mesh", "data=3", "--indivisible", "replicate").stdout
+    whole = ["--mesh", "data=3", "--indivisible", "replicate"]
+    run("convert", "run1@300", str(tmp_path / "converted"), *whole)
+    assert jaxckpt.open(tmp_path / "converted")["params/layers/0/kernel"].spec == PartitionSpec(None, None)
+    run("report", "run1@300", "-o", str(tmp_path / "r.html"), *whole)
+    other = run("plan", "run1@300", "--mesh", "x=2", code=2).stderr
+    assert other.endswith("pass --specs, or --specs 'P()' to replicate every leaf\n")
+    with jaxckpt.Checkpointer(tmp_path / "run", background=False) as steps:
+        for step in (1, 2):
+            steps.save(step, {"w": np.arange(64.0)})
+    path = f"{tmp_path}/run"
+    run("pin", f"{path}@1", "--name", "paper")
+    taken = run("pin", f"{path}@2", "--name", "paper", code=2).stderr
+    assert taken.endswith(f"of {path}: pass --move, or run jaxckpt unpin {path}@paper first\n")
+    (file,) = (file for file in Path(path).glob("00000002/data-*/*/c/**/*") if file.is_file())
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])  # hard-linked: damages step 1 too
+    hint = f"run jaxckpt verify {path}@1 for a list of all damage\n"
+    for arguments in (["cat", f"{path}@1", "w"], ["convert", f"{path}@1", str(tmp_path / "out.npz")]):
+        assert run(*arguments, code=3).stderr.endswith(hint)
+    compared = run("diff", "small", f"{path}", "--select", "w", code=3).stderr
+    assert compared.endswith(f"run jaxckpt verify {path} for a list of all damage\n")
 
 
 def test_rm_refuses_a_pinned_step(tmp_path: Path) -> None:
@@ -361,7 +398,10 @@ def test_python_m_jaxckpt_in_a_pipe_is_plain(here: Path) -> None:
 @pytest.mark.child
 def test_color_and_a_bar_only_on_terminals(here: Path) -> None:
     """On a pseudo-terminal of 70 columns."""
-    for args, title in ((["verify", "small"], "  verify "), (["cat", "small", "w", "--save", "w.npy"], "     cat ")):
+    for args, title in (
+        (["verify", "small"], "  verify "),
+        (["cat", "small", "w", "--save", "w.npy", "--overwrite"], "     cat "),
+    ):
         assert title in on_terminal(args)
         assert title not in on_terminal([*args, "--no-progress"])
     for extra, colored in (({}, True), ({"NO_COLOR": "1"}, False)):

@@ -73,7 +73,7 @@ def test_a_long_command_prints_lines_in_a_pipe(here: Path, monkeypatch: pytest.M
     assert run("convert", "run1@100", "copy.npz", "--select", "params/wte", "--overwrite").stderr.startswith(
         "jaxckpt: convert: "
     )
-    assert run("cat", "run1@100", "params/wte", "--save", "wte.npy").stderr.startswith(
+    assert run("cat", "run1@100", "params/wte", "--save", "wte.npy", "--overwrite").stderr.startswith(
         "jaxckpt: cat: 4.0 KiB of 4.0 KiB"
     )
 
@@ -82,7 +82,16 @@ def test_only_the_containers_differ(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {"w": [np.zeros(2)], "n": {}})
     jaxckpt.save(tmp_path / "b", {"w": (np.zeros(2),), "n": []})
     compared = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), code=1)
-    assert compared.stdout == "identical: 1 leaf, bit by bit; the containers differ\n"
+    assert compared.stdout == "1 leaf equal, bit by bit; the containers differ\n"
+    assert run("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--leaves-only").stdout == compared.stdout
+    delta = jaxckpt.diff(tmp_path / "a", tmp_path / "b")
+    assert not delta.identical
+    assert delta.differing == ()
+    assert str(delta) == f"a = {tmp_path}/a\nb = {tmp_path}/b\n1 leaf equal, bit by bit; the containers differ"
+    jaxckpt.save(tmp_path / "c", {"w": [np.ones(2)]})
+    assert run("diff", str(tmp_path / "a"), str(tmp_path / "c"), "--leaves-only", code=1).stdout.startswith(
+        "1 of 1 leaf"
+    )
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

@@ -246,7 +246,11 @@ def test_cat_reports_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     saved = run("cat", "c", "w[2:6, :3]", "--save", "w.npy")
     assert saved.stdout == "w[2:6, :3] → w.npy: bfloat16[4, 3] as float32, without loss, 48 B\n"
     assert run("cat", "c", "v", "--save", "v.npy").stdout == "v → v.npy: float64[3], 24 B\n"
-    assert run_json("cat", "c", "w", "--save", "w.npy") == {
+    assert "w.npy already exists: --overwrite replaces it" in run("cat", "c", "v", "--save", "w.npy", code=2).stderr
+    for name in ("v.npz", "v.txt", "v"):
+        assert f"{name} does not end in .npy" in run("cat", "c", "v", "--save", name, code=2).stderr
+    assert "--overwrite is for --save" in run("cat", "c", "v", "--overwrite", code=2).stderr
+    assert run_json("cat", "c", "w", "--save", "w.npy", "--overwrite") == {
         "path": "c",
         "leaf": "w",
         "saved": "w.npy",
@@ -334,6 +338,15 @@ def test_a_file_written_to_stdout_is_not_mixed_with_text(tmp_path: Path, options
 def test_cat_saves_odd_shapes(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {"empty": np.zeros((0, 3)), "number": np.float64(2), "python": 3, "text": "a"})
     for leaf, shape in (("empty", (0, 3)), ("number", ()), ("python", ())):
-        run("cat", str(tmp_path / "c"), leaf, "--save", str(tmp_path / "w.npy"))
+        run("cat", str(tmp_path / "c"), leaf, "--save", str(tmp_path / "w.npy"), "--overwrite")
         assert np.load(tmp_path / "w.npy").shape == shape
-    assert "which is not an array" in run("cat", str(tmp_path / "c"), "text", "--save", "w.npy", code=2).stderr
+    assert "which is not an array" in run("cat", str(tmp_path / "c"), "text", "--save", "t.npy", code=2).stderr
+
+
+def test_a_flat_list_of_all_leaves(here: Path) -> None:
+    lines = run("show", "run1/00000300", "--flat", "--sort", "bytes").stdout.splitlines()[6:]
+    assert [line.split()[0] for line in lines[:3]] == ["opt_state/mu", "params/wte", "params/layers/0/kernel"]
+    assert len(lines) == len(jaxckpt.open("run1/00000300"))
+    by_name = [line.split()[0] for line in run("show", "run1/00000300", "--flat", "--sort", "name").stdout.splitlines()]
+    assert by_name.index("params/layers/2/bias") < by_name.index("params/layers/10/bias")
+    assert "--flat lists all leaves" in run("show", "small", "--flat", "--depth", "1", code=2).stderr

@@ -79,6 +79,21 @@ def test_one_error_lists_missing_extra_misshaped_and_lossily_cast_leaves(path: P
     assert len(caught.value.problems) == 4
 
 
+def test_extra_leaves_of_a_container_are_one_line(tmp_path: Path) -> None:
+    params = {f"w{n}": np.zeros(2) for n in range(3)}
+    opt = {"mu": {f"w{n}": np.zeros(2) for n in range(30)}, "count": 1}
+    jaxckpt.save(tmp_path / "c", {"params": params, "opt": opt, "step": 1})
+    with pytest.raises(jaxckpt.MismatchError) as caught:
+        jaxckpt.restore(tmp_path / "c", {"params": {"w0": np.zeros(2), "w1": np.zeros(2), "W2": np.zeros(2)}})
+    assert str(caught.value).splitlines()[1:5] == [
+        "  'params/W2' is not in the checkpoint; did you mean 'params/w2' or 'params/w1' or 'params/w0'?",
+        "  'opt/count' and 30 more leaves below 'opt' are in the checkpoint but not in the target",
+        "  'params/w2' is in the checkpoint but not in the target",
+        "  'step' is in the checkpoint but not in the target",
+    ]
+    assert len(caught.value.problems) == 34
+
+
 def test_not_strict_keeps_the_targets_values_and_leaves_out_extra_leaves(path: Path) -> None:
     kept = jnp.full(5, 3.0)
     restored = jaxckpt.restore(path, {"params": {"b": jnp.zeros(8)}, "new": kept}, strict=False)
@@ -534,7 +549,15 @@ def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
         jaxckpt.restore(path, mesh=mesh, specs=lambda path, leaf: P("data", "model") if "params" in path else P())
     with pytest.raises(jaxckpt.errors.SpecError, match="'param', but no array leaf is at"):
         jaxckpt.restore(path, mesh=mesh, specs={"param": P()})
-    with pytest.raises(jaxckpt.errors.SpecError, match="expected a jax"):
+    with pytest.raises(
+        jaxckpt.errors.SpecError, match=r"specs is \('data', None\): write PartitionSpec\('data', None\)"
+    ):
+        jaxckpt.restore(path, mesh=mesh, specs=("data", None))
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"specs is 'data': write PartitionSpec\('data'\)"):
+        jaxckpt.restore(path, mesh=mesh, specs="data")
+    with pytest.raises(
+        jaxckpt.errors.SpecError, match=r"expected a jax.*PartitionSpec, such as PartitionSpec\('data'\)"
+    ):
         jaxckpt.save(path.with_name("d"), tree, mesh=mesh, specs={"params": "data"})
     with pytest.raises(jaxckpt.errors.SpecError, match="expected a jax") as caught:
         jaxckpt.restore(path, mesh=mesh, specs=np.arange(900))
@@ -925,6 +948,7 @@ def test_rename_by_mapping_and_function(path: Path, tree: Any) -> None:
 
 SELECTS: list[tuple[Any, str]] = [
     ("parms/**", r"'parms/\*\*' matches none of the 5 leaves.*did you mean 'params/"),
+    ("w", r"'w' matches none of the 5 leaves.*; did you mean '\*\*/w'\?"),
     (["params/w", "layer"], "'layer' matches none of the 5 leaves.*did you mean 'layers"),
     (["params", "stepp", re.compile("laye")], r"(?s)'stepp' .*'step'.*re\.compile\('laye'\) matches none"),
     (lambda path: False, "matches none of the 5 leaves"),

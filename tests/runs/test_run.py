@@ -47,6 +47,20 @@ def test_a_step_is_given_by_its_number_or_a_name(tmp_path: Path) -> None:
         jaxckpt.Run(tmp_path / "empty").pin("latest", "x")
 
 
+def test_a_directory_that_does_not_exist_has_no_steps(tmp_path: Path) -> None:
+    """Training may start later. What needs a step is an error that names the directory."""
+    run = jaxckpt.Run(tmp_path / "typo")
+    assert (run.steps(), run.latest_step()) == ([], None)
+    calls = (run.open, run.restore, run.best_step, lambda: run.best_step("loss", "min"), lambda: run.path("latest"))
+    for call in calls:
+        with pytest.raises(errors.NotACheckpointError, match=f"{tmp_path}/typo is not a .*does not exist, or .* empty"):
+            call()
+    (tmp_path / "typo/_run").mkdir(parents=True)
+    assert run.best_step("loss", "min") is None
+    with pytest.raises(errors.NotACheckpointError, match="typo has no steps"):
+        run.path("latest")
+
+
 def test_a_pin_moves_to_a_better_step_without_losing_it(tmp_path: Path) -> None:
     """The evaluator of the report: it moves its pin to each new best step while old steps are deleted."""
     run = jaxckpt.Run(tmp_path, options=FAST)
