@@ -221,7 +221,10 @@ def _format_of(destination: str, format: str | None) -> str:
     suffix = os.path.splitext(destination)[1]
     if format is not None:
         if not isinstance(format, str) or format not in names:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"format={format!r}{closest_hint(str(format), names)}; expected one of {', '.join(names)}")
+            hint = closest_hint(str(format), names)
+            if str(format).lower() in ("huggingface", "hf", "transformers"):
+                hint = "; did you mean 'safetensors'? Hugging Face's folders have that format"
+            raise InputError(f"format={format!r}{hint}; expected one of {', '.join(names)}")
         if (suggested := by_suffix.get(suffix, format)) != format:
             raise InputError(
                 f"destination {destination!r} ends in {suffix}, which is format {suggested!r}, but format={format!r}:"

@@ -333,8 +333,13 @@ def test_a_folder_that_is_not_a_local_path_is_an_error() -> None:
 
 
 def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.errors.DataError, match=r"config\.json"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"has no config\.json"):
         jaxckpt.rules.huggingface_rules(tmp_path)
+    with pytest.raises(
+        jaxckpt.errors.DataError,
+        match=r"there is no folder .*org/model: .*huggingface_hub\.snapshot_download\(name, local_dir='org/model'\)",
+    ):
+        jaxckpt.rules.huggingface_rules("org/model")
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(
         jaxckpt.errors.InputError, match=r"'lama', for which there are no rules: they exist for llama, mistral"
@@ -356,6 +361,19 @@ def hub_folder(folder: Path, family: str, change: Callable[[dict[str, Any]], dic
     shutil.rmtree(folder / "checkpoint")
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
     return folder
+
+
+@pytest.mark.parametrize(("family", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_layers_than_in_the_configuration(
+    tmp_path: Path, family: str, field: str, count: int, scan: bool
+) -> None:
+    folder = hub_folder(tmp_path, family, like_gpt2 if family == "gpt2" and scan else dict, **{field: count})
+    with pytest.raises(
+        jaxckpt.errors.DataError, match=rf"has {field} {count}, but the tensors .* are of 2 layers: correct"
+    ):
+        jaxckpt.rules.huggingface_rules(folder, scan=scan)
 
 
 def like_gpt2(tensors: dict[str, Any]) -> dict[str, Any]:

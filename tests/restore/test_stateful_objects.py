@@ -258,6 +258,7 @@ def test_the_state_of_another_class_is_refused(path: Path) -> None:
     with pytest.raises(jaxckpt.MismatchError, match=r"'data' is the state of a .*Loader.*, a .*Schedule") as caught:
         jaxckpt.restore(path, target)
     assert caught.value.paths == ("data",)
+    assert "leave the object out with select=, and set its state yourself from jaxckpt.load_numpy" in str(caught.value)
     jaxckpt.register_leaf(
         Schedule,
         to_state=Schedule.state_dict,
@@ -481,6 +482,21 @@ def test_objects_that_rename_merges_become_plain_leaves(tmp_path: Path) -> None:
         assert type(read(tmp_path / "a", rename={"a": "deep/a"})["deep"]["a"]) is Money
     jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename={"a": "c", "b": "c"})
     assert [*jaxckpt.open(tmp_path / "b")] == ["c/x", "c/y", "z"]
+
+
+def test_an_object_whose_leaves_are_all_selected_keeps_the_empty_containers_of_its_state(tmp_path: Path) -> None:
+    state = {"full": 1, "empty": {}, "none": None}
+
+    class Money:
+        def get_state(self) -> Any:
+            return state
+
+        def set_state(self, state: Any) -> None: ...
+
+    jaxckpt.save(tmp_path / "ckpt", {"box": Money(), "w": 1, "other": {}})
+    assert jaxckpt.load_numpy(tmp_path / "ckpt", select="box/full") == {"box": state}
+    assert jaxckpt.load_numpy(tmp_path / "ckpt", select="box/empty") == {"box": {"empty": {}}}
+    assert jaxckpt.load_numpy(tmp_path / "ckpt", select="w") == {"w": 1}
 
 
 def test_an_object_whose_state_is_empty_is_renamed_and_selected(tmp_path: Path) -> None:
