@@ -508,8 +508,7 @@ class Checkpointer(Run):
         with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
             self._last_save.wait()
             number = self._number(step)
-            rendezvous.gather("")
-            return int(rendezvous.broadcast(str(number)))
+            return rendezvous.decision(number)
 
     def _restore(
         self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None

@@ -16,7 +16,7 @@ from jaxckpt._model.records import StepRecord
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._save import running_saves
-from jaxckpt._save.consistency import Agreement, compute_fingerprint
+from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, describe
 from jaxckpt._save.plan_cache import PlainTree, PlanCache
 from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
@@ -78,9 +78,8 @@ class PreparedSave:
     reuse: Reuse
     """The objects that this process need not write again."""
 
-    agreement: Callable[[], Agreement] | None
-    """Returns what must be equal in every process, and the groups of values in it. Waits for values that devices still
-    compute. None in a job of one process."""
+    fingerprint: OwnFingerprint | None
+    """What must be equal in every process. None in a job of one process."""
 
     state: bytes | None
     """The content of the file for this process's state."""
@@ -131,15 +130,15 @@ def prepare(request: SaveRequest, call: Call) -> PreparedSave:
             )
         draft, plan = describe_and_plan(request, call)
         reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)
-        agreement: Callable[[], Agreement] | None = None
+        fingerprint: OwnFingerprint | None = None
         if call.count > 1:
             names = None if request.process_state is None else list(request.process_state)
-            agreement = compute_fingerprint(draft, plan, request.metadata, names, call.index)
+            fingerprint = OwnFingerprint.of(draft, plan, request.metadata, names, call.index)
     # Keeps no reference to anything that the caller may change or expects to free.
     request = replace(request, tree=None, draft=None, metadata=metadata)
     if plan.is_collective and not threaded:
         raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
-    return PreparedSave(request, call, draft, plan, reuse, agreement, state, threaded)
+    return PreparedSave(request, call, draft, plan, reuse, fingerprint, state, threaded)
 
 
 def describe_and_plan(request: SaveRequest, call: Call) -> tuple[Draft, SavePlan]:

@@ -220,8 +220,7 @@ def _is_busy(call: Call) -> bool:
     times."""
     busy = any(not pending.done for pending in running_saves.unreported_saves())
     with call.rendezvous("deciding whether to save") as rendezvous:
-        rendezvous.gather("")
-        return rendezvous.broadcast("busy" if busy else "free") == "busy"
+        return rendezvous.decision(busy)
 
 
 class _Handover:
@@ -406,7 +405,7 @@ def _begin(save: PreparedSave) -> _Started:
     call, phases, destination = save.call, save.call.phases, save.destination
     try:
         with call.rendezvous("preparing to save") as rendezvous:
-            own, value_groups = save.agreement() if save.agreement else (Fingerprint({}, []), [])
+            own, value_groups = save.fingerprint.complete() if save.fingerprint else (Fingerprint({}, []), [])
             offer = _Offer(own, destination.offer(save))
             with phases.timed("barrier"):
                 texts = rendezvous.gather(msgspec.json.encode(offer).decode())
