@@ -117,7 +117,10 @@ class _Program(click.Group):
 _PYTHON_HINTS = (
     (r"pass overwrite=True to replace", "--overwrite replaces"),
     (r'pass Options\(indivisible="replicate"\) to keep it whole', "pass --indivisible replicate to keep it whole"),
-    (r" of (.+): pass move=True, or unpin\('(.*)'\) first", r" of \1: pass --move, or run jaxckpt unpin \1@\2 first"),
+    (
+        r"(step \d+) of (.+): pass move=True, or unpin\('(.*)'\) first",
+        r"\1 of \2: pass --move, or run jaxckpt unpin \2@\3 first",
+    ),
     (r"specs=PartitionSpec\(\)", "--specs 'P()'"),
     (r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1"),
 )
