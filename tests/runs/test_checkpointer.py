@@ -1028,9 +1028,7 @@ def test_init_must_be_a_function(tmp_path: Path, init: Any) -> None:
 def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
     filled(tmp_path, range(4)).close()
     with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:
-        with pytest.raises(
-            jaxckpt.errors.InputError, match=r"'val_loss', but metrics has 'valloss'; did you mean 'valloss'"
-        ):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"metrics has no 'val_loss', .* it has 'valloss'$"):
             checkpoints.save(4, state(4), metrics={"valloss": 1.0})
         with pytest.raises(jaxckpt.errors.InputError, match=r"no step in .* has it: pass save\(…, metrics="):
             checkpoints.save(4, state(4))
