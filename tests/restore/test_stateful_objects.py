@@ -284,6 +284,31 @@ def test_an_object_that_the_checkpoint_lacks_is_missing(path: Path) -> None:
         jaxckpt.restore(path, {"w": jnp.zeros(4), "data": loader})
 
 
+def test_an_object_in_two_places_is_saved_twice_and_a_subclass_is_refused(tmp_path: Path) -> None:
+    class Counter:
+        n = 5
+
+        def get_state(self) -> Any:
+            return {"n": self.n}
+
+        def set_state(self, state: Any) -> None:
+            self.n = state["n"]
+
+    class Special(Counter):
+        pass
+
+    counter = Counter()
+    jaxckpt.save(tmp_path / "c", {"a": counter, "b": counter})
+    assert [*jaxckpt.open(tmp_path / "c")] == ["a/n", "b/n"]
+    counter.n = 0
+    jaxckpt.restore(tmp_path / "c", {"a": counter, "b": counter})
+    assert counter.n == 5
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"'b' is the state of a .*Counter in the checkpoint, a .*Special in"
+    ):
+        jaxckpt.restore(tmp_path / "c", {"a": counter, "b": Special()})
+
+
 def test_an_object_is_selected_whole_or_not_at_all(path: Path) -> None:
     loader = Loader()
     target = {"w": jnp.zeros(4), "data": loader, "step": 0}
