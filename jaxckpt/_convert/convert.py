@@ -35,7 +35,7 @@ from jaxckpt._pipeline.workers import StorageThread, note_progress, run_watched
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.save import start
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write_plan import ArrayLeaf

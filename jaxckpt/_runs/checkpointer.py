@@ -46,7 +46,7 @@ from jaxckpt._runs.settings import compare
 from jaxckpt._runs.step_finder import LocatedStep, StepFinder
 from jaxckpt._save.describe import describe
 from jaxckpt._save.pending_save import PendingSave
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt.errors import InputError, JaxckptError, Preempted

@@ -38,9 +38,9 @@ from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.pending_save import PendingSave
-from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
+from jaxckpt._save.prepare import prepare
+from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.running_saves import RunningSave
-from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging import StagedObject, stage
