@@ -20,7 +20,15 @@ from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import Specs, mesh_axes
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.prng_keys import TypedLeaf
-from jaxckpt._model.paths import closest_hint, escape_key, join_paths, longest_prefix, path_prefixes, relative_path
+from jaxckpt._model.paths import (
+    closest_hint,
+    escape_key,
+    join_paths,
+    longest_prefix,
+    path_prefixes,
+    relative_path,
+    unescape_key,
+)
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Rename, Select, Selector, parse_select
 from jaxckpt._model.tree import (
@@ -356,13 +364,15 @@ class _Comparison:
         paths = [leaf.path for leaf in leaves if not callable(leaf.value)]
         if not paths or "" in paths:
             return []
-        if head := _missing_head(paths, self.numbers):
+        if heads := _missing_heads(paths, self.numbers):
+            head = heads[0]
             saved_paths = [f"{head}/{path}" for path in paths]
             has_others = len(self._leaves_below(head, self.numbers)) < len(self.numbers)
+            example = ", for example," if len(heads) > 1 else ""
             remedy = (
-                f"all leaves of the target are below {head!r} in the checkpoint: wrap the target as"
-                f" {_wrapped_target(self.structure, head)}{f' and pass select={head!r}' if has_others else ''}"
-            )
+                f"all leaves of the target are below {' and '.join(map(repr, heads))} in the checkpoint: wrap the"
+                f" target{example} as {_wrapped_target(self.structure, head)}"
+            ) + (f" and pass select={head!r}" if has_others else "")
         elif head := _extra_head(paths, self.numbers):
             saved_paths = [path.removeprefix(f"{head}/") for path in paths]
             remedy = f"the checkpoint has these leaves without {head!r}: pass only what the target has at {head!r}"
@@ -386,11 +396,14 @@ class _Comparison:
             yield "rename= maps leaves that have other names in the checkpoint"
 
 
-def _missing_head(paths: Sequence[str], saved: Mapping[str, int]) -> str | None:
-    """A path of a container below which the checkpoint has all of `paths`."""
+def _missing_heads(paths: Sequence[str], saved: Mapping[str, int]) -> list[str]:
+    """The paths of the containers below which the checkpoint has all of `paths`: only the outermost, because the state
+    of an optimizer repeats the paths of the parameters."""
     tail = f"/{paths[0]}"
     heads = (path.removesuffix(tail) for path in saved if path.endswith(tail))
-    return next((head for head in heads if all(f"{head}/{path}" in saved for path in paths)), None)
+    complete = [head for head in heads if all(f"{head}/{path}" in saved for path in paths)]
+    depth = min((head.count("/") for head in complete), default=0)
+    return [head for head in complete if head.count("/") == depth]
 
 
 def _extra_head(paths: Sequence[str], saved: Mapping[str, int]) -> str | None:
@@ -402,17 +415,18 @@ def _extra_head(paths: Sequence[str], saved: Mapping[str, int]) -> str | None:
 def _wrapped_target(structure: Structure, head: str) -> str:
     """An expression for a tree with `target` at a path of a saved tree, such as `(None, target)` for the path "1"."""
     opening, closing = "", ""
+    node: Structure = structure
     for name in head.split("/"):
-        node = unwrap_object(structure)
-        assert isinstance(node, Container), head
-        structure = subtree(node, name)
-        if node.type in ("list", "tuple") and int(name) < 3:
+        node = unwrap_object(node)
+        keys = {escape_key(key): key for key in keys_of(node)} if isinstance(node, Container) else {}
+        if isinstance(node, Container) and node.type in ("list", "tuple") and name in keys and int(name) < 3:
             left, right = "[]" if node.type == "list" else "()"
             opening += left + "None, " * int(name)
             closing = ("," if node.type == "tuple" and name == "0" else "") + right + closing
         else:
-            key = next(key for key in keys_of(node) if escape_key(key) == name)
-            opening, closing = f"{opening}{{{key!r}: ", "}" + closing
+            opening, closing = f"{opening}{{{keys.get(name, unescape_key(name))!r}: ", "}" + closing
+        # With rename=, the structure lacks the leaves that are not selected.
+        node = subtree(node, name) if name in keys else None
     return f"{opening}target{closing}"
 
 

@@ -946,6 +946,12 @@ def test_select_by_glob_expression_and_function(path: Path) -> None:
             lambda t: t,
             "'0' in the checkpoint: wrap the target as (target,) and pass select='0'",
         ),
+        (
+            lambda t: {"params": t, "opt": {"mu": t}, "step": 0},
+            lambda t: t,
+            "as {'params': target} and pass select='params'",
+        ),
+        (lambda t: (t, {"ema": t}, t), lambda t: t, "target, for example, as (target,) and pass select='0'"),
         (lambda t: (0, [t]), lambda t: t, "wrap the target as (None, [target]) and pass select='1/0'"),
         (lambda t: [1, 2, 3, t], lambda t: t, "as {3: target} and pass select='3'"),
         (lambda t: {"state": {4: t}}, lambda t: t, "wrap the target as {'state': {4: target}}"),
@@ -967,6 +973,14 @@ def test_a_target_whose_leaves_are_all_in_another_container(
         assert "did you mean" not in str(error.value)
     with pytest.raises(jaxckpt.MismatchError, match="is not in the checkpoint"):
         jaxckpt.restore(tmp_path / "c", target({**tree, "new": 0}))
+
+
+def test_a_target_in_another_container_with_new_names(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", ({"w": 1}, {"o": 2}))
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"below 'a/b' .*: wrap the target as {'a': {'b': target}} and pass"
+    ):
+        jaxckpt.restore(tmp_path / "c", {"w": 0}, rename={"0": "a/b"}, select="1")
 
 
 def test_the_remedies_for_a_target_in_another_container(tmp_path: Path) -> None:
