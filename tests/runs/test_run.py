@@ -97,7 +97,8 @@ def test_a_pin_does_not_move_to_a_step_that_no_metric_has_chosen(tmp_path: Path,
 
 def test_steps_without_metrics_have_no_best_step(tmp_path: Path) -> None:
     run = jaxckpt.Run(tmp_path, options=FAST)
-    assert run.best_step("loss", "min") is None
+    with pytest.raises(errors.NotACheckpointError, match="the directory does not exist, or is empty"):
+        run.best_step("loss", "min")
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
         checkpointer.save(1, {"w": 1})
     assert run.best_step("loss", "min") is None
