@@ -335,7 +335,8 @@ class Checkpointer(Run):
 
         Args:
             step: The number of the step, from 0 to 2**62.
-            metrics: Numbers by name, for `save_if`. Those of process 0 count. None: no metrics.
+            metrics: Numbers by name, for `save_if`. Those of process 0 count. None: no metrics. They are checked if the
+                step is due.
             overwrite: Whether `save` is called with overwrite=True.
 
         Returns:
