@@ -125,8 +125,15 @@ class Saver:
     ) -> bool:
         """Whether `save` would save a step. The next `save` of the step follows the decision. Every process."""
         decision = self._decide(step, metrics, begin_call, remember=True)
-        if decision.is_last_step or not decision.due or overwrite:
+        if decision.is_last_step or not decision.due:
             return decision.due
+        try:
+            recorded_metrics(metrics)
+        except InputError:
+            with begin_call(step):
+                raise
+        if overwrite:
+            return True
         with begin_call(step) as call, call.rendezvous("looking for a step") as rendezvous:
             rendezvous.gather("")
             exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps())
