@@ -10,7 +10,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,10 @@ from jaxckpt._devices import device_layout as memory_order
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.file_names import SEAL
+from jaxckpt._model.tree import subtree
 from jaxckpt._options import Options
+from jaxckpt._restore import match
+from jaxckpt._rules.rename import renamed_tree
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
 from jaxckpt.rules import Rule, Rules
@@ -981,6 +984,54 @@ def test_a_target_in_another_container_with_new_names(tmp_path: Path) -> None:
         jaxckpt.MismatchError, match=r"below 'a/b' .*: wrap the target as {'a': {'b': target}} and pass"
     ):
         jaxckpt.restore(tmp_path / "c", {"w": 0}, rename={"0": "a/b"}, select="1")
+
+
+@pytest.mark.parametrize("name", ["layer", "params"])
+def test_the_paths_of_a_checkpoint_are_not_scanned_for_each_sharding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Counted(dict[str, int]):
+        scanned = 0
+
+        def __iter__(self) -> Iterator[str]:
+            for path in super().__iter__():
+                Counted.scanned += 1
+                yield path
+
+    def counted(*args: Any) -> tuple[Any, Any, Any]:
+        structure, numbers, chosen = renamed_tree(*args)
+        return structure, Counted(numbers), chosen
+
+    monkeypatch.setattr(match, "renamed_tree", counted)
+    monkeypatch.setattr(match, "subtree", lambda *args: calls.append(args) or subtree(*args))
+    calls: list[Any] = []
+    target = {f"layer{number}": DEVICE for number in range(100)}
+    saved = {f"layer{number}": {"w": number} for number in range(100)}
+    jaxckpt.save(tmp_path / "c", saved if name == "layer" else {"params": saved})
+    if name == "layer":
+        assert jaxckpt.restore(tmp_path / "c", target)["layer7"].keys() == {"w"}
+    else:
+        with pytest.raises(jaxckpt.MismatchError, match="'layer0' is not in the checkpoint"):
+            jaxckpt.restore(tmp_path / "c", target)
+    assert Counted.scanned < 10 * len(target)
+    assert len(calls) < 10
+
+
+def test_many_containers_of_the_leaves_of_a_target_are_counted(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"layers": [{"w": number} for number in range(2000)]})
+    remedy = (
+        r"\nall leaves of the target are below 'layers/0' and 1,999 other paths in the checkpoint: wrap the target,"
+        r" for example, as \{'layers': \[target\]\} and pass select='layers/0'$"
+    )
+    with pytest.raises(jaxckpt.MismatchError, match=remedy):
+        jaxckpt.restore(tmp_path / "c", {"w": 0})
+
+
+def test_the_selection_that_a_remedy_names_matches_nothing_else(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"[0]": {"w": 1}, "0": {"v": 2}})
+    with pytest.raises(jaxckpt.MismatchError, match=r"as \{'\[0\]': target\} and pass select='\[\[\]0\]'$"):
+        jaxckpt.restore(tmp_path / "c", {"w": 0})
+    assert jaxckpt.restore(tmp_path / "c", {"[0]": {"w": 0}}, select="[[]0]") == {"[0]": {"w": 1}}
 
 
 def test_the_remedies_for_a_target_in_another_container(tmp_path: Path) -> None:
