@@ -30,6 +30,7 @@ import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._devices import device_layout as memory_order
 from jaxckpt._model import manifest as manifests
+from jaxckpt._model import select as select_module
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.file_names import SEAL
 from jaxckpt._model.tree import subtree
@@ -1089,9 +1090,48 @@ def test_only_selected_empty_containers_are_restored(tmp_path: Path, format: str
 
 def test_a_selection_from_a_tree_without_leaves(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {})
-    assert jaxckpt.load_numpy(tmp_path / "c", select="params") == {}
+    for select in ("params", ["params"], re.compile("params"), lambda path: path == "params"):
+        for call in (
+            lambda: jaxckpt.load_numpy(tmp_path / "c", select=select),
+            lambda: jaxckpt.restore(tmp_path / "c", {"params": 0}, select=select),
+            lambda: jaxckpt.diff(tmp_path / "c", tmp_path / "c", select=select),
+        ):
+            with pytest.raises(jaxckpt.errors.TreeError, match=r"^select: .* matches nothing in .*, which has no leaves"):
+                call()
+    assert jaxckpt.load_numpy(tmp_path / "c", select="**") == {}
     jaxckpt.save(tmp_path / "c", {"a": {}, "b": None}, overwrite=True)
-    assert jaxckpt.load_numpy(tmp_path / "c", select="b") == {"b": None}
+    for select in ("b", ["b"]):
+        assert jaxckpt.load_numpy(tmp_path / "c", select=select) == {"b": None}
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"^select: 'c' matches nothing in .*, which has no leaves$"):
+        jaxckpt.load_numpy(tmp_path / "c", select=["b", "c"])
+
+
+def test_a_trailing_double_star_may_be_no_component(tmp_path: Path) -> None:
+    tree = {"w": 1, "b": {"w": 2}, "wx": 3, "[0]": 4, "0": 5}
+    jaxckpt.save(tmp_path / "c", tree)
+    assert jaxckpt.load_numpy(tmp_path / "c", select="w/**") == {"w": 1}
+    assert jaxckpt.load_numpy(tmp_path / "c", select=["b/**/**"]) == {"b": {"w": 2}}
+    assert jaxckpt.load_numpy(tmp_path / "c", select="**/w/**") == {"w": 1, "b": {"w": 2}}
+    assert jaxckpt.load_numpy(tmp_path / "c", select="**") == tree
+
+
+def test_paths_in_a_list_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pattern: str) -> re.Pattern[str]:
+        raise AssertionError(pattern)
+
+    monkeypatch.setattr(select_module, "_glob", refuse)
+    paths = [f"layers/{number}/w" for number in range(100)]
+    selector = select_module.parse_select([*paths[10:20], "layers/3", "layers/1"])
+    chosen = [path for path, is_chosen in zip(paths, selector.choose(paths), strict=True) if is_chosen]
+    assert chosen == [path for path in paths if selector(path)] == [paths[1], paths[3], *paths[10:20]]
+    assert not any(map(selector, ("layers", "layers/33", "layers/3x", "")))
+    assert selector.tests == ()
+
+
+def test_a_renamed_tree_has_no_empty_containers(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"a": {"w": 1}, "opt": (optax.EmptyState(), None), "none": None})
+    assert jaxckpt.load_numpy(tmp_path / "c", rename={"a": "b"}) == {"b": {"w": 1}}
+    assert jaxckpt.restore(tmp_path / "c", {"b": {"w": 0}, "none": None}, rename={"a": "b"})["b"] == {"w": 1}
 
 
 def test_select_with_a_target_keeps_the_other_leaves(path: Path, tree: Any) -> None:
