@@ -177,7 +177,7 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
     specs = [(shape, spec) for _, shape, spec in leaves_of(job).values()]
     wants = [
         WantedRows(stack, (row, row + 1), own_boxes(job, process, *specs[leaf]), None, False)
-        for stack, rows in enumerate(plan.members)
+        for stack, rows in enumerate(plan.leaves)
         for row, leaf in enumerate(rows)
     ]
     by_stack: dict[int, list[ReadStep]] = {}

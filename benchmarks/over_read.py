@@ -106,7 +106,7 @@ def by_four(workload: workloads.Workload) -> dict[str, float]:
         layout = mesh_layout(owners, list(mesh.axis_names), spec_of(sharding.spec), len(leaf.shape))
         arrays.append(ArrayLeaf(number, np.dtype(leaf.dtype).name, leaf.shape, layout))
     plan = plan_save(arrays, Options(), 0, 4)
-    places = {leaf: (stack, row) for stack, rows in enumerate(plan.members) for row, leaf in enumerate(rows)}
+    places = {leaf: (stack, row) for stack, rows in enumerate(plan.leaves) for row, leaf in enumerate(rows)}
     found: dict[str, float] = {}
     for layout in workload.layouts:
         shardings = workload.shardings(layout)

@@ -146,7 +146,7 @@ def plan_a_save(point: Point, mesh: Mesh) -> SavePlan:
 
 def plan_a_restore(point: Point, plan: SavePlan, mesh: Mesh) -> list[Any]:
     """Plan like a restore onto accelerators, where buffers do not become the arrays."""
-    place = {leaf: (stack, row) for stack, rows in enumerate(plan.members) for row, leaf in enumerate(rows)}
+    place = {leaf: (stack, row) for stack, rows in enumerate(plan.leaves) for row, leaf in enumerate(rows)}
     boxes_of: dict[tuple[int, P], Any] = {}
     wants: list[WantedRows] = []
     for number, (_, shape, spec) in enumerate(leaves_of(point)):
@@ -173,7 +173,7 @@ def measure(point: Point, operation: str) -> dict[str, Any]:
         call = lambda: plan_a_save(point, mesh)  # noqa: E731
     else:
         saved = plan_a_save(point, mesh)
-        saved = shapes_alone(saved.stacks, saved.members)
+        saved = shapes_alone(saved.stacks, saved.leaves)
         wanted = mesh if "same" in operation else other_mesh(point)
         call = lambda: plan_a_restore(point, saved, wanted)  # noqa: E731
     # Reset the peak to the current use (proc(5)).

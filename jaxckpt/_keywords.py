@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -168,6 +169,7 @@ _MODULE_ATTRIBUTES = {
     **{name: f"weights.{name}" for name in ("Publisher", "subscribe")},
     **{name: f"formats.{name}" for name in ("mindspore_ranks", "oneflow_ranks", "rank_files")},
     **{name: f"rules.{name}" for name in ("Rule", "Rules", "huggingface_rules")},
+    "hf_rules": "rules.huggingface_rules",
     **{name: f"types.{name}" for name in ("Delta", "LeafDelta", "LocalBytes", "Progress", "RestorePlan")},
     "VerifyReport": "types.VerifyReport",
     "handler_registry": "orbax.handler_registry",
@@ -246,6 +248,20 @@ def missing_module_attribute(name: str) -> str:
     else:
         own_name = _MODULE_ATTRIBUTES.get(name)
     return f"module 'jaxckpt' has no attribute {name!r}" + (f": use jaxckpt.{own_name}" if own_name else "")
+
+
+def explain_missing_names(module: str) -> Callable[[str], Any]:
+    """PEP 562's __getattr__ for a public module: its error suggests the closest name of the module."""
+
+    def missing(name: str) -> Any:
+        near: list[str] = []
+        if not name.startswith("_"):  # Python looks for many of these
+            public = [own for own in vars(sys.modules[module]) if not own.startswith("_")]
+            near = difflib.get_close_matches(name, public, n=1)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
+
+    return missing
 
 
 def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any], name: str) -> str:

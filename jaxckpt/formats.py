@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jaxckpt._formats.mindspore import mindspore_ranks as mindspore_ranks
 from jaxckpt._formats.oneflow import oneflow_ranks as oneflow_ranks
 from jaxckpt._formats.rank_files import rank_files as rank_files
+from jaxckpt._keywords import explain_missing_names as _explain_missing_names
 from jaxckpt._sources.compose import compose as compose
 from jaxckpt._sources.foreign import ArrayData as ArrayData
 from jaxckpt._sources.foreign import ForeignArray as ForeignArray
 from jaxckpt._sources.foreign import ForeignCheckpoint as ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep as ForeignStep
 from jaxckpt._sources.format_registry import Format as Format
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+    __getattr__ = _explain_missing_names(__name__)

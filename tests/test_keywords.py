@@ -370,6 +370,7 @@ def test_an_attribute_error_of_a_property_stays(tmp_path: Path) -> None:
         ("Rules", "jaxckpt.rules.Rules"),
         ("huggingface_rules", "jaxckpt.rules.huggingface_rules"),
         ("InputError", "jaxckpt.errors.InputError"),
+        ("hf_rules", "jaxckpt.rules.huggingface_rules"),
         ("Problem", "jaxckpt.errors.Problem"),
         ("RestorePlan", "jaxckpt.types.RestorePlan"),
         ("CheckpointManager", "jaxckpt.Checkpointer(directory)"),
@@ -382,6 +383,16 @@ def test_a_name_that_lives_elsewhere_says_where(name: str, ours: str) -> None:
     assert not hasattr(jaxckpt, name)
     # Python would add the name of another attribute, such as Step for steps.
     assert "Did you mean" not in "".join(traceback.format_exception(error.value))
+
+
+def test_a_misspelled_name_of_a_public_module() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'jaxckpt.rules' .*: did you mean huggingface_rules\?$"):
+        jaxckpt.rules.hf_rules  # pyright: ignore  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'jaxckpt.formats' .* 'rank_file': did you mean rank_files\?$"):
+        jaxckpt.formats.rank_file  # pyright: ignore  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'jaxckpt.rules' has no attribute 'nothing'$"):
+        jaxckpt.rules.nothing  # pyright: ignore  # noqa: B018
+    assert not hasattr(jaxckpt.rules, "__path__")
 
 
 def test_other_names_have_pythons_message() -> None:

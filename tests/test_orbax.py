@@ -625,6 +625,26 @@ def test_a_folder_of_our_runs_is_not_an_orbax_step(tmp_path: Path) -> None:
             jaxckpt.load_numpy(path)
 
 
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_our_item_is_converted_in_place(tmp_path: Path, format: str) -> None:
+    path = tmp_path / "run"
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    registry = jaxckpt.orbax.handler_registry()
+    with ocp.CheckpointManager(path, options=options, handler_registry=registry) as manager:
+        manager.save(25, args=ocp.args.StandardSave({"w": np.arange(3.0)}), metrics={"loss": 0.5})
+    item = path / "25/default"
+    (item / "train.py").write_text("precious")
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match=r"one checkpoint \(train.py\)"):
+        jaxckpt.convert(item, item, format=format, overwrite=True)
+    (item / "train.py").unlink()
+    jaxckpt.convert(item, item, format=format, overwrite=True)
+    assert jaxckpt.load_numpy(item)["w"].tolist() == [0, 1, 2]
+    if format == "orbax":
+        with ocp.CheckpointManager(path, options=options) as manager:
+            assert manager.restore(25, args=ocp.args.StandardRestore())["w"].tolist() == [0, 1, 2]
+            assert manager.metrics(25) == {"loss": 0.5}
+
+
 def test_an_item_that_lost_its_manifest_is_damaged(tmp_path: Path) -> None:
     run = step_without(tmp_path / "run", "default/manifest.json")
     for path in (run, run / "2", run / "2/default"):

@@ -157,11 +157,15 @@ def _children(node: Tree, path: str) -> tuple[Sequence[Key], Sequence[Tree]] | N
     try:
         level, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     except (TypeError, ValueError, OverflowError) as error:
-        reason = str(error).rstrip(".")
-        raise TreeError(
-            f"JAX cannot flatten {show_path(path)} ({type(node).__name__}): {reason}. Check that all keys are of one"
-            " type"
-        ) from error
+        keys = cast("dict[Any, Any]", node) if isinstance(node, dict) else {}
+        key_types = dict.fromkeys(type(key).__name__ for key in keys)
+        if len(key_types) > 1:
+            raise TreeError(
+                f"the keys of the dict at {show_path(path)} are of different types: {', '.join(key_types)}. JAX sorts"
+                " the keys of a dict, so they must be of one type"
+            ) from error
+        shown = f"JAX cannot flatten {show_path(path)} ({type(node).__name__})"
+        raise TreeError(f"{shown}: {str(error).rstrip('.')}") from error
     if len(level) == 1 and not level[0][0]:  # the only entry has an empty key path: it is the node itself, a leaf
         return None
     if is_registered(kind):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._model.paths import closest_hint, longest_prefix
+from jaxckpt._model.paths import closest_hint, longest_prefix, relative_path, unescape_key
 from jaxckpt._options import Options
 from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
 
@@ -114,8 +114,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
-        hint = closest_hint(unused[0], (path for path, _ in leaves))
-        raise SpecError(f"specs has {show_path(unused[0])}, but no array leaf is at or below that path{hint}")
+        raise _unused_error(unused[0], [path for path, _ in leaves])
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
@@ -123,6 +122,20 @@ def _is_spec_entries(values: Iterable[object]) -> bool:
     """Whether these are axis names, as in a PartitionSpec, and not a pytree of specs."""
     entries = [entry for value in values for entry in (value if isinstance(value, tuple) else (value,))]
     return any(isinstance(entry, str) for entry in entries) and all(isinstance(e, str | None) for e in entries)
+
+
+def _unused_error(prefix: str, paths: Sequence[str]) -> SpecError:
+    """The error for an entry of `specs` that no array leaf is at or below."""
+    as_path = prefix.replace("~1", "/")
+    if as_path != prefix and any(relative_path(as_path, path) is not None for path in paths):
+        keys = [unescape_key(component) for component in as_path.split("/")]
+        nested = "".join(f'{{"{key}": ' for key in keys) + "PartitionSpec(…)" + "}" * len(keys)
+        return SpecError(
+            f"specs has the key {as_path!r}, but the keys of specs are the keys of the tree, not paths: give {nested},"
+            " or a function of (path, leaf)"
+        )
+    hint = closest_hint(prefix, paths)
+    return SpecError(f"specs has {show_path(prefix)}, but no array leaf is at or below that path{hint}")
 
 
 def _is_leaf(value: object) -> bool:

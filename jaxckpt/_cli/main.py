@@ -117,7 +117,10 @@ class _Program(click.Group):
 _PYTHON_HINTS = (
     (r"pass overwrite=True to replace", "--overwrite replaces"),
     (r'pass Options\(indivisible="replicate"\) to keep it whole', "pass --indivisible replicate to keep it whole"),
-    (r" of (\S+): pass move=True, or unpin\('(.*)'\) first", r" of \1: pass --move, or run jaxckpt unpin \1@\2 first"),
+    (
+        r"(step \d+) of (.+): pass move=True, or unpin\('(.*)'\) first",
+        r"\1 of \2: pass --move, or run jaxckpt unpin \2@\3 first",
+    ),
     (r"specs=PartitionSpec\(\)", "--specs 'P()'"),
     (r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1"),
 )
@@ -133,7 +136,8 @@ def _message(error: Exception, paths: Sequence[str]) -> tuple[str, int]:
                 text = re.sub(python, shell, text)
             return text, BAD_INPUT
         case CorruptError():
-            damaged = (path for path in paths if os.path.join(os.path.abspath(path), "") in str(error))
+            full_paths = {path: path if "://" in path else os.path.abspath(path) for path in paths}
+            damaged = (path for path, full in full_paths.items() if os.path.join(full, "") in str(error))
             path = next(damaged, paths[0] if paths else "PATH")
             return str(error).replace("run jaxckpt.verify for", f"run jaxckpt verify {shlex.quote(path)} for"), DAMAGED
         case NotACheckpointError():

@@ -35,7 +35,7 @@ from jaxckpt._pipeline.workers import StorageThread, note_progress, run_watched
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.save import start
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write_plan import ArrayLeaf
@@ -221,7 +221,10 @@ def _format_of(destination: str, format: str | None) -> str:
     suffix = os.path.splitext(destination)[1]
     if format is not None:
         if not isinstance(format, str) or format not in names:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"format={format!r}{closest_hint(str(format), names)}; expected one of {', '.join(names)}")
+            hint = closest_hint(str(format), names)
+            if str(format).lower() in ("huggingface", "hf", "transformers"):
+                hint = "; did you mean 'safetensors'? Hugging Face's folders have that format"
+            raise InputError(f"format={format!r}{hint}; expected one of {', '.join(names)}")
         if (suggested := by_suffix.get(suffix, format)) != format:
             raise InputError(
                 f"destination {destination!r} ends in {suffix}, which is format {suggested!r}, but format={format!r}:"

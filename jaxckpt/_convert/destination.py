@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection, Generator
 
 from jaxckpt._formats.local_files import list_names
+from jaxckpt._formats.orbax.orbax_records import SAVE_FILES
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._sources.foreign import ForeignCheckpoint
@@ -65,7 +66,8 @@ def _checkpoint_names(path: str, names: Collection[str]) -> Collection[str]:
     """The names in a folder that belong to the one checkpoint that it holds; none if it is not a checkpoint."""
     if MANIFEST in names:
         load_manifest(store_at(path, Options()))
-        return {MANIFEST, *filter(is_data_folder, names)}
+        # Orbax marks the items that jaxckpt's handler writes.
+        return {MANIFEST, *filter(is_data_folder, names), *SAVE_FILES}
     if all(map(is_data_folder, names)):  # a save that never finished
         return names
     for form in formats():

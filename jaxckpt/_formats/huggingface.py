@@ -31,7 +31,7 @@ from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path
-from jaxckpt.errors import DataError, InputError, NotACheckpointError
+from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_count
 
 Config = Mapping[str, Any]
 
@@ -65,7 +65,8 @@ def huggingface_rules(
         The rules. Their `inverse(dtype=…)` maps back to the folder's tensors.
 
     Raises:
-        DataError: config.json is missing or incomplete, or the files of the tensors are damaged.
+        DataError: The folder or its config.json is missing, config.json is incomplete or has another number of layers
+            than the tensors, or the files of the tensors are damaged.
         StorageError: config.json cannot be read.
         InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
@@ -82,7 +83,9 @@ def huggingface_rules(
     try:
         stacked = bool(scan) and is_plain
         rules = _gpt2(config, stacked) if family == "gpt2" else _llama(config, stacked, **_FAMILIES[family])
-        rules = _as_stored(rules, _tensor_names(folder))
+        names = _tensor_names(folder)
+        _require_layers(folder, config, names)
+        rules = _as_stored(rules, names)
         resized = [_resized(rule, config, vocab_size) for rule in rules.rules]
         rules = Rules([_add_scales(rule, config) for rule in resized], rules.drop)
         return rules if is_plain else maxtext_rules(rules, config, scan is not False)
@@ -102,7 +105,14 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
     with translate_os_errors(f"cannot read {path}"):
         try:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, msgspec.MsgspecError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if not os.path.exists(local):
+                raise DataError(
+                    f"there is no folder {local}: to download a model, call"
+                    f" huggingface_hub.snapshot_download(name, local_dir={os.fspath(folder)!r})"
+                ) from error
+            raise DataError(f"{local} has no config.json: give the folder of a model of Hugging Face") from error
+        except (IsADirectoryError, msgspec.MsgspecError) as error:
             raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
 
 
@@ -124,6 +134,21 @@ def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
         return source_at(folder, Options()).manifest.numbers.keys()
     except NotACheckpointError:
         return ()
+
+
+def _require_layers(folder: str | os.PathLike[str], config: Config, names: Iterable[str]) -> None:
+    """Raise DataError if the folder has tensors of more or fewer layers than its config.json says."""
+    numbers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+    field = "n_layer" if config.get("model_type") == "gpt2" else "num_hidden_layers"
+    if numbers and max(numbers) + 1 != int(config[field]):
+        raise DataError(
+            f"the config.json of {folder} has {field} {config[field]}, but the tensors of the folder are of"
+            f" {show_count(max(numbers) + 1, 'layer')}: correct {field}, or download the folder again"
+        )
+
+
+_LAYER = re.compile(r"(?:model\.layers|(?:transformer\.)?h)\.(\d{1,9})\.")
+"""The start of the name of a layer's tensor."""
 
 
 def _as_stored(rules: Rules, names: Collection[str]) -> Rules:

@@ -15,8 +15,8 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Box, cut_to_size, whole_box
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
-from jaxckpt._model.select import Select, parse_select
-from jaxckpt._model.tree import Structure, prune
+from jaxckpt._model.select import Select, Selector, parse_select
+from jaxckpt._model.tree import Structure, empty_positions, prune
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.fetch import fetch
@@ -173,7 +173,11 @@ def diff(
     a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
     all_leaves = a.leaves | b.leaves
     where = "either checkpoint" if rename is None else "either checkpoint after rename="
-    chosen = set(itertools.compress(all_leaves, parse_select(select).choose(all_leaves, where)))
+    selector = None if select is None else parse_select(select)
+    chosen = set(all_leaves)
+    if selector is not None:
+        empty_paths = [path for side in (a, b) for path, _ in empty_positions(side.source.manifest.tree)]
+        chosen = set(itertools.compress(all_leaves, selector.choose(all_leaves, where, empty_paths=empty_paths)))
     deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
     in_both = {path: (a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves}
     pairs = {
@@ -185,7 +189,7 @@ def diff(
             deltas[path] = _add_differences(deltas[path], box_a, box_b)
             if pairs[path][0].is_array:
                 advance(box_a.nbytes + box_b.nbytes)
-    return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(chosen) == b.structure(chosen))
+    return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(selector) == b.structure(selector))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +208,13 @@ class _Side:
         manifest = source.manifest
         return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 
-    def structure(self, chosen: set[str]) -> Structure:
-        """The containers of the chosen leaves."""
-        numbers = self.source.manifest.numbers
-        kept = [number for path, number in numbers.items() if path in chosen]
+    def structure(self, select: Selector | None) -> Structure:
+        """The containers of the selected leaves, and the selected empty containers."""
         tree = self.source.manifest.tree
-        return tree if len(kept) == len(numbers) else prune(tree, {old: new for new, old in enumerate(kept)})
+        if select is None:
+            return tree
+        kept = [number for path, number in self.source.manifest.numbers.items() if select(path)]
+        return prune(tree, {old: new for new, old in enumerate(kept)}, select)
 
     def describe(self, path: str) -> str:
         leaf = self.leaves.get(path)

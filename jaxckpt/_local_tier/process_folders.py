@@ -39,8 +39,7 @@ from jaxckpt._save.compose_manifest import (
     gather_shares,
     stored_bytes,
 )
-from jaxckpt._save.prepare import PreparedSave, SaveRequest
-from jaxckpt._save.save_destination import Begun
+from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.staging import StagedObject
 from jaxckpt._save.write_plan import ArrayLeaf, Object
 from jaxckpt._store.store import Store

@@ -27,7 +27,7 @@ from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import Domains, plan_local_save
 from jaxckpt._local_tier.flush import Flush
-from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
+from jaxckpt._model.file_names import MANIFEST, data_folder, is_data_folder, is_data_referenced
 from jaxckpt._options import Options, require_rate, require_whole_number
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
 from jaxckpt._save.describe import Draft
@@ -258,8 +258,7 @@ class LocalTier:
         if flush is None or self._begun_step == flush.step < step:
             return False
         with call.rendezvous("asking whether a local step is still being flushed") as rendezvous:
-            rendezvous.gather("")
-            if rendezvous.broadcast("flushing" if flush.is_running else "free") == "free":
+            if not rendezvous.decision(flush.is_running):
                 self.flush = None
                 return False
         if not flush.is_warned:
@@ -329,7 +328,7 @@ def _trim(own: Folder, kept: KeptStep) -> None:
     """Delete all saves in a process's folder except one. For each, delete the manifest first."""
     for name in filter(is_step, own.names()):
         child = own.child(name)
-        stays = f"data-{kept.save_id}" if int(name) == kept.step else ""
+        stays = data_folder(kept.save_id) if int(name) == kept.step else ""
         with contextlib.suppress(DataError, StorageError):  # not a plain file, so deleted with the rest below
             if not is_data_referenced(child.read(MANIFEST), stays):
                 child.unpublish(sync=False)

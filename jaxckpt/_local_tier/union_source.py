@@ -13,6 +13,7 @@ import numpy as np
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.peer_reads import arriving
 from jaxckpt._local_tier.step_files import Availability, FileRequest, Files, split_request
+from jaxckpt._model import zarr
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent, slices_within
 from jaxckpt._model.pieces import Array
@@ -89,7 +90,7 @@ class UnionCheckpoint:
             request
             for box in boxes
             for index, common, _ in indexed_objects_of(array, box)
-            if self.folder_of_file[number := numbers["/".join(map(str, index))]] < 0
+            if self.folder_of_file[number := numbers[zarr.index_key(index)]] < 0
             for request in split_request(number, array, common, self.max_bytes)
         ]
 
@@ -157,7 +158,7 @@ class _UnionReader(ArrayReader):
         numbers = source.files.numbers[self.record.name]
         for at, (box, target) in enumerate(targets):
             for index, common, _ in indexed_objects_of(stack, box):
-                number = numbers["/".join(map(str, index))]
+                number = numbers[zarr.index_key(index)]
                 into = target[slices_within(common, box)]
                 if source.folder_of_file[number] >= 0:
                     by_object.setdefault(number, []).append((common, into, at))

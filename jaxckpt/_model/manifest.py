@@ -207,7 +207,7 @@ def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest:
 
     After it is published, the files that it no longer names can be deleted.
     """
-    gone = _leaves_below(manifest, paths)
+    gone, is_dropped = _leaves_below(manifest, paths), parse_select(paths)
     kept = [number for number in range(len(manifest.leaves)) if number not in gone]
     needed = {manifest.leaves[number].stack for number in kept}
     stacks = [number for number in range(len(manifest.stacks)) if number in needed]
@@ -219,7 +219,7 @@ def drop_subtrees(manifest: Manifest, paths: Sequence[str]) -> Manifest:
     step = manifest.step or StepRecord(0)
     return msgspec.structs.replace(
         manifest,
-        tree=prune(manifest.tree, {old: new for new, old in enumerate(kept)}),
+        tree=prune(manifest.tree, {old: new for new, old in enumerate(kept)}, lambda path: not is_dropped(path)),
         leaves=leaves,
         stacks=[manifest.stacks[number] for number in stacks],
         step=msgspec.structs.replace(step, dropped=sorted({*step.dropped, *paths})),

@@ -30,10 +30,18 @@ class Selector:
     def __call__(self, path: str) -> bool:
         return any(test(path) for _, test in self.tests)
 
-    def choose(self, paths: Collection[str], where: str = "the checkpoint", *, saved: Iterable[str] = ()) -> list[bool]:
-        """Whether each path is selected. Raises TreeError if an entry selects none of them.
+    def choose(
+        self,
+        paths: Collection[str],
+        where: str = "the checkpoint",
+        *,
+        saved: Iterable[str] = (),
+        empty_paths: Iterable[str] = (),
+    ) -> list[bool]:
+        """Whether each path is selected. Raises TreeError if an entry selects none of them, nor any of `empty_paths`.
 
-        `saved` are the saved paths in the same order, if the leaves were renamed.
+        `saved` are the saved paths in the same order, if the leaves were renamed. `empty_paths` are the paths of empty
+        containers.
         """
         unused = list(self.tests)
         chosen: list[bool] = []
@@ -42,6 +50,9 @@ class Selector:
             for entry in hits:
                 unused.remove(entry)
             chosen.append(bool(hits) or self(path))
+        if unused and paths:
+            empty = [*empty_paths]
+            unused = [(text, test) for text, test in unused if not any(map(test, empty))]
         if unused and paths:
             renamed = [(old, new) for old, new in zip(saved, paths, strict=False) if old != new]
             for text, test in unused:

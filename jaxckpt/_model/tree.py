@@ -179,6 +179,19 @@ def subtree(structure: Structure, path: str) -> Structure:
     return structure
 
 
+def empty_positions(structure: Structure, path: str = "") -> Iterator[tuple[str, str]]:
+    """Paths at which a tree has None or a container without children, with a word for which of the two."""
+    node = unwrap_object(structure)
+    if node is None:
+        yield path, "None"
+    elif isinstance(node, Container):
+        if not node.children:
+            yield path, f"an empty {node.name or node.type}"
+        elif not all(type(child) is int for child in node.children):
+            for name, child in zip(escape_keys(keys_of(node)), node.children, strict=True):
+                yield from empty_positions(child, join_paths(path, name))
+
+
 def user_objects_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Container]]:
     """Path and record of each object that is not inside another object."""
     if not isinstance(structure, Container):
@@ -237,32 +250,45 @@ def unflatten(
 _ABSENT: Any = object()
 
 
-def prune(structure: Structure, numbers: Mapping[int, int]) -> Structure:
+def prune(structure: Structure, numbers: Mapping[int, int], keeps: Callable[[str], bool] | None = None) -> Structure:
     """The structure with only the leaves in `numbers`, renumbered by it.
 
     A dict loses the keys of other leaves, and a list or tuple gets None in their place. Containers that become empty
-    are removed. An object becomes the rest of its state.
+    are removed, as are empty containers and None if `keeps` is given and is false for their path. An object becomes the
+    rest of its state.
     """
-    pruned = _prune(structure, numbers)
+    pruned = _prune(structure, numbers, keeps, "")
     return None if pruned is _ABSENT else pruned
 
 
-def _prune(node: Structure, numbers: Mapping[int, int]) -> Any:
-    if node is None:
-        return None
+def _prune(node: Structure, numbers: Mapping[int, int], keeps: Callable[[str], bool] | None, path: str) -> Any:
     if isinstance(node, int):
         return numbers.get(node, _ABSENT)
-    children = [_prune(child, numbers) for child in node.children]
-    if children and all(child is _ABSENT for child in children):
+    if node is None or not node.children:
+        return node if keeps is None or not path or keeps(path) else _ABSENT
+    if node.type == "object":
+        return _prune_object(node, numbers, keeps, path)
+    if keeps is None or all(type(child) is int for child in node.children):
+        children = [_prune(child, numbers, keeps, path) for child in node.children]
+    else:
+        paths = (join_paths(path, name) for name in escape_keys(keys_of(node)))
+        children = [_prune(child, numbers, keeps, below) for child, below in zip(node.children, paths, strict=True)]
+    if all(child is _ABSENT for child in children):
         return _ABSENT
     if node.type in ("dict", "ordered_dict", "custom"):
         pairs = zip(node.keys or (), children, strict=True)
         kept = [(key, child) for key, child in pairs if child is not _ABSENT]
         keys, below = tuple(key for key, _ in kept), tuple(child for _, child in kept)
         return msgspec.structs.replace(node, keys=keys, children=below)
-    if node.type == "object" and len([*numbers_of(children[0])]) < len([*numbers_of(node)]):
-        return children[0]
     return msgspec.structs.replace(node, children=tuple(None if child is _ABSENT else child for child in children))
+
+
+def _prune_object(node: Container, numbers: Mapping[int, int], keeps: Callable[[str], bool] | None, path: str) -> Any:
+    """An object whose leaves are all kept stays an object, with the empty containers of its state."""
+    in_state = [*numbers_of(node)]
+    is_whole = all(number in numbers for number in in_state) if in_state else keeps is None or keeps(path)
+    state = _prune(node.children[0], numbers, None if is_whole else keeps, path)
+    return msgspec.structs.replace(node, children=(state,)) if is_whole else state
 
 
 @functools.lru_cache(maxsize=1024)

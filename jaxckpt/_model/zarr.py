@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,14 @@ def metadata(stack: Stack) -> bytes:
     ).encode()
 
 
+def index_key(index: Iterable[int]) -> str:
+    """An index of the grid of objects, as in keys and in the manifest."""
+    return "/".join(map(str, index))
+
+
 def object_key(stack: Stack, index: tuple[int, ...]) -> str:
     """The key of an object below the data folder."""
-    return f"{stack.name}/c/{'/'.join(map(str, index))}"
+    return f"{stack.name}/c/{index_key(index)}"
 
 
 def chunk_box(stack: Stack, index: tuple[int, ...], number: int) -> Box | None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxckpt._model.records import Manifest
+from jaxckpt._model.select import Selector
 from jaxckpt._model.tree import Structure, Tree, prune, unflatten
 from jaxckpt._restore.stateful_objects import TargetObject, revive_object
 
@@ -53,10 +54,13 @@ class Assembly:
     """Where each leaf comes from."""
 
     @classmethod
-    def of_saved(cls, manifest: Manifest, structure: Structure, chosen: Sequence[int]) -> Assembly:
-        """The saved tree, which has this structure after `rename=`, with only the chosen leaves."""
-        if len(chosen) < len(manifest.leaves):
-            structure = prune(structure, {number: number for number in chosen})
+    def of_saved(
+        cls, manifest: Manifest, structure: Structure, chosen: Sequence[int], select: Selector | None = None
+    ) -> Assembly:
+        """The saved tree, which has this structure after `rename=`, with only the leaves and empty containers that
+        `select` selects; `chosen` are the numbers of these leaves."""
+        if select is not None:
+            structure = prune(structure, {number: number for number in chosen}, select)
         return cls(manifest, jax.tree_util.tree_structure(0), [SavedSubtree(structure)])  # the tree of a single leaf
 
     @property

@@ -20,13 +20,22 @@ from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import Specs, mesh_axes
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.prng_keys import TypedLeaf
-from jaxckpt._model.paths import closest_hint, escape_key, longest_prefix, path_prefixes
+from jaxckpt._model.paths import (
+    closest_hint,
+    escape_key,
+    join_paths,
+    longest_prefix,
+    path_prefixes,
+    relative_path,
+    unescape_key,
+)
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Rename, Select, Selector, parse_select
 from jaxckpt._model.tree import (
     Container,
     Structure,
     Tree,
+    empty_positions,
     keys_of,
     numbers_of,
     prune,
@@ -159,7 +168,7 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
     if request.target is None:
         require_single_root(manifest, numbers, chosen)
         requests = LeafRequests([*selected], [*selected.values()], [None] * len(selected))
-        return Match(requests, Assembly.of_saved(manifest, structure, chosen)), []
+        return Match(requests, Assembly.of_saved(manifest, structure, chosen, select)), []
     return _Comparison(manifest, request, select, structure, numbers, selected).match()
 
 
@@ -228,6 +237,8 @@ class _Comparison:
             *(outcome.problem for outcome in refused),
         ]
         has_any_match = any(isinstance(origin, (int, SavedSubtree, TargetObject)) for origin in origins)
+        if not has_any_match and (displaced := self._displaced_problems(leaves)):
+            return Match(requests, assembly, has_any_match=False), displaced
         if not (has_any_match or problems or all(callable(leaf.value) for leaf in leaves)):
             problems = [replace(problem, remedy="") for problem in self._missing_problems(leaves)]
             remedies = ["rename= maps leaves that have other names in the checkpoint"]
@@ -241,7 +252,7 @@ class _Comparison:
             return saved
         if isinstance(leaf.value, (Sharding, Format)):
             below = self._leaves_below(leaf.path, self.selected)
-            if below or _is_empty(self.structure, leaf.path):
+            if below or (_is_empty(self.structure, leaf.path) and self._is_selected(leaf.path)):
                 return SavedSubtree(self._subtree(leaf.path, below))
         elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in self.containers):
             return _Refused(Problem(leaf.path, unrestorable_reason(leaf.value, is_container=True)))
@@ -307,7 +318,10 @@ class _Comparison:
     def _subtree(self, path: str, below: Sequence[str]) -> Structure:
         structure = subtree(self.structure, path)
         numbers = [self.selected[leaf] for leaf in below]
-        return prune(structure, dict(zip(numbers, numbers, strict=True))) if numbers else structure
+        if not numbers:
+            return structure
+        keeps = None if self.select is None else lambda tail: self._is_selected(join_paths(path, tail))
+        return prune(structure, dict(zip(numbers, numbers, strict=True)), keeps)
 
     def _is_missing(self, leaf: Leaf) -> bool:
         """Whether a leaf of the target that does not come from the checkpoint is a problem."""
@@ -345,9 +359,33 @@ class _Comparison:
                 remedy = "a Sharding has no value to keep: give an array, or leave it out"
             yield Problem(leaf.path, f"is not in the checkpoint{hint}", remedy)
 
+    def _displaced_problems(self, leaves: Sequence[Leaf]) -> list[Problem]:
+        """The problems if all leaves of the target are in the checkpoint, but in another container; otherwise none."""
+        paths = [leaf.path for leaf in leaves if not callable(leaf.value)]
+        if not paths or "" in paths:
+            return []
+        if heads := _missing_heads(paths, self.numbers):
+            head = heads[0]
+            saved_paths = [f"{head}/{path}" for path in paths]
+            has_others = len(self._leaves_below(head, self.numbers)) < len(self.numbers)
+            example = ", for example," if len(heads) > 1 else ""
+            remedy = (
+                f"all leaves of the target are below {' and '.join(map(repr, heads))} in the checkpoint: wrap the"
+                f" target{example} as {_wrapped_target(self.structure, head)}"
+            ) + (f" and pass select={head!r}" if has_others else "")
+        elif head := _extra_head(paths, self.numbers):
+            saved_paths = [path.removeprefix(f"{head}/") for path in paths]
+            remedy = f"the checkpoint has these leaves without {head!r}: pass only what the target has at {head!r}"
+        else:
+            return []
+        return [
+            Problem(path, f"is {saved_path!r} in the checkpoint", remedy)
+            for path, saved_path in zip(paths, saved_paths, strict=True)
+        ]
+
     def _extra_problems(self, paths: Sequence[str], target_structure: Structure) -> Iterator[Problem]:
         """Leaves of the checkpoint that the target, which has this structure, lacks."""
-        empty = dict(_empty_places(target_structure, "")) if paths else {}
+        empty = dict(empty_positions(target_structure)) if paths else {}
         for path in paths:
             head = longest_prefix(path, empty)
             hint = "" if head is None else f", which has {empty[head]} at {show_path(head)}"
@@ -356,6 +394,40 @@ class _Comparison:
     def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
         if missing and extra:
             yield "rename= maps leaves that have other names in the checkpoint"
+
+
+def _missing_heads(paths: Sequence[str], saved: Mapping[str, int]) -> list[str]:
+    """The paths of the containers below which the checkpoint has all of `paths`: only the outermost, because the state
+    of an optimizer repeats the paths of the parameters."""
+    tail = f"/{paths[0]}"
+    heads = (path.removesuffix(tail) for path in saved if path.endswith(tail))
+    complete = [head for head in heads if all(f"{head}/{path}" in saved for path in paths)]
+    depth = min((head.count("/") for head in complete), default=0)
+    return [head for head in complete if head.count("/") == depth]
+
+
+def _extra_head(paths: Sequence[str], saved: Mapping[str, int]) -> str | None:
+    """A path above all of `paths`, without which the checkpoint has all of them."""
+    heads = [head for head in itertools.islice(path_prefixes(paths[0]), 1, None) if head]
+    return next((head for head in heads if all(relative_path(head, path) in saved for path in paths)), None)
+
+
+def _wrapped_target(structure: Structure, head: str) -> str:
+    """An expression for a tree with `target` at a path of a saved tree, such as `(None, target)` for the path "1"."""
+    opening, closing = "", ""
+    node: Structure = structure
+    for name in head.split("/"):
+        node = unwrap_object(node)
+        keys = {escape_key(key): key for key in keys_of(node)} if isinstance(node, Container) else {}
+        if isinstance(node, Container) and node.type in ("list", "tuple") and name in keys and int(name) < 3:
+            left, right = "[]" if node.type == "list" else "()"
+            opening += left + "None, " * int(name)
+            closing = ("," if node.type == "tuple" and name == "0" else "") + right + closing
+        else:
+            opening, closing = f"{opening}{{{keys.get(name, unescape_key(name))!r}: ", "}" + closing
+        # With rename=, the structure lacks the leaves that are not selected.
+        node = subtree(node, name) if name in keys else None
+    return f"{opening}target{closing}"
 
 
 def _with_shardings(leaves: Sequence[Leaf], mesh: object) -> Sequence[Leaf]:
@@ -438,15 +510,3 @@ def _is_empty(structure: Structure, path: str) -> bool:
         return next(numbers_of(subtree(structure, path)), None) is None
     except KeyError:
         return False
-
-
-def _empty_places(node: Structure, path: str) -> Iterator[tuple[str, str]]:
-    """Paths at which a tree has None or a container without children, with a word for which of the two."""
-    node = unwrap_object(node)
-    if node is None:
-        yield path, "None"
-    elif isinstance(node, Container):
-        if not node.children:
-            yield path, f"an empty {node.name or node.type}"
-        for key, child in zip(keys_of(node), node.children, strict=True):
-            yield from _empty_places(child, f"{path}/{escape_key(key)}" if path else escape_key(key))

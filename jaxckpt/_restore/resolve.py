@@ -572,7 +572,8 @@ def _fit_sharding(
             return _Reason(
                 f"cannot be laid out: its sharding is on the AbstractMesh {axes}, which has no devices (found"
                 f" {'none' if mesh is None else dict(mesh.shape)})",
-                "pass a mesh with these axes as mesh=, or set it with jax.set_mesh",
+                "pass a mesh with these axis sizes as mesh= or to jax.set_mesh, or make the target under"
+                " jax.set_mesh(mesh)",
             )
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     try:

@@ -74,8 +74,8 @@ def restore(
         select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
             ("params/**"; "params/**/w" matches "params/w" too; a container's path selects everything below it), a
             compiled regular expression, a list of these, or a function of the path that returns a bool. Each pattern
-            must match a leaf of the checkpoint. Other leaves keep the target's value; without a target, dicts omit them
-            and sequences have None in their place.
+            must match a leaf or an empty container of the checkpoint. Other leaves keep the target's value; without a
+            target, dicts omit them and the containers that have only them, and sequences have None in their place.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
             must exist, or a function. Without a target, a renamed tree is restored as nested dicts. A component of a
             wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join and

@@ -46,8 +46,8 @@ class TargetObject:
             return Problem(
                 path,
                 f"is the state of a {record.name} in the checkpoint, a {kind.name} in the target",
-                "restore without it and pass it the state yourself; for a class that was renamed, jaxckpt.register_leaf"
-                " takes the old name=",
+                "leave the object out with select=, and set its state yourself from jaxckpt.load_numpy; for a class"
+                " that was renamed, jaxckpt.register_leaf takes the old name=",
             )
         return cls(path, leaf, kind, manifest, saved if record is None else record.children[0])
 

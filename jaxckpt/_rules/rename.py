@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,7 +13,16 @@ import msgspec
 from jaxckpt._model.paths import path_prefixes, relative_path
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Rename, Select, Selector, parse_select, rename_paths
-from jaxckpt._model.tree import Structure, nested_dicts, numbers_of, paths_of, prune, structure_of, user_objects_of
+from jaxckpt._model.tree import (
+    Structure,
+    empty_positions,
+    nested_dicts,
+    numbers_of,
+    paths_of,
+    prune,
+    structure_of,
+    user_objects_of,
+)
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint
@@ -55,7 +64,7 @@ def _renamed_manifest(manifest: Manifest, rename: Rename | None, select: Select 
     selector = None if select is None else parse_select(select)
     structure, new_paths, chosen = renamed_tree(manifest, rename, selector, where)
     require_single_root(manifest, new_paths, chosen)
-    structure = prune(structure, {number: number for number in chosen})
+    structure = prune(structure, {number: number for number in chosen}, selector)
     paths, numbers = paths_of(structure, len(manifest.leaves), 1 << 62)
     leaves = [
         msgspec.structs.replace(manifest.leaves[number], path=path) for path, number in zip(paths, numbers, strict=True)
@@ -73,22 +82,27 @@ def renamed_tree(
     leaves. Objects keep all of their leaves. `where` names the tree before `rename` in errors. Raises TreeError.
     """
     if rename is None:
-        return manifest.tree, manifest.numbers, _selected(manifest, manifest.numbers, select, where)
+        empty_paths = (path for path, _ in empty_positions(manifest.tree))
+        return manifest.tree, manifest.numbers, _selected(manifest, manifest.numbers, empty_paths, select, where)
     empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}
     paths = rename_paths(rename, [*manifest.numbers, *empty])
     numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
     units = _structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
-    chosen = _selected(manifest, numbers, select, where)
+    chosen = _selected(manifest, numbers, paths[len(numbers) :], select, where)
     among = set(chosen)
     units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
     return structure_of(nested_dicts(units)), numbers, chosen
 
 
-def _selected(manifest: Manifest, numbers: Mapping[str, int], select: Selector | None, where: str) -> Sequence[int]:
-    """Numbers of the leaves that are selected by their new paths. Raises TreeError if an entry selects none."""
+def _selected(
+    manifest: Manifest, numbers: Mapping[str, int], empty_paths: Iterable[str], select: Selector | None, where: str
+) -> Sequence[int]:
+    """Numbers of the leaves that are selected by their new paths. Raises TreeError if an entry selects neither a leaf
+    nor an empty container."""
     if select is None:
         return range(len(numbers))
-    return [*itertools.compress(range(len(numbers)), select.choose(numbers, where, saved=manifest.numbers))]
+    chosen = select.choose(numbers, where, saved=manifest.numbers, empty_paths=empty_paths)
+    return [*itertools.compress(range(len(numbers)), chosen)]
 
 
 def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: Sequence[int]) -> None:

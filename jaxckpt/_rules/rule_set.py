@@ -111,13 +111,10 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
         Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
     ]
     named = claimed.keys() | dropped
-    problems += [Problem(path, "matches no rule") for path in leaves.paths if path not in named]
+    remedy = "list unwanted leaves in Rules.drop"
+    problems += [Problem(path, "matches no rule", remedy) for path in leaves.paths if path not in named]
     if problems:
-        raise MismatchError.of(
-            f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}",
-            problems,
-            "list unwanted leaves in Rules.drop",
-        )
+        raise MismatchError.of(f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}", problems)
     manifest = source.manifest
     view = compose(source.url, nested_dicts(targets), manifest.format, metadata=manifest.metadata)
     return replace(view, origin=source)

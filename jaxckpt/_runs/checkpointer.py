@@ -46,7 +46,7 @@ from jaxckpt._runs.settings import compare
 from jaxckpt._runs.step_finder import LocatedStep, StepFinder
 from jaxckpt._save.describe import describe
 from jaxckpt._save.pending_save import PendingSave
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt.errors import InputError, JaxckptError, Preempted
@@ -508,8 +508,7 @@ class Checkpointer(Run):
         with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
             self._last_save.wait()
             number = self._number(step)
-            rendezvous.gather("")
-            return int(rendezvous.broadcast(str(number)))
+            return rendezvous.decision(number)
 
     def _restore(
         self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None

@@ -8,7 +8,7 @@ from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
-from jaxckpt._save.prepare import SaveRequest
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._store.transaction import Transaction
 

@@ -23,7 +23,8 @@ from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.plan_cache import PlanCache
-from jaxckpt._save.prepare import SaveRequest, require_on_done
+from jaxckpt._save.prepare import require_on_done
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start

@@ -78,7 +78,7 @@ def compose_manifest(
     for process, share in enumerate(shares):
         for stack, index_key, length, digest, content in share.objects:
             if objects[stack].setdefault(index_key, (length, digest)) != (length, digest):
-                first, *others = [draft.records[leaf].path for leaf in plan.members[stack]]
+                first, *others = [draft.records[leaf].path for leaf in plan.leaves[stack]]
                 like_it = f" or one of {len(others)} others like it" if others else ""
                 raise PeersDisagreeError(
                     f"process {process} and another one hold different bytes of a replicated array, which is"
@@ -88,8 +88,8 @@ def compose_manifest(
             if content:
                 contents[stack][index_key] = content
     records = list(draft.records)
-    for number, members in enumerate(plan.members):
-        for row, leaf in enumerate(members):
+    for number, leaves in enumerate(plan.leaves):
+        for row, leaf in enumerate(leaves):
             records[leaf] = msgspec.structs.replace(records[leaf], stack=number, row=row)
     for leaf, first in draft.ties.items():
         records[leaf] = msgspec.structs.replace(records[leaf], stack=records[first].stack, row=records[first].row)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ValueGroup:
-    """A call of compared values."""
+    """A group of compared values."""
 
     holders: frozenset[int]
     """The processes that hold the values; an empty set means all."""
@@ -72,41 +72,47 @@ Agreement = tuple[Fingerprint, Sequence[ValueGroup]]
 """The message of a process, and the groups of values in it."""
 
 
-def compute_fingerprint(
-    draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
-) -> Callable[[], Agreement]:
-    """A function that returns the message of this process. It waits for values that devices still compute; the caller
-    may donate or change everything before that."""
-    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
-    entries = {
-        "leaves": (
-            msgspec.json.encode(draft.structure),
-            [(record.path, record.kind) for record in draft.records],
-            sorted([(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays] + _tied(draft)),
-        ),
-        "shardings": (
-            [(layout.grid, layout.holders) for layout in layouts],
-            [(layouts[leaf.layout], leaf.is_exchanged) for leaf in draft.arrays],
-        ),
-        "ties": [*draft.ties.items()],
-        "options": (plan.stacks, plan.members),  # the part of the plan that the entries above do not determine
-        "metadata": json.dumps(metadata, sort_keys=True),
-        "process_state": None if state_names is None else sorted(state_names),
-    }
-    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in entries.items()}
-    return functools.partial(_complete, digests, _compared_values(draft, process), process)
+@dataclass(frozen=True, slots=True)
+class OwnFingerprint:
+    """What a process computes for its message before the caller may donate or change anything."""
 
+    digests: dict[str, str]
+    values: Sequence[_ComparedValue]
+    process: int
 
-def _complete(digests: dict[str, str], values: Sequence[_ComparedValue], process: int) -> Agreement:
-    """Wait for the values."""
-    groups = list(_value_groups(values))
-    sums = [
-        zlib.crc32(repr([value for _, value in bucket.values]).encode())
-        if not bucket.holders or process in bucket.holders
-        else None
-        for bucket in groups
-    ]
-    return Fingerprint(digests, sums), groups
+    @classmethod
+    def of(
+        cls, draft: Draft, plan: SavePlan, metadata: Any, state_names: Sequence[str] | None, process: int
+    ) -> OwnFingerprint:
+        layouts = {layout: number for number, layout in enumerate(dict.fromkeys(leaf.layout for leaf in draft.arrays))}
+        entries = {
+            "leaves": (
+                msgspec.json.encode(draft.structure),
+                [(record.path, record.kind) for record in draft.records],
+                sorted([(leaf.number, leaf.dtype, leaf.shape) for leaf in draft.arrays] + _tied(draft)),
+            ),
+            "shardings": (
+                [(layout.grid, layout.holders) for layout in layouts],
+                [(layouts[leaf.layout], leaf.is_exchanged) for leaf in draft.arrays],
+            ),
+            "ties": [*draft.ties.items()],
+            "options": (plan.stacks, plan.leaves),  # the part of the plan that the entries above do not determine
+            "metadata": json.dumps(metadata, sort_keys=True),
+            "process_state": None if state_names is None else sorted(state_names),
+        }
+        digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in entries.items()}
+        return cls(digests, _compared_values(draft, process), process)
+
+    def complete(self) -> Agreement:
+        """The message of this process, and its groups. Waits for values that devices still compute."""
+        groups = list(_value_groups(self.values))
+        sums = [
+            zlib.crc32(repr([value for _, value in group.values]).encode())
+            if not group.holders or self.process in group.holders
+            else None
+            for group in groups
+        ]
+        return Fingerprint(self.digests, sums), groups
 
 
 def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:

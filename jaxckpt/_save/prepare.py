@@ -2,103 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from jax.sharding import Mesh
-
-from jaxckpt._arguments.casts import Dtypes
-from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.call import Call
 from jaxckpt._model import manifest as manifests
-from jaxckpt._model.records import StepRecord
-from jaxckpt._model.tree import Tree
-from jaxckpt._options import Options
 from jaxckpt._save import running_saves
-from jaxckpt._save.consistency import Agreement, compute_fingerprint
+from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, describe
-from jaxckpt._save.plan_cache import PlainTree, PlanCache
-from jaxckpt._save.reuse import Reuse, ReuseCache, plan_reuse
-from jaxckpt._save.save_destination import Destination
-from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._save.plan_cache import PlainTree
+from jaxckpt._save.request import PreparedSave, SaveRequest
+from jaxckpt._save.reuse import plan_reuse
 from jaxckpt._save.write_plan import SavePlan
-from jaxckpt._store.store import MAX_FILE_BYTES, Store
+from jaxckpt._store.store import MAX_FILE_BYTES
 from jaxckpt.errors import InputError
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """The arguments of a save."""
-
-    destination: Destination
-    options: Options
-    tree: Tree = None
-    mesh: Mesh | None = None
-    specs: Specs = None
-    dtype: Dtypes = None
-    metadata: Any = None
-    process_state: Mapping[str, Any] | None = None
-    draft: Draft | None = None
-    """A description that is saved instead of a tree."""
-
-    step: StepRecord | None = None
-    """The record of a Checkpointer. Its metrics are taken from process 0."""
-
-    subtrees: tuple[str, ...] = ()
-    """Paths of subtrees that are stored separately, so that they can be dropped later."""
-
-    plan_cache: PlanCache | None = None
-    """Cache of a Checkpointer for the description and the plan of the tree."""
-
-    reuse_cache: ReuseCache | None = None
-    """Cache for the published objects."""
-
-    on_done: Callable[[SaveInfo], object] | None = None
-    """Every process calls this when it knows that the checkpoint is published, before the save counts as done."""
-
-    deadline: float | None = None
-    """For the last step of a preempted job: the latest time, on the monotonic clock, until which the caller waits for
-    memory for copies. After that, the save fails."""
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether this is the last step of a preempted job."""
-        return self.deadline is not None
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedSave:
-    """A planned save: everything that is needed to run it, except the data."""
-
-    request: SaveRequest
-    call: Call
-    draft: Draft
-    plan: SavePlan
-    reuse: Reuse
-    """The objects that this process need not write again."""
-
-    agreement: Callable[[], Agreement] | None
-    """Returns what must be equal in every process, and the groups of values in it. Waits for values that devices still
-    compute. None in a job of one process."""
-
-    state: bytes | None
-    """The content of the file for this process's state."""
-
-    threaded: bool
-    """Whether a separate thread writes it. Otherwise the caller's thread does, after everything is staged."""
-
-    @property
-    def destination(self) -> Destination:
-        return self.request.destination
-
-    @property
-    def options(self) -> Options:
-        return self.request.options
-
-    @property
-    def store(self) -> Store:
-        return self.request.destination.store
 
 
 def require_on_done(on_done: object) -> None:
@@ -131,15 +47,15 @@ def prepare(request: SaveRequest, call: Call) -> PreparedSave:
             )
         draft, plan = describe_and_plan(request, call)
         reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)
-        agreement: Callable[[], Agreement] | None = None
+        fingerprint: OwnFingerprint | None = None
         if call.count > 1:
             names = None if request.process_state is None else list(request.process_state)
-            agreement = compute_fingerprint(draft, plan, request.metadata, names, call.index)
+            fingerprint = OwnFingerprint.of(draft, plan, request.metadata, names, call.index)
     # Keeps no reference to anything that the caller may change or expects to free.
     request = replace(request, tree=None, draft=None, metadata=metadata)
     if plan.is_collective and not threaded:
         raise InputError("leaves that the processes must exchange cannot be saved while the interpreter shuts down")
-    return PreparedSave(request, call, draft, plan, reuse, agreement, state, threaded)
+    return PreparedSave(request, call, draft, plan, reuse, fingerprint, state, threaded)
 
 
 def describe_and_plan(request: SaveRequest, call: Call) -> tuple[Draft, SavePlan]:

@@ -255,7 +255,7 @@ def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, las
     array_types = {kind for kind in {*map(type, values.values())} if issubclass(kind, jax.Array)}
     originals, holds = dict[Object, Original](), dict[Object, tuple[_ContentKey, _Arrays]]()
     for obj in plan.objects:
-        rows = [values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
+        rows = [values[leaf] for leaf in plan.leaves[obj.stack][slice(*obj.box[0])]]
         if plan.exchanged[obj.stack] or not array_types.issuperset(map(type, rows)):
             continue
         content_key = (*_stack_key(plan.stacks[obj.stack]), obj.box[1:], *map(id, rows))

@@ -38,9 +38,9 @@ from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.pending_save import PendingSave
-from jaxckpt._save.prepare import PreparedSave, SaveRequest, prepare
+from jaxckpt._save.prepare import prepare
+from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.running_saves import RunningSave
-from jaxckpt._save.save_destination import Begun
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging import StagedObject, stage
@@ -220,8 +220,7 @@ def _is_busy(call: Call) -> bool:
     times."""
     busy = any(not pending.done for pending in running_saves.unreported_saves())
     with call.rendezvous("deciding whether to save") as rendezvous:
-        rendezvous.gather("")
-        return rendezvous.broadcast("busy" if busy else "free") == "busy"
+        return rendezvous.decision(busy)
 
 
 class _Handover:
@@ -406,7 +405,7 @@ def _begin(save: PreparedSave) -> _Started:
     call, phases, destination = save.call, save.call.phases, save.destination
     try:
         with call.rendezvous("preparing to save") as rendezvous:
-            own, value_groups = save.agreement() if save.agreement else (Fingerprint({}, []), [])
+            own, value_groups = save.fingerprint.complete() if save.fingerprint else (Fingerprint({}, []), [])
             offer = _Offer(own, destination.offer(save))
             with phases.timed("barrier"):
                 texts = rendezvous.gather(msgspec.json.encode(offer).decode())

@@ -142,7 +142,7 @@ def stage(
     copies = HostCopies(_shards_in_objects(plan, draft, originals) if whole_shards else None)
     for obj in plan.objects:
         if not plan.exchanged[obj.stack]:
-            values = [draft.values[leaf] for leaf in plan.members[obj.stack][slice(*obj.box[0])]]
+            values = [draft.values[leaf] for leaf in plan.leaves[obj.stack][slice(*obj.box[0])]]
             dtype = DTYPES[plan.stacks[obj.stack].dtype]
             if obj in originals:
                 late = functools.partial(
@@ -169,7 +169,7 @@ def stage(
 
 def _exchange_rows(plan: SavePlan, draft: Draft, stack: int, box: Box) -> list[jax.Array]:
     """The box of a stack, each row replicated on every device. Every process, in the same order."""
-    return [replicate_box(draft.values[leaf], box[1:]) for leaf in plan.members[stack][slice(*box[0])]]
+    return [replicate_box(draft.values[leaf], box[1:]) for leaf in plan.leaves[stack][slice(*box[0])]]
 
 
 def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object]) -> dict[ShardKey, int]:
@@ -182,7 +182,7 @@ def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object
         # Objects of several rows hold complete shards, unless these are small.
         if stop > row + 1 or region == whole_box(stack.shape) or plan.exchanged[obj.stack] or obj in originals:
             continue
-        value = draft.values[plan.members[obj.stack][row]]
+        value = draft.values[plan.leaves[obj.stack][row]]
         if value.dtype != DTYPES[stack.dtype] or _piece_mode(value, "views", value.dtype) != "send":
             continue
         for box, replicas in _boxes_of(value):

@@ -16,7 +16,7 @@ from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.compose_manifest import Share
-from jaxckpt._save.prepare import PreparedSave
+from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.staging import StagedObject

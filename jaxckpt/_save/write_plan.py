@@ -17,6 +17,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
+from jaxckpt._model import zarr
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, IntArray, Layout, cell_shape, coarsen
 from jaxckpt._model.stacks import PACK_BELOW_BYTES, Stack, shape_stack
@@ -89,7 +90,7 @@ class Object:
     @property
     def index_key(self) -> str:
         """Its grid index, in the form that manifests use."""
-        return "/".join(map(str, self.index))
+        return zarr.index_key(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class SavePlan:
     """What a save will write. Only `objects` differs between processes."""
 
     stacks: tuple[Stack, ...]
-    members: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[int, ...], ...]
     """For each stack, the leaf number of each row."""
 
     exchanged: tuple[bool, ...]

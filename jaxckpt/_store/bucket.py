@@ -26,7 +26,14 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder, is_data_referenced, may_reference_data
+from jaxckpt._model.file_names import (
+    MANIFEST,
+    WRITER,
+    data_folder,
+    is_data_folder,
+    is_data_referenced,
+    may_reference_data,
+)
 from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
@@ -229,7 +236,7 @@ class Bucket:
     # Publication ------------------------------------------------------------------------------------------
 
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
-        data = f"data-{save_id}"
+        data = data_folder(save_id)
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
         content = json.dumps({**note, "replaces": manifest_identity(previous)}).encode()

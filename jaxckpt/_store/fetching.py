@@ -91,7 +91,7 @@ def objects_to_fetch(
         for box in boxes:
             for index, common, whole in indexed_objects_of(stack, box):
                 if index not in objects:
-                    index_key = "/".join(map(str, index))
+                    index_key = zarr.index_key(index)
                     objects[index] = _Object(index, f"c/{index_key}", volume(whole), *stored[index_key])
                 objects[index].needed_elements += volume(common)
                 touched.add(index)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxckpt._model import zarr
 from jaxckpt._model.grid import Box, slices_within
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
@@ -125,7 +126,7 @@ class FileReader(ArrayReader):
             chunk_index = self.chunk_indexes.get(index)
         if chunk_index is not None:
             return chunk_index
-        length, digest = self.expected["/".join(map(str, index))]
+        length, digest = self.expected[zarr.index_key(index)]
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path} is not a regular file")
@@ -176,7 +177,7 @@ def _link(old: str, new: str, base_folder: str) -> None:
 
 
 def _path(folder: str, index: tuple[int, ...]) -> str:
-    return f"{folder}/c/{'/'.join(map(str, index))}"
+    return f"{folder}/c/{zarr.index_key(index)}"
 
 
 def _create_file(path: str, folder: str) -> int:

@@ -28,6 +28,7 @@ from jaxckpt._model import zarr
 from jaxckpt._model.file_names import (
     MANIFEST,
     WRITER,
+    data_folder,
     data_folder_of,
     is_data_folder,
     is_data_referenced,
@@ -284,7 +285,7 @@ class Folder:
 
     def begin_save(self, save_id: str, previous: bytes | None) -> Transaction:
         """The note stays locked while the writer is alive."""
-        data = f"data-{save_id}"
+        data = data_folder(save_id)
         note = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -110,7 +110,7 @@ class TensorFileReader(ArrayReader):
 
     def _require_intact(self, index: tuple[int, ...]) -> None:
         key = f"{self.data}/{zarr.object_key(self.stack, index)}"
-        length, digest = self.stored["/".join(map(str, index))]
+        length, digest = self.stored[zarr.index_key(index)]
         problem = self.files.check_lengths({key: length}).get(key)
         if not problem and self.files.digest(key, self.stack)[1] != digest:
             problem = "does not hold the data that was saved there"

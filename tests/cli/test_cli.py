@@ -162,7 +162,7 @@ def test_hints_are_commands_and_options(here: Path, tmp_path: Path) -> None:
     assert other.endswith("pass --specs, or --specs 'P()' to replicate every leaf\n")
     with jaxckpt.Checkpointer(tmp_path / "run", background=False) as steps:
         for step in (1, 2):
-            steps.save(step, {"w": np.arange(64.0)})
+            steps.save(step, {"w": np.arange(2.0)})
     path = f"{tmp_path}/run"
     run("pin", f"{path}@1", "--name", "paper")
     taken = run("pin", f"{path}@2", "--name", "paper", code=2).stderr

@@ -213,6 +213,7 @@ def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
         ),
         ({"mesh": {"x": 2}, "specs": {"layer": P("x")}}, jaxckpt.errors.SpecError, "did you mean"),
         ({"format": "hdf5"}, jaxckpt.errors.InputError, "expected one of jaxckpt, npz"),
+        ({"format": "huggingface"}, jaxckpt.errors.InputError, "did you mean 'safetensors'.*; expected one of jaxckpt"),
         ({"format": 3}, jaxckpt.errors.InputError, "format=3; expected one of jaxckpt, npz"),
         ({"select": "nothing"}, jaxckpt.errors.TreeError, "matches none"),
         ({"format": "zarr", "mesh": {"x": 2}}, jaxckpt.errors.InputError, "has no layout"),

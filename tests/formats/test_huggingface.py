@@ -5,6 +5,7 @@ tests/programs/transformers_writer.py wrote the files: tiny models with random w
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -333,8 +334,13 @@ def test_a_folder_that_is_not_a_local_path_is_an_error() -> None:
 
 
 def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
-    with pytest.raises(jaxckpt.errors.DataError, match=r"config\.json"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"has no config\.json"):
         jaxckpt.rules.huggingface_rules(tmp_path)
+    with pytest.raises(
+        jaxckpt.errors.DataError,
+        match=r"there is no folder .*org/model: .*huggingface_hub\.snapshot_download\(name, local_dir='org/model'\)",
+    ):
+        jaxckpt.rules.huggingface_rules("org/model")
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(
         jaxckpt.errors.InputError, match=r"'lama', for which there are no rules: they exist for llama, mistral"
@@ -343,6 +349,35 @@ def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(jaxckpt.errors.DataError, match="num_attention_heads"):
         jaxckpt.rules.huggingface_rules(tmp_path)
+
+
+def test_the_model_of_the_page_with_more_than_ten_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven layers, because JAX sorts their names as text. The flat and the stacked model stay in their dtype."""
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    code = importlib.import_module("run_blocks").program_of(docs / "huggingface.md").code
+    for old, new in (
+        ('jax.config.update("jax_num_cpu_devices", 8)', ""),  # as conftest.py has done
+        ("num_hidden_layers=2", "num_hidden_layers=11"),
+        ('("layers.0", "layers.1")', '[f"layers.{i}" for i in range(11)]'),
+        ("rng.random(", "0.1 * rng.standard_normal("),
+        ("== (2, 32, 4, 8)", "== (11, 32, 4, 8)"),
+        ("for _ in range(4):", "for _ in range(1):"),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    page: dict[str, Any] = {}
+    exec(compile(code, "docs/huggingface.md", "exec"), page)
+    transformers = pytest.importorskip("transformers", reason="transformers computes the same model")
+    torch = pytest.importorskip("torch")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "Llama-tiny").eval()
+    expected = model(torch.tensor([page["tokens"]])).logits[0].detach().numpy()
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 1e-2)):
+        for logits, params in ((page["logits"], page["params"]), (page["scan_logits"], page["stacked"])):
+            computed = logits(jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), params), page["prompt"])
+            assert computed.dtype == dtype
+            np.testing.assert_allclose(np.float32(computed), expected, atol=tolerance)
 
 
 # Folders as on the hub --------------------------------------------------------------------------------------
@@ -356,6 +391,19 @@ def hub_folder(folder: Path, family: str, change: Callable[[dict[str, Any]], dic
     shutil.rmtree(folder / "checkpoint")
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
     return folder
+
+
+@pytest.mark.parametrize(("family", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_layers_than_in_the_configuration(
+    tmp_path: Path, family: str, field: str, count: int, scan: bool
+) -> None:
+    folder = hub_folder(tmp_path, family, like_gpt2 if family == "gpt2" and scan else dict, **{field: count})
+    with pytest.raises(
+        jaxckpt.errors.DataError, match=rf"has {field} {count}, but the tensors .* are of 2 layers: correct"
+    ):
+        jaxckpt.rules.huggingface_rules(folder, scan=scan)
 
 
 def like_gpt2(tensors: dict[str, Any]) -> dict[str, Any]:

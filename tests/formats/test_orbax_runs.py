@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,30 @@ def test_steps_and_latest_step(theirs: str, tmp_path: Path) -> None:
     (tmp_path / "theirs" / "30").rename(tmp_path / "theirs" / "30.orbax-checkpoint-tmp-1")
     assert jaxckpt.Run(theirs).steps() == [5, 25]
     assert jaxckpt.Run(tmp_path / "missing").latest_step() is None
+
+
+def test_all_steps_are_written_back_for_a_manager_without_the_handler(tmp_path: Path) -> None:
+    """Metrics are written as docs/coming-from-orbax.md shows, and count for Orbax's retention."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min", max_to_keep=2)
+    path, back = tmp_path / "run", tmp_path / "back"
+    with ocp.CheckpointManager(path, handler_registry=jaxckpt.orbax.handler_registry()) as manager:
+        for step in (5, 25):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.full(3, step)}))
+    with ocp.CheckpointManager(path) as manager, pytest.raises(FileNotFoundError):
+        manager.restore(25, args=ocp.args.StandardRestore({"w": np.zeros(3, int)}))
+    for step in jaxckpt.Run(path).steps():
+        jaxckpt.convert(f"{path}@{step}", back / f"{step}/default", format="orbax")
+        (back / f"{step}/metrics").mkdir()
+        (back / f"{step}/metrics/metrics").write_text(json.dumps({"loss": step}))
+    with ocp.CheckpointManager(back, options=options) as manager:
+        for step in (5, 25):
+            restored = manager.restore(step, args=ocp.args.StandardRestore({"w": np.zeros(3, int)}))
+            assert restored["w"].tolist() == [step] * 3
+            assert manager.metrics(step) == {"loss": step}
+        manager.save(30, args=ocp.args.StandardSave({"w": np.full(3, 30)}), metrics={"loss": 1})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [5, 30]
+    assert jaxckpt.open(back / "5").metadata["metrics"] == {"loss": 5}
 
 
 def test_followers_do_not_wait_for_a_run_of_orbax(theirs: str) -> None:

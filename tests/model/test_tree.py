@@ -122,9 +122,11 @@ def test_keys_with_the_same_text_are_refused_by_path() -> None:
 
 
 def test_keys_that_jax_cannot_order_are_refused_by_path() -> None:
-    for unordered in ({1: 0, "a": 0}, collections.defaultdict(int, {1: 0, "a": 0}), {1j: 0, 2j: 0}):
-        with pytest.raises(TreeError, match=r"JAX cannot flatten 'x' .*[^.]\. Check that all keys are of one type"):
+    for unordered in ({1: 0, "a": 0}, collections.defaultdict(int, {1: 0, "a": 0})):
+        with pytest.raises(TreeError, match=r"^the keys of the dict at 'x' are of different types: int, str\."):
             _pytree.flatten({"x": unordered})
+    with pytest.raises(TreeError, match=r"^JAX cannot flatten 'x' \(dict\): .*[^.]$"):
+        _pytree.flatten({"x": {1j: 0, 2j: 0}})
 
 
 def test_only_very_deep_trees_are_refused() -> None:
@@ -426,6 +428,33 @@ def test_unselected_leaves_leave_no_trace_in_dicts_and_none_in_sequences() -> No
     pruned = _tree.prune(structure, {1: 0, 3: 1})
     assert _tree.unflatten(pruned, [2, 4]) == {"a": {"y": 2}, "b": [None, 4], "empty": {}, "none": None}
     assert _tree.prune(0, {}) is None
+
+
+def test_empty_containers_that_are_not_kept_leave_no_trace_in_dicts_and_none_in_sequences() -> None:
+    tree = {"a": {"x": 1, "y": {}}, "b": [2, (), None], "c": {"d": {}, "e": ()}, "empty": {}, "none": None}
+    leaves, structure = _pytree.flatten(tree)
+    values = [leaf.value for leaf in leaves]
+    kept = {0: 0, 1: 1}
+
+    def pruned(*paths: str) -> Any:
+        return _tree.unflatten(_tree.prune(structure, kept, lambda path: path in paths), values)
+
+    assert pruned() == {"a": {"x": 1}, "b": [2, None, None]}
+    assert pruned("a/y", "b/1", "c/d", "none") == {
+        "a": {"x": 1, "y": {}},
+        "b": [2, (), None],
+        "c": {"d": {}},
+        "none": None,
+    }
+    assert [*_tree.empty_positions(structure)] == [
+        ("a/y", "an empty dict"),
+        ("b/1", "an empty tuple"),
+        ("b/2", "None"),
+        ("c/d", "an empty dict"),
+        ("c/e", "an empty tuple"),
+        ("empty", "an empty dict"),
+        ("none", "None"),
+    ]
 
 
 # Hostile structures ---------------------------------------------------------------------------------------

@@ -258,6 +258,7 @@ def test_the_state_of_another_class_is_refused(path: Path) -> None:
     with pytest.raises(jaxckpt.MismatchError, match=r"'data' is the state of a .*Loader.*, a .*Schedule") as caught:
         jaxckpt.restore(path, target)
     assert caught.value.paths == ("data",)
+    assert "leave the object out with select=, and set its state yourself from jaxckpt.load_numpy" in str(caught.value)
     jaxckpt.register_leaf(
         Schedule,
         to_state=Schedule.state_dict,
@@ -274,11 +275,38 @@ def test_an_object_that_the_checkpoint_lacks_is_missing(path: Path) -> None:
     restored = jaxckpt.restore(path, {**target, "more": loader}, strict=False)
     assert restored["more"] is loader
     assert equal(loader, Loader())
-    with pytest.raises(jaxckpt.MismatchError, match="'data/epoch' is in the checkpoint but not in the target"):
+    with pytest.raises(
+        jaxckpt.MismatchError, match="'data/epoch' and 9 more leaves below 'data' are in the checkpoint but"
+    ):
         jaxckpt.restore(path, {"w": jnp.zeros(4), "step": 0})
     jaxckpt.save(path, {"w": jnp.ones(4), "data": None}, overwrite=True)
     with pytest.raises(jaxckpt.MismatchError, match="'data' is not in the checkpoint; None was saved there"):
         jaxckpt.restore(path, {"w": jnp.zeros(4), "data": loader})
+
+
+def test_an_object_in_two_places_is_saved_twice_and_a_subclass_is_refused(tmp_path: Path) -> None:
+    class Counter:
+        n = 5
+
+        def get_state(self) -> Any:
+            return {"n": self.n}
+
+        def set_state(self, state: Any) -> None:
+            self.n = state["n"]
+
+    class Special(Counter):
+        pass
+
+    counter = Counter()
+    jaxckpt.save(tmp_path / "c", {"a": counter, "b": counter})
+    assert [*jaxckpt.open(tmp_path / "c")] == ["a/n", "b/n"]
+    counter.n = 0
+    jaxckpt.restore(tmp_path / "c", {"a": counter, "b": counter})
+    assert counter.n == 5
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"'b' is the state of a .*Counter in the checkpoint, a .*Special in"
+    ):
+        jaxckpt.restore(tmp_path / "c", {"a": counter, "b": Special()})
 
 
 def test_an_object_is_selected_whole_or_not_at_all(path: Path) -> None:
@@ -481,6 +509,21 @@ def test_objects_that_rename_merges_become_plain_leaves(tmp_path: Path) -> None:
         assert type(read(tmp_path / "a", rename={"a": "deep/a"})["deep"]["a"]) is Money
     jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename={"a": "c", "b": "c"})
     assert [*jaxckpt.open(tmp_path / "b")] == ["c/x", "c/y", "z"]
+
+
+def test_an_object_whose_leaves_are_all_selected_keeps_the_empty_containers_of_its_state(tmp_path: Path) -> None:
+    state = {"full": 1, "empty": {}, "none": None}
+
+    class Money:
+        def get_state(self) -> Any:
+            return state
+
+        def set_state(self, state: Any) -> None: ...
+
+    jaxckpt.save(tmp_path / "ckpt", {"box": Money(), "w": 1, "other": {}})
+    assert jaxckpt.load_numpy(tmp_path / "ckpt", select="box/full") == {"box": state}
+    assert jaxckpt.load_numpy(tmp_path / "ckpt", select="box/empty") == {"box": {"empty": {}}}
+    assert jaxckpt.load_numpy(tmp_path / "ckpt", select="w") == {"w": 1}
 
 
 def test_an_object_whose_state_is_empty_is_renamed_and_selected(tmp_path: Path) -> None:

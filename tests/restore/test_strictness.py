@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -545,6 +545,15 @@ def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
         jaxckpt.restore(path, mesh=mesh, specs=lambda path, leaf: P("data", "model") if "params" in path else P())
     with pytest.raises(jaxckpt.errors.SpecError, match="'param', but no array leaf is at"):
         jaxckpt.restore(path, mesh=mesh, specs={"param": P()})
+    nested = (
+        r"the key 'params/w', but the keys of specs are the keys .* give {\"params\": {\"w\": PartitionSpec\(…\)}}, or"
+    )
+    with pytest.raises(jaxckpt.errors.SpecError, match=nested):
+        jaxckpt.restore(path, mesh=mesh, specs={"params/w": P()})
+    with pytest.raises(jaxckpt.errors.SpecError, match=nested):
+        jaxckpt.save(path.with_name("d"), tree, mesh=mesh, specs={"params/w": P()})
+    with pytest.raises(jaxckpt.errors.SpecError, match="'nothing~1w', but no array leaf is at"):
+        jaxckpt.restore(path, mesh=mesh, specs={"nothing/w": P()})
     with pytest.raises(
         jaxckpt.errors.SpecError, match=r"specs is \('data', None\): write PartitionSpec\('data', None\)"
     ):
@@ -923,6 +932,111 @@ def test_select_by_glob_expression_and_function(path: Path) -> None:
     np.testing.assert_array_equal(part[1], np.ones(3))
     with pytest.raises(jaxckpt.errors.TreeError, match="matches none of the 5 leaves"):
         jaxckpt.load_numpy(path, select="nothing/**")
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "remedy"),
+    [
+        (
+            lambda t: (t, [1]),
+            lambda t: t,
+            "'0' in the checkpoint: wrap the target as (target,) and pass select='0'",
+        ),
+        (
+            lambda t: {"params": t, "opt": {"mu": t}, "step": 0},
+            lambda t: t,
+            "as {'params': target} and pass select='params'",
+        ),
+        (lambda t: (t, {"ema": t}, t), lambda t: t, "target, for example, as (target,) and pass select='0'"),
+        (lambda t: (0, [t]), lambda t: t, "wrap the target as (None, [target]) and pass select='1/0'"),
+        (lambda t: [1, 2, 3, t], lambda t: t, "as {3: target} and pass select='3'"),
+        (lambda t: {"state": {4: t}}, lambda t: t, "wrap the target as {'state': {4: target}}"),
+        (lambda t: t, lambda t: {"state": (t,)}, "without 'state/0': pass only what the target has at 'state/0'"),
+        (lambda t: {**t, "o": 1}, lambda t: [t], "without '0': pass only what the target has at '0'"),
+    ],
+)
+def test_a_target_whose_leaves_are_all_in_another_container(
+    tmp_path: Path, saved: Callable[[Any], Any], target: Callable[[Any], Any], remedy: str
+) -> None:
+    tree = {f"w{number}": {"x": number} for number in range(50)}
+    jaxckpt.save(tmp_path / "c", saved(tree))
+    for strict in (True, False):
+        with pytest.raises(jaxckpt.MismatchError, match="none of the target's 50 leaves") as error:
+            jaxckpt.restore(tmp_path / "c", target(tree), strict=strict)
+        assert str(error.value).endswith(remedy)
+        assert len(error.value.problems) == 50
+        assert error.value.problems[0].reason.startswith("is '")
+        assert "did you mean" not in str(error.value)
+    with pytest.raises(jaxckpt.MismatchError, match="is not in the checkpoint"):
+        jaxckpt.restore(tmp_path / "c", target({**tree, "new": 0}))
+
+
+def test_a_target_in_another_container_with_new_names(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", ({"w": 1}, {"o": 2}))
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"below 'a/b' .*: wrap the target as {'a': {'b': target}} and pass"
+    ):
+        jaxckpt.restore(tmp_path / "c", {"w": 0}, rename={"0": "a/b"}, select="1")
+
+
+def test_the_remedies_for_a_target_in_another_container(tmp_path: Path) -> None:
+    target = {"w": 0, "b": [0]}
+    for number, (tree, wrapped, select) in enumerate(
+        [
+            (({"w": 1, "b": [2]}, 3), (target,), "0"),
+            ((3, [{"w": 1, "b": [2]}]), (None, [target]), "1/0"),
+            ([3, 3, 3, {"w": 1, "b": [2]}], {3: target}, "3"),
+        ]
+    ):
+        jaxckpt.save(tmp_path / str(number), tree)
+        restored = jaxckpt.restore(tmp_path / str(number), wrapped, select=select)
+        assert jax.tree.leaves(restored) == [2, 1]
+
+
+class Empty(NamedTuple):
+    pass
+
+
+@pytest.mark.parametrize("format", ["jaxckpt", "orbax"])
+def test_only_selected_empty_containers_are_restored(tmp_path: Path, format: str) -> None:
+    params = {"w": np.ones(3, "float32"), "layers": [np.ones(2, "float32"), {}], "none": None}
+    adam = ({"count": 3, "mu": np.ones(3, "float32")}, Empty(), {"inner": {}})
+    jaxckpt.save(tmp_path / "saved", {"params": params, "opt": adam, "sgd": (Empty(), Empty())})
+    at = tmp_path / "at"
+    jaxckpt.convert(tmp_path / "saved", at, format=format)
+    everything = jaxckpt.load_numpy(at)
+    assert everything.keys() == {"params", "opt", "sgd"}
+    assert everything["params"].keys() == params.keys()
+    for load in (jaxckpt.load_numpy, jaxckpt.restore):
+        assert list(load(at, select="params")) == ["params"]
+        assert load(at, select="params")["params"].keys() == params.keys()
+        assert load(at, select="params")["params"]["layers"][1] == {}
+        assert load(at, select="params/layers/0")["params"] == {"layers": [pytest.approx(np.ones(2, "float32")), None]}
+        (first, second, third) = load(at, select="opt/0/count")["opt"]
+        assert (first, second, third) == ({"count": 3}, None, None)
+        assert jax.tree.structure(load(at, select="opt")["opt"]) == jax.tree.structure(everything["opt"])
+        for select in (["opt", "sgd"], lambda path: not path.startswith("params/")):
+            optimizers = {name: everything[name] for name in ("opt", "sgd")}
+            assert jax.tree.structure(load(at, select=select)) == jax.tree.structure(optimizers)
+        # An entry may name only empty containers.
+        assert load(at, select="sgd") == {"sgd": everything["sgd"]}
+        assert load(at, select="params/none") == {"params": {"none": None}}
+    jaxckpt.convert(at, tmp_path / "less", select="params")
+    assert list(jaxckpt.load_numpy(tmp_path / "less")) == ["params"]
+    assert jaxckpt.diff(tmp_path / "less", at, select="params").identical
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {"params": sharding, "opt": sharding, "sgd": sharding}
+    restored = jaxckpt.restore(at, target, select=["params/w", "opt/0"])
+    assert restored["params"].keys() == {"w"}
+    assert restored["opt"][1:] in ((None, None), [None, None])
+    assert restored["sgd"] is sharding
+
+
+def test_a_selection_from_a_tree_without_leaves(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {})
+    assert jaxckpt.load_numpy(tmp_path / "c", select="params") == {}
+    jaxckpt.save(tmp_path / "c", {"a": {}, "b": None}, overwrite=True)
+    assert jaxckpt.load_numpy(tmp_path / "c", select="b") == {"b": None}
 
 
 def test_select_with_a_target_keeps_the_other_leaves(path: Path, tree: Any) -> None:
@@ -1432,7 +1546,7 @@ def test_a_tree_that_contains_itself_or_mixes_keys_is_reported(tmp_path: Path) -
     loop.append(loop)
     with pytest.raises(jaxckpt.errors.TreeError, match="nested deeper than"):
         jaxckpt.save(tmp_path / "loop", loop)
-    with pytest.raises(jaxckpt.errors.TreeError, match="keys are of one type"):
+    with pytest.raises(jaxckpt.errors.TreeError, match="are of different types: int, str"):
         jaxckpt.save(tmp_path / "mixed", {1: 1, "1": 2})
 
 
@@ -1486,8 +1600,11 @@ def test_an_abstract_mesh_is_the_one_that_is_given_or_set(path: Path) -> None:
     ):
         jaxckpt.restore(path, target, select="params")
     two = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
-    with pytest.raises(jaxckpt.errors.SpecError, match=r"found \{'data': 2, 'model': 1\}"):
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"found \{'data': 2, 'model': 1\}") as error:
         jaxckpt.restore(path, target, select="params", mesh=two)
+    assert str(error.value).endswith(
+        "pass a mesh with these axis sizes as mesh= or to jax.set_mesh, or make the target under jax.set_mesh(mesh)"
+    )
 
 
 def test_numbers_keep_their_sign_and_nan_when_they_are_cast(tmp_path: Path) -> None:

@@ -269,6 +269,17 @@ def test_subtrees_may_overlap(tmp_path: Path) -> None:
     assert jaxckpt.verify(tmp_path).ok
 
 
+def test_the_empty_containers_of_a_dropped_subtree_are_dropped_too(tmp_path: Path) -> None:
+    tree = {"params": {"w": np.zeros(3), "empty": {}}, "opt": ({"mu": np.zeros(5)}, {}, None), "none": None}
+    with jaxckpt.Checkpointer(tmp_path, keep_last_of={"opt": 1}, background=False, options=FAST) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step, tree)
+    older = jaxckpt.load_numpy(tmp_path / f"{0:08d}")
+    assert older.keys() == {"params", "none"}
+    assert older["params"].keys() == {"w", "empty"}
+    assert jaxckpt.verify(tmp_path).ok
+
+
 def test_a_subtree_that_cannot_be_dropped_does_not_keep_the_others(tmp_path: Path) -> None:
     """Not even after a subtree was dropped, and without another attempt after each save."""
     tree = {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(5), "d": np.zeros(7)}
@@ -1017,9 +1028,7 @@ def test_init_must_be_a_function(tmp_path: Path, init: Any) -> None:
 def test_a_mistyped_metric_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
     filled(tmp_path, range(4)).close()
     with jaxckpt.Checkpointer(tmp_path, keep_best=("val_loss", "min"), options=FAST) as checkpoints:
-        with pytest.raises(
-            jaxckpt.errors.InputError, match=r"'val_loss', but metrics has 'valloss'; did you mean 'valloss'"
-        ):
+        with pytest.raises(jaxckpt.errors.InputError, match=r"metrics has no 'val_loss', .* it has 'valloss'$"):
             checkpoints.save(4, state(4), metrics={"valloss": 1.0})
         with pytest.raises(jaxckpt.errors.InputError, match=r"no step in .* has it: pass save\(…, metrics="):
             checkpoints.save(4, state(4))

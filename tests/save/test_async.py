@@ -35,7 +35,8 @@ from jaxckpt._save import running_saves as _background
 from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan_cache import PlanCache
-from jaxckpt._save.prepare import SaveRequest, describe_and_plan
+from jaxckpt._save.prepare import describe_and_plan
+from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging_queue import StagingQueue

@@ -23,10 +23,10 @@ def test_a_save_does_not_wait_for_the_values_that_it_compares(monkeypatch: pytes
     counts = {name: jax.device_put(np.int32(number), device) for number, name in enumerate("abc")}
     counts["c"] = jax.device_put(counts["c"], jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
     draft = describe({**counts, "step": 7}, None, None, options)
-    complete = agreement.compute_fingerprint(draft, plan_save(draft.arrays, options, 0, 2), None, None, 0)
+    own = agreement.OwnFingerprint.of(draft, plan_save(draft.arrays, options, 0, 2), None, None, 0)
     assert sorted(read) == ["c", "step"], "only values that are already in host memory"
     jax.jit(lambda x: x + 1, donate_argnums=0)(counts["a"])
     for count in counts.values():
         count.delete()
-    _, groups = complete()
+    _, groups = own.complete()
     assert [value for group in groups for value in group.values] == [("step", "7"), ("a", "0"), ("b", "1"), ("c", "2")]

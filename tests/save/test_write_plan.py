@@ -43,7 +43,7 @@ def plan_all(
 
 
 def shared(plan: SavePlan) -> tuple[object, ...]:
-    return plan.stacks, plan.members, plan.exchanged, plan.layouts, plan.process_bytes, plan.n_objects
+    return plan.stacks, plan.leaves, plan.exchanged, plan.layouts, plan.process_bytes, plan.n_objects
 
 
 # Each byte once -------------------------------------------------------------------------------------------
@@ -52,9 +52,9 @@ def shared(plan: SavePlan) -> tuple[object, ...]:
 def check_cover(leaves: Sequence[ArrayLeaf], options: Options, processes: int) -> None:
     """Check that every element of every leaf is in one object, written by one process that holds it completely."""
     plan, found = plan_all(leaves, options, processes)
-    placed = sorted(leaf for members in plan.members for leaf in members)
+    placed = sorted(leaf for members in plan.leaves for leaf in members)
     assert placed == [leaf.number for leaf in leaves]
-    for number, (stack, members) in enumerate(zip(plan.stacks, plan.members, strict=True)):
+    for number, (stack, members) in enumerate(zip(plan.stacks, plan.leaves, strict=True)):
         assert stack.rows == len(members)
         assert {(leaves[leaf].dtype, leaves[leaf].shape) for leaf in members} == {(stack.dtype, stack.shape)}
         of_stack = [(process, obj) for process, obj in found if obj.stack == number]
@@ -126,7 +126,7 @@ def test_equal_layouts_make_equal_plans(leaves: list[ArrayLeaf], options: Option
 def test_leaves_without_elements_have_a_row_and_no_object() -> None:
     leaves = [ArrayLeaf(n, "float32", (0, 3), Layout((1, 1), ((0,),))) for n in range(2)]
     plan = plan_save(leaves, Options(), 0, 1)
-    assert plan.members == ((0, 1),)
+    assert plan.leaves == ((0, 1),)
     assert (plan.objects, plan.n_objects, plan.process_bytes) == ((), 0, (0,))
 
 
@@ -134,7 +134,7 @@ def test_exchanged_leaves_have_separate_stacks() -> None:
     layout = Layout((1,), ((0, 1),))
     leaves = [ArrayLeaf(n, "float32", (8,), layout, is_exchanged=n % 2 == 1) for n in range(6)]
     plan = plan_save(leaves, Options(), 0, 2)
-    assert plan.members == ((0, 2, 4), (1, 3, 5))
+    assert plan.leaves == ((0, 2, 4), (1, 3, 5))
     assert plan.exchanged == (False, True)
 
 

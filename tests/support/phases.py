@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PHASES = {
-    "plan agreement": ("save", "_save.prepare.compute_fingerprint"),
+    "plan agreement": ("save", "_save.consistency.OwnFingerprint.complete"),
     "folder check": ("save", "_save.shared_path.require_shared"),
     "writing": ("save", "_store.files.FileWriter.write"),
     "before the barrier": ("save", "_save.shared_path.SharedPath.publish"),
