@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_contexts import enable_x64
 from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
@@ -215,7 +216,7 @@ def test_restore_args_set_sharding_type_and_dtype(tmp_path: Path) -> None:
         restored = found.restore(0, args=ocp.args.PyTreeRestore(item, restore_args=restore_args))
         assert isinstance(restored["w"], np.ndarray)
         restore_args["w"] = ocp.ArrayRestoreArgs(dtype=jnp.float64)
-        with jax.enable_x64(True):
+        with enable_x64(True):
             assert found.restore(0, args=ocp.args.PyTreeRestore(restore_args=restore_args))["w"].dtype == jnp.float64
 
 

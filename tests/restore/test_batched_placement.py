@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax_contexts import enable_x64, set_mesh
 from processes import RunProcesses
 from strategies import bits
 
@@ -63,7 +64,7 @@ def there_and_back(hosts: list[Any], sharding: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("name", "float32 bfloat16 float8_e4m3fn float4_e2m1fn int4 uint2 bool complex64 int64".split())
 def test_bits_are_kept(name: str, tmp_path: Path, transfers: dict[str, int]) -> None:
-    with jax.enable_x64(True):
+    with enable_x64(True):
         hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
         there_and_back(hosts, NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P("b")), tmp_path / "c")
     if name == "uint2":  # XLA's CPU compiler aborts on programs with it
@@ -90,7 +91,7 @@ def test_on_any_devices(where: str, shape: tuple[int, ...], tmp_path: Path, tran
 
 def test_the_callers_mesh_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
     hosts = [np.float32([number, np.nan]) for number in range(LEAVES)]
-    with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
+    with set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
         for place, sharding in enumerate([SingleDeviceSharding(jax.devices()[1]), None]):
             there_and_back(hosts, sharding, tmp_path / str(place))
 

@@ -24,6 +24,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax_contexts import enable_x64, set_mesh
 from processes import PASSED, RunPython
 
 import jaxckpt
@@ -383,11 +384,6 @@ WIDE = {
 }
 DEVICE = SingleDeviceSharding(jax.devices()[1])
 SMALL = jaxckpt.Options(host_bytes=512, chunk_bytes=64, object_bytes=256, sync=False)
-
-
-def enable_x64(on: bool) -> Any:
-    """Like jax_enable_x64, for a `with` block."""
-    return jax.enable_x64(on) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(on)
 
 
 def wide_array(shape: tuple[int, ...], dtype: str) -> Any:
@@ -898,7 +894,7 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
         ):
             jaxckpt.save(tmp_path / "c", tree)
     mesh = Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         unsummed = jax.reshard(jnp.arange(8.0), P("y", unreduced={"x"}))
         whole = jax.reshard(jnp.arange(8.0), P("y", reduced={"x"}))
     with pytest.raises(jaxckpt.errors.SpecError, match=r"'w' cannot .*: PartitionSpec has unreduced mesh axes \['x'\]"):
@@ -1453,7 +1449,6 @@ def test_devices_and_partition_specs_in_a_target_work_as_in_device_put(path: Pat
 
 
 def _with_mesh(mesh: Mesh, work: Any) -> Any:
-    set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # jax 0.6
     with set_mesh(mesh):
         return work()
 
