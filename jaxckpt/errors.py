@@ -187,5 +187,5 @@ def show_lines(problems: Iterable[str]) -> str:
     lines = list(problems)
     shown = [f"  {line}" for line in lines[:_LISTED]]
     if len(lines) > _LISTED:
-        shown.append(f"  … and {len(lines) - _LISTED} more")
+        shown.append(f"  … and {len(lines) - _LISTED:,} more")
     return "\n".join(shown)

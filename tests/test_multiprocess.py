@@ -78,6 +78,17 @@ def test_an_interrupt_during_an_exchange_does_not_block_the_others(run_processes
     assert jaxckpt.verify(tmp_path / "last").ok
 
 
+def test_an_interrupted_process_0_deletes_nothing_that_others_still_write(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    program = PROGRAMS / "interrupted_by_process_0.py"
+    done = run_processes(program, processes=2, devices_per_process=2, args=str(tmp_path), timeout=100)
+    assert [line.partition(":")[0] for line in done[0].stdout.splitlines()] == ["KeyboardInterrupt"] * 2, str(done[0])
+    assert [line.partition(":")[0] for line in done[1].stdout.splitlines()] == ["PeerFailedError"] * 2, str(done[1])
+    assert jaxckpt.verify(tmp_path / "interrupted").ok
+    assert len(list((tmp_path / "interrupted").iterdir())) == 2, "nothing is left"
+
+
 def test_an_interrupt_during_an_exchange_of_local_copies_does_not_block_the_others(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:

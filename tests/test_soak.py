@@ -8,5 +8,5 @@ from processes import PROGRAMS, RunPython
 
 
 def test_killed_50_times(run_python: RunPython, tmp_path: Path) -> None:
-    said = run_python(PROGRAMS / "killed_training.py", args=[str(tmp_path / "steps"), "50", "500", "0"], timeout=200)
+    said = run_python(PROGRAMS / "killed_training.py", args=[str(tmp_path / "steps"), "50", "500", "0"], timeout=280)
     assert said.startswith("killed 50 times")

@@ -79,7 +79,13 @@ def parse_rate(text: str) -> int:
     """A number of bytes per second. The unit is required, because people measure rates in MiB: 50MiB, 500KiB, 100B."""
     if text.strip().isdecimal():
         raise click.BadParameter(f"{text!r} has no unit: give bytes per second as in {text.strip()}MiB")
-    return parse_size(text)
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: expected a whole number of bytes per second, at least 1, with a unit, such as 50MiB, 500KiB"
+            " or 100B"
+        ) from None
 
 
 def parse_rename(text: str) -> tuple[str, str]:
@@ -148,6 +154,9 @@ def similar_path_hint(path: str) -> str:
     """A hint for a local path that does not exist: the full name of the step, or a similar name."""
     folder, name = os.path.split(path.rstrip("/"))
     if "://" in path or os.path.exists(path):
+        return ""
+    run = name.rpartition("@")[0]
+    if run and os.path.exists(os.path.join(folder, run)):  # RUN@NAME of a run that exists
         return ""
     if folder and not os.path.isdir(folder):
         return similar_path_hint(folder)

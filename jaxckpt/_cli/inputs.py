@@ -61,7 +61,7 @@ def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:
 def selected(checkpoint: Checkpoint, select: Sequence[str]) -> dict[str, LazyLeaf]:
     """The leaves that any of the globs selects, or all leaves. Raises InputError if a glob selects none."""
     leaves = checkpoint.leaves
-    chosen = parse_select(select or None).choose(leaves)
+    chosen = parse_select(select).choose(leaves) if select else [True] * len(leaves)
     return dict(itertools.compress(leaves.items(), chosen))
 
 

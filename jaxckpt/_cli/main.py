@@ -114,12 +114,14 @@ class _Program(click.Group):
         return result
 
 
-_PYTHON_HINTS = (
+_PYTHON_HINTS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"pass overwrite=True to replace", "--overwrite replaces"),
     (r'pass Options\(indivisible="replicate"\) to keep it whole', "pass --indivisible replicate to keep it whole"),
     (
         r"(step \d+) of (.+): pass move=True, or unpin\('(.*)'\) first",
-        r"\1 of \2: pass --move, or run jaxckpt unpin \2@\3 first",
+        lambda match: (
+            f"{match[1]} of {match[2]}: pass --move, or run jaxckpt unpin {shlex.quote(f'{match[2]}@{match[3]}')} first"
+        ),
     ),
     (r"specs=PartitionSpec\(\)", "--specs 'P()'"),
     (r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1"),

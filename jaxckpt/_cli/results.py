@@ -11,7 +11,16 @@ import click
 
 from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree
-from jaxckpt._cli.terminal import Column, number_column, pick_attributes, print_json, print_table, printable, show_array
+from jaxckpt._cli.terminal import (
+    Column,
+    number_column,
+    pick_attributes,
+    print_json,
+    print_table,
+    printable,
+    show_array,
+    show_leaf,
+)
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._options import Options
@@ -91,13 +100,13 @@ def _print_delta(delta: Delta) -> None:
 
 
 def _delta_row(leaf: LeafDelta) -> list[str]:
-    same = "same" if leaf.a == leaf.b else leaf.b
+    path, same = show_leaf(leaf.path), "same" if leaf.a == leaf.b else leaf.b
     if not leaf.size:
-        return [leaf.path, leaf.a or "missing", same or "missing", "", "", ""]
+        return [path, leaf.a or "missing", same or "missing", "", "", ""]
     share = f"{leaf.differing:,} of {leaf.size:,}"
     if not leaf.max_abs:  # texts, or bits that mean one number, such as 0.0 and -0.0
-        return [leaf.path, leaf.a, same, share, "", ""]
-    return [leaf.path, leaf.a, same, share, f"{leaf.max_abs:.4g}", f"{leaf.max_rel:.3g}"]
+        return [path, leaf.a, same, share, "", ""]
+    return [path, leaf.a, same, share, f"{leaf.max_abs:.4g}", f"{leaf.max_rel:.3g}"]
 
 
 # Planning -------------------------------------------------------------------------------------------------
@@ -178,7 +187,9 @@ def _print_plan(plan: RestorePlan) -> None:
     click.echo()
     columns = [Column("leaf", 20, is_name=True), *(Column(title, 12) for title in ("dtype[shape]", "saved", "wanted"))]
     rows = [
-        [pattern, f"{len(paths)} × {array}", before, goal] if len(paths) > 1 else [paths[0], array, before, goal]
+        [pattern, f"{len(paths)} × {array}", before, goal]
+        if len(paths) > 1
+        else [show_leaf(paths[0]), array, before, goal]
         for (pattern, array, before, goal), paths in groups.items()
     ]
     print_table(columns, rows[:_SHOWN_ROWS])

@@ -123,6 +123,11 @@ def show_metrics(metrics: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name}={'-' if value is None else format(value, '.4g')}" for name, value in metrics.items())
 
 
+def show_leaf(path: str) -> str:
+    """The path of a leaf for people; that of a tree which is a single leaf is empty."""
+    return path or "(the tree itself)"
+
+
 def show_array(dtype: str, shape: Sequence[int]) -> str:
     """Dtype and shape of an array: `float32[8, 4]`."""
     return f"{dtype}{list(shape)}" if shape else dtype

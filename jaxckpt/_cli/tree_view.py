@@ -24,6 +24,7 @@ from jaxckpt._cli.terminal import (
     replacing_file,
     show_age,
     show_array,
+    show_leaf,
     show_metrics,
     terminal_width,
 )
@@ -210,7 +211,7 @@ def _rows(node: _Node, level: int, depth: int | None, view: _View, *, is_single:
         else:
             contents, layout = _leaf_texts(child, view.one_mesh) if alone or not _is_value(child) else (child.kind, "")
             yield [
-                label or "(the tree itself)",
+                show_leaf(label),
                 f"{head}{contents}",
                 layout,
                 size if child.nbytes or not _is_value(child) else "",
@@ -277,10 +278,10 @@ def cat(path: str, leaf: str, save: str | None, overwrite: bool, progress: bool,
         size = math.prod(shape) * dtype.itemsize
         loss = "" if dtype == lazy_leaf.dtype else f" as {dtype}, without loss"
         record = {"path": path, "leaf": lazy_leaf.path, "saved": save, "dtype": dtype.name, "shape": shape}
-        text = f"{leaf} → {save}: {show_array(lazy_leaf.dtype.name, shape)}{loss}, {show_bytes(size)}"
+        text = f"{show_leaf(leaf)} → {save}: {show_array(lazy_leaf.dtype.name, shape)}{loss}, {show_bytes(size)}"
         print_done(text, {**record, "bytes": size}, as_json, written=save)
         return
-    value = _read_value(lazy_leaf, index, leaf)
+    value = _read_value(lazy_leaf, index, show_leaf(leaf))
     is_array = isinstance(value, np.ndarray)
     if as_json:
         dtype, shape = (value.dtype.name, value.shape) if is_array else (None, None)

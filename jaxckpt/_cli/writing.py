@@ -20,7 +20,7 @@ from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
-from jaxckpt._run_folder.steps import is_link, is_step, require_unpinned, step_name
+from jaxckpt._run_folder.steps import is_link, is_step, pins, require_unpinned, step_name
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.pins import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
@@ -103,6 +103,12 @@ def pin(path: str, name: str, move: bool, as_json: bool) -> None:
 def unpin(path: str, as_json: bool) -> None:
     store = store_at(path, Options())
     run, name = run_and_name(store) or (store, "")
+    if not name:
+        names = pins(run)
+        example = f", as in {run.url}@{next(iter(names))}" if names else ""
+        raise InputError(
+            f"{path} has no name of a pin: give RUN@NAME{example}; pinned names: {', '.join(names) or 'none'}"
+        )
     unpin_name(run, name)
     print_done(f"{path} is no longer pinned", {"path": path}, as_json)
 

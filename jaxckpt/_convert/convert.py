@@ -83,7 +83,7 @@ def convert(
             SpecError is raised.
         select: Only these leaves, as for `restore`: by their paths after `rename`.
         rename: Old path → new path: a mapping of leaf or container paths, or a function; or `Rules`, as for
-            `restore`. The tree becomes nested dicts.
+            `restore`. The tree becomes nested dicts, without empty containers and None.
         chunk_bytes: As `Options.chunk_bytes`.
         overwrite: Replace an existing `destination`: a checkpoint of any format, a file, or an empty folder. A folder
             that has other files or several steps, or that contains the source, is never deleted.

@@ -177,7 +177,7 @@ class Rendezvous:
             yield
         except BaseException:
             if self.call.index == 0:
-                with contextlib.suppress(PeerError):
+                with contextlib.suppress(PeerError), self.call.cancellation.paused():
                     self.gather("")
             raise
 

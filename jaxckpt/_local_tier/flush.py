@@ -106,7 +106,8 @@ class Flush:
                 with rendezvous.joined_by_all():
                     require_shared(self.store, manifest.data_folder, call.index)
                     self._copy(manifest, pending)
-                rendezvous.gather("")
+                with call.cancellation.paused():  # the others may still write
+                    rendezvous.gather("")
                 if transaction is None:
                     call.cancellation.end()  # process 0 may publish from now on
                 else:

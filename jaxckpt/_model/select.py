@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,14 +21,43 @@ Rename = Callable[[str], str] | Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a `select` argument."""
+
+    text: str
+    """The entry as the user wrote it."""
+
+    test: Callable[[str], bool]
+    """Whether it selects a path."""
+
+    exact: str | None = None
+    """The path that it selects with everything below, for an entry without wildcards in a list."""
+
+
+@dataclass(frozen=True, slots=True)
 class Selector:
     """The meaning of a `select` argument: a test of leaf paths."""
 
-    tests: tuple[tuple[str, Callable[[str], bool]], ...]
-    """Each entry of `select` as the user wrote it, and its test."""
+    entries: tuple[Entry, ...]
+
+    by_path: Mapping[str, Entry]
+    """The entries that are exact. They are looked up, because a list may have thousands of them."""
+
+    tests: tuple[Entry, ...]
+    """The other entries."""
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Selector:
+        entries = tuple(entries)
+        by_path = {entry.exact: entry for entry in entries if entry.exact is not None}
+        return cls(entries, by_path, tuple(entry for entry in entries if entry.exact is None))
 
     def __call__(self, path: str) -> bool:
-        return any(test(path) for _, test in self.tests)
+        return any(entry.test(path) for entry in self.tests) or any(self._exact(path))
+
+    def _exact(self, path: str) -> Iterator[str]:
+        """The exact entries that select a path."""
+        return (head for head in path_prefixes(path) if head in self.by_path) if self.by_path else iter(())
 
     def choose(
         self,
@@ -43,29 +72,47 @@ class Selector:
         `saved` are the saved paths in the same order, if the leaves were renamed. `empty_paths` are the paths of empty
         containers.
         """
+        if not self.entries:
+            raise TreeError("select has no entries, so it selects nothing; omit it to select everything")
+        used = set[str]()
         unused = list(self.tests)
         chosen: list[bool] = []
         for path in paths:
-            hits = [entry for entry in unused if entry[1](path)] if unused else []
+            heads = [*self._exact(path)]
+            used.update(heads)
+            hits = [entry for entry in unused if entry.test(path)]
             for entry in hits:
                 unused.remove(entry)
-            chosen.append(bool(hits) or self(path))
-        if unused and paths:
+            chosen.append(bool(heads or hits) or any(entry.test(path) for entry in self.tests))
+        if unused or len(used) < len(self.by_path):
             empty = [*empty_paths]
-            unused = [(text, test) for text, test in unused if not any(map(test, empty))]
-        if unused and paths:
-            renamed = [(old, new) for old, new in zip(saved, paths, strict=False) if old != new]
-            for text, test in unused:
-                for old, new in renamed:
-                    if test(old):
-                        raise TreeError(
-                            f"select: {text} matches the saved leaf {show_path(old)}, which rename= gives the path"
-                            f" {show_path(new)}. select= chooses leaves by their new paths"
-                        )
-            raise TreeError(_unmatched("select", [text for text, _ in unused], paths, where))
-        if not self.tests:
-            raise TreeError("select has no entries, so it selects nothing; omit it to select everything")
+            used.update(head for path in empty for head in self._exact(path))
+            without_leaves = [entry for entry in unused if not any(map(entry.test, empty))]
+            without_leaves += [entry for path, entry in self.by_path.items() if path not in used]
+            self._require_used(without_leaves, paths, where, saved)
         return chosen
+
+    def _require_used(
+        self, unused: Sequence[Entry], paths: Collection[str], where: str, saved: Iterable[str]
+    ) -> None:
+        """Raise TreeError if there are entries that select nothing."""
+        if not unused:
+            return
+        renamed = [(old, new) for old, new in zip(saved, paths, strict=False) if old != new]
+        old_heads = {head: pair for pair in reversed(renamed) for head in self._exact(pair[0])}
+        for entry in unused:
+            if entry.exact is None:
+                pair = next((pair for pair in renamed if entry.test(pair[0])), None)
+            else:
+                pair = old_heads.get(entry.exact)
+            if pair is not None:
+                raise TreeError(
+                    f"select: {entry.text} matches the saved leaf {show_path(pair[0])}, which rename= gives the path"
+                    f" {show_path(pair[1])}. select= chooses leaves by their new paths"
+                )
+        unused_entries = {id(entry) for entry in unused}
+        texts = [entry.text for entry in self.entries if id(entry) in unused_entries]
+        raise TreeError(_unmatched("select", texts, paths, where))
 
 
 def parse_select(select: Select | None) -> Selector:
@@ -77,13 +124,13 @@ def parse_select(select: Select | None) -> Selector:
     Raises InputError for anything else. Call this once per argument, because a generator can be read only once.
     """
     if select is None:
-        return Selector((("**", lambda path: True),))
+        return Selector.of([Entry("**", lambda path: True)])
     if callable(select):
-        return Selector(((_abbreviate(select), functools.partial(_call_select, select)),))
+        return Selector.of([Entry(_abbreviate(select), functools.partial(_call_select, select))])
     if isinstance(select, (str, re.Pattern)):
-        return Selector((_parse_pattern(select),))
+        return Selector.of([_parse_pattern(select)])
     if isinstance(select, Iterable) and not isinstance(select, (bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return Selector(tuple(map(_parse_pattern, select)))
+        return Selector.of(map(_parse_entry, select))
     raise _invalid_select_error(select)
 
 
@@ -106,11 +153,18 @@ def _call_select(select: Callable[[str], bool], path: str) -> bool:
     return bool(answer)
 
 
-def _parse_pattern(pattern: object) -> tuple[str, Callable[[str], bool]]:
-    """A pattern as the user wrote it, and its test of a path."""
+def _parse_entry(pattern: object) -> Entry:
+    """An entry of a list: of a path, if it is a str without wildcards."""
+    if not isinstance(pattern, str) or not pattern or _WILDCARD.search(pattern):
+        return _parse_pattern(pattern)
+    return Entry(repr(pattern), lambda path: relative_path(pattern, path) is not None, str.__str__(pattern))
+
+
+def _parse_pattern(pattern: object) -> Entry:
+    """A glob or a regular expression. Raises InputError for anything else."""
     if isinstance(pattern, str):
         expression = _glob(pattern)
-        return repr(pattern), lambda path: expression.fullmatch(path) is not None
+        return Entry(repr(pattern), lambda path: expression.fullmatch(path) is not None)
     if not isinstance(pattern, re.Pattern) or not isinstance(pattern.pattern, str):
         raise _invalid_select_error(pattern)
     expression = cast("re.Pattern[str]", pattern)
@@ -119,11 +173,16 @@ def _parse_pattern(pattern: object) -> tuple[str, Callable[[str], bool]]:
         components = path.split("/")
         return any(expression.fullmatch("/".join(components[:end])) for end in range(1, len(components) + 1))
 
-    return _abbreviate(pattern), matches
+    return Entry(_abbreviate(pattern), matches)
+
+
+_WILDCARD = re.compile(r"[*?[]")
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
     """A regular expression for the paths that a glob matches, and for all paths below them."""
+    # "**" is any number of components, also none at the end.
+    pattern = re.sub(r"(?<=.)(/\*\*)+$", "", pattern, flags=re.DOTALL)
     out: list[str] = []
     for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
         match token:
@@ -225,9 +284,11 @@ def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where:
     candidates = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
     # Each hint needs a scan of all paths.
     hints = [unmatched_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
-    (only, *more) = paths
-    leaves = (
-        f"matches none of the {len(paths):,} leaves" if more else f"does not match {show_path(only)}, the only leaf"
-    )
-    lines = [f"{text} {leaves} of {where}{hint}" for text, hint in zip(texts, hints, strict=True)]
+    if len(paths) == 1:
+        leaves = f"does not match {show_path(*paths)}, the only leaf of {where}"
+    elif paths:
+        leaves = f"matches none of the {len(paths):,} leaves of {where}"
+    else:
+        leaves = f"matches nothing in {where}, which has no leaves"
+    lines = [f"{text} {leaves}{hint}" for text, hint in zip(texts, hints, strict=True)]
     return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what} has entries that match nothing:\n{show_lines(lines)}"

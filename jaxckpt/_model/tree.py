@@ -158,13 +158,13 @@ def structure_of(tree: Tree) -> Structure:
     return tree
 
 
-def all_paths(structure: Structure) -> Iterator[str]:
-    """The path of everything in a structure except its root: containers, leaves and empty positions."""
+def nodes_of(structure: Structure, path: str = "") -> Iterator[tuple[str, Structure]]:
+    """Path and structure of everything in a structure: containers, leaves and empty positions."""
+    yield path, structure
     structure = unwrap_object(structure)
     if isinstance(structure, Container):
         for name, child in zip(escape_keys(keys_of(structure)), structure.children, strict=True):
-            yield name
-            yield from (f"{name}/{below}" for below in all_paths(child))
+            yield from nodes_of(child, join_paths(path, name))
 
 
 def subtree(structure: Structure, path: str) -> Structure:

@@ -134,7 +134,8 @@ class OrderedCalls:
 
 def is_shutting_down() -> bool:
     """Whether the interpreter is shutting down: it runs the functions registered with atexit, or has run them."""
-    return not threading.main_thread().is_alive()
+    # Not `threading.main_thread().is_alive()`: up to Python 3.12, an interrupt inside it makes it return False forever.
+    return threading._SHUTTING_DOWN  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 _gc_lock = _thread.allocate_lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from jaxckpt._model.tree import (
     Tree,
     empty_positions,
     keys_of,
+    nodes_of,
     numbers_of,
     prune,
     subtree,
@@ -211,6 +213,16 @@ class _Comparison:
         """The paths of all containers of selected leaves."""
         return _containers_of(self.selected)
 
+    @functools.cached_property
+    def all_containers(self) -> set[str]:
+        """The paths of all containers of leaves, selected or not."""
+        return self.containers if self.selected is self.numbers else _containers_of(self.numbers)
+
+    @functools.cached_property
+    def nodes(self) -> dict[str, Structure]:
+        """What the structure has at each path, because `subtree` reads all keys of every container above it."""
+        return dict(nodes_of(self.structure))
+
     def match(self) -> tuple[Match, list[Problem]]:
         leaves, target_structure = flatten(self.request.target)
         leaves = _with_shardings(leaves, self.request.mesh)
@@ -251,9 +263,8 @@ class _Comparison:
         if saved is not None:
             return saved
         if isinstance(leaf.value, (Sharding, Format)):
-            below = self._leaves_below(leaf.path, self.selected)
-            if below or (_is_empty(self.structure, leaf.path) and self._is_selected(leaf.path)):
-                return SavedSubtree(self._subtree(leaf.path, below))
+            if leaf.path in self.containers or (self._is_empty(leaf.path) and self._is_selected(leaf.path)):
+                return SavedSubtree(self._subtree(leaf.path))
         elif not _is_restorable(leaf.value) and (is_class(leaf.value) or leaf.path in self.containers):
             return _Refused(Problem(leaf.path, unrestorable_reason(leaf.value, is_container=True)))
         if leaf.path in self.containers or self._is_missing(leaf):
@@ -265,12 +276,9 @@ class _Comparison:
     def _match_object(self, leaf: Leaf, kind: LeafType) -> TargetObject | Kept | _Missing | _Refused:
         """The saved state for an object of the target. Without one, the object keeps its state if it is not selected,
         or if the restore is not strict."""
-        try:
-            saved = subtree(self.structure, leaf.path)
-        except KeyError:
-            saved = None
+        saved = self.nodes.get(leaf.path)
         if saved is None:
-            left_out = leaf.path in self.numbers or self._leaves_below(leaf.path, self.numbers)
+            left_out = leaf.path in self.numbers or leaf.path in self.all_containers
             is_missing = self.request.strict and not left_out and self._is_selected(leaf.path)
             return _Missing() if is_missing else Kept(leaf.value)
         numbers = [*numbers_of(saved)]
@@ -285,7 +293,7 @@ class _Comparison:
 
     def _refused_object(self, problem: Problem) -> _Refused:
         path = problem.leaf or ""
-        return _Refused(problem, [path, *self._leaves_below(path, self.selected)])
+        return _Refused(problem, [path, *(self.path_of[number] for number in self._numbers_below(path))])
 
     def _requests(self, leaves: Sequence[Leaf], origins: Sequence[LeafOrigin]) -> LeafRequests:
         """The requests for all saved leaves from which the tree is assembled."""
@@ -312,12 +320,18 @@ class _Comparison:
         requested = {*requests.paths, *(path for outcome in refused for path in outcome.saved_paths)}
         return [path for path in self.selected if path not in requested]
 
-    def _leaves_below(self, path: str, paths: Iterable[str]) -> list[str]:
-        return [leaf for leaf in paths if leaf.startswith(f"{path}/")] if path else [*paths]
+    def _numbers_below(self, path: str) -> list[int]:
+        """The numbers of the selected leaves below a path that exists."""
+        return [number for number in numbers_of(self.nodes[path]) if number in self.path_of]
 
-    def _subtree(self, path: str, below: Sequence[str]) -> Structure:
-        structure = subtree(self.structure, path)
-        numbers = [self.selected[leaf] for leaf in below]
+    def _is_empty(self, path: str) -> bool:
+        """Whether a saved container or empty position at a path has no leaves, such as None or optax.EmptyState()."""
+        return path in self.nodes and next(numbers_of(self.nodes[path]), None) is None
+
+    def _subtree(self, path: str) -> Structure:
+        """The selected part of what was saved at a path that exists."""
+        structure = self.nodes[path]
+        numbers = self._numbers_below(path)
         if not numbers:
             return structure
         keeps = None if self.select is None else lambda tail: self._is_selected(join_paths(path, tail))
@@ -328,7 +342,7 @@ class _Comparison:
         # A function, such as an activation in an Equinox module, is not state that a checkpoint could lack.
         if callable(leaf.value) or leaf.path in self.numbers or not self._is_selected(leaf.path):
             return False
-        if isinstance(leaf.value, (Sharding, Format)) and self._leaves_below(leaf.path, self.numbers):
+        if isinstance(leaf.value, (Sharding, Format)) and leaf.path in self.all_containers:
             return False
         # A sharding has neither a value nor a shape, so the caller could not complete the tree.
         return self.request.strict or (isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None)
@@ -367,12 +381,13 @@ class _Comparison:
         if heads := _missing_heads(paths, self.numbers):
             head = heads[0]
             saved_paths = [f"{head}/{path}" for path in paths]
-            has_others = len(self._leaves_below(head, self.numbers)) < len(self.numbers)
+            has_others = not all(path.startswith(f"{head}/") for path in self.numbers)
             example = ", for example," if len(heads) > 1 else ""
+            shown = " and ".join(map(repr, heads)) if len(heads) < 4 else f"{head!r} and {len(heads) - 1:,} other paths"
             remedy = (
-                f"all leaves of the target are below {' and '.join(map(repr, heads))} in the checkpoint: wrap the"
-                f" target{example} as {_wrapped_target(self.structure, head)}"
-            ) + (f" and pass select={head!r}" if has_others else "")
+                f"all leaves of the target are below {shown} in the checkpoint: wrap the target{example} as"
+                f" {_wrapped_target(self.structure, head)}"
+            ) + (f" and pass select={glob.escape(head)!r}" if has_others else "")
         elif head := _extra_head(paths, self.numbers):
             saved_paths = [path.removeprefix(f"{head}/") for path in paths]
             remedy = f"the checkpoint has these leaves without {head!r}: pass only what the target has at {head!r}"
@@ -502,11 +517,3 @@ def _containers_of(paths: Iterable[str]) -> set[str]:
                 break
             containers.add(head)
     return containers
-
-
-def _is_empty(structure: Structure, path: str) -> bool:
-    """Whether a saved container or empty position at a path has no leaves, such as None or optax.EmptyState()."""
-    try:
-        return next(numbers_of(subtree(structure, path)), None) is None
-    except KeyError:
-        return False

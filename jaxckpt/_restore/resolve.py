@@ -174,7 +174,7 @@ def _raise_problems(
     require_fit(misfits)
     if not mismatches:
         return
-    n_leaves, n_saved = show_count(len(mismatches), "leaf"), len(manifest.leaves)
+    n_leaves, n_saved = show_count(len(mismatches), "leaf"), f"{len(manifest.leaves):,}"
     if not match.has_any_match:
         head = f"none of the target's {n_leaves} would come from the checkpoint, which has {n_saved}"
     elif request.target is None:

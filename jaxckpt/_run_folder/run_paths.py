@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -10,7 +10,7 @@ from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._run_folder.added_metrics import read_added_metrics
-from jaxckpt._run_folder.steps import BEST, RUN, Mode, best_of, is_step, pins, step_name
+from jaxckpt._run_folder.steps import BEST, RUN, Mode, best_of, is_step, pins, require_no_checkpoint, step_name
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
@@ -22,22 +22,29 @@ def resolve_step(store: Store) -> Store | None:
     None if the path is neither a run's directory nor a name in one. Raises InputError, NotACheckpointError,
     StorageError.
     """
-    if steps := _possible_steps(store):
+    if steps := possible_steps(store):
         return store.child(step_name(steps[-1]))
-    if (named := run_and_name(store)) is None:
-        return None
-    run, name = named
-    steps = _possible_steps(run)
+    named = run_and_name(store)
+    return None if named is None else named_step(*named)
+
+
+def named_step(run: Store, name: str) -> Store | None:
+    """The step of a run with a number or a name; None if jaxckpt has not saved any steps there.
+
+    Raises InputError, NotACheckpointError, StorageError.
+    """
+    steps = possible_steps(run)
     return run.child(step_name(resolve_name(run, name, steps))) if steps else None
 
 
-def _possible_steps(directory: Store) -> list[int]:
+def possible_steps(directory: Store, predicate: Callable[[str], bool] = is_step) -> list[int]:
     """The steps of a directory, oldest first, including any that cannot be checked: opening one raises the error.
 
-    Empty if the directory can be read but not listed. Raises StorageError.
+    Only folders whose names fulfill the predicate count. Empty if the directory can be read but not listed. Raises
+    StorageError.
     """
     try:
-        folders = directory.folders(is_step)
+        folders = directory.folders(predicate)
     except StorageError as error:
         if error.errno not in UNLISTABLE:
             raise
@@ -57,7 +64,7 @@ def run_and_name(store: Store) -> tuple[Store, str] | None:
 def steps_of(store: Store) -> list[Store] | None:
     """All steps of the run at a path, oldest first, including any that cannot be checked; None if the path is not a
     run's directory. Raises StorageError."""
-    return [store.child(step_name(step)) for step in _possible_steps(store)] or None
+    return [store.child(step_name(step)) for step in possible_steps(store)] or None
 
 
 def unfinished_steps(run: Store) -> tuple[int, ...]:
@@ -85,6 +92,19 @@ def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
         f" {', '.join(('latest', 'best', *steps_by_name))}{closest_hint(name, ('latest', 'best', *steps_by_name))}"
     )
+
+
+def require_directory(run: Store) -> None:
+    """Raise NotACheckpointError for a run's directory that was probably misspelled."""
+    if not run.names():
+        raise NotACheckpointError(f"{run.url} is not a run: the directory does not exist, or is empty")
+
+
+def no_steps_error(run: Store) -> NotACheckpointError:
+    """The error for a run without published steps. Raises InputError if the directory is itself a checkpoint."""
+    require_no_checkpoint(run)
+    require_directory(run)
+    return NotACheckpointError(f"{run.url} has no steps")
 
 
 def missing_step_error(run: Store, step: int, published: Sequence[int]) -> NotACheckpointError:

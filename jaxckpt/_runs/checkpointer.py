@@ -233,7 +233,7 @@ class Checkpointer(Run):
 
     def _begin_call(self, verb: str, step: int | None = None) -> Call:
         """Begin a call that every process makes."""
-        path = self._directory.url if step is None else self.path(step)
+        path = self._directory.url if step is None else self._directory.child(step).url
         return Call.of(verb, path, self._options)
 
     def _begin_training(self) -> None:
@@ -335,7 +335,8 @@ class Checkpointer(Run):
 
         Args:
             step: The number of the step, from 0 to 2**62.
-            metrics: Numbers by name, for `save_if`. Those of process 0 count. None: no metrics.
+            metrics: Numbers by name, for `save_if`. Those of process 0 count. None: no metrics. They are checked if the
+                step is due.
             overwrite: Whether `save` is called with overwrite=True.
 
         Returns:
@@ -520,7 +521,7 @@ class Checkpointer(Run):
         try:
             source = chosen.local_source
             options = self._options if source is None else source.options_to_read(self._options)
-            tree = run_restore(self.path(number), request, options, source=source)
+            tree = run_restore(self._directory.child(number).url, request, options, source=source)
         except DamagedError as error:
             assert chosen.local_source is not None
             self._step_finder.mark_damaged(chosen.local_source, error)

@@ -30,7 +30,7 @@ from jaxckpt.errors import (
 _log = logging.getLogger("jaxckpt")
 
 
-def fork_step(path: str, new_run: Path, options: Options) -> int:
+def fork_step(path: Path, new_run: Path, options: Options) -> int:
     """Start a new run from the step at a path. Returns its number. Raises as `Run.fork`."""
     source, _, number = step_of(source_at(path, options), "give a run, or one of its steps")
     new = store_at(new_run, options).absolute()

@@ -35,10 +35,10 @@ class LastSave:
             return True
         try:
             pending.wait(seconds)
-        except Exception as error:
+        except BaseException as error:
+            if error is not pending.error and not isinstance(error, TimeoutError):
+                raise
             if not pending.done:
-                if not isinstance(error, TimeoutError):
-                    raise
                 self.pending, self.step = None, step if pending.is_published else None
                 pending.abandon()
                 return pending.is_published

@@ -24,13 +24,21 @@ from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
 from jaxckpt._run_folder.run_metadata import read_metadata
-from jaxckpt._run_folder.run_paths import best_rule, metrics_by_step, missing_step_error, resolve_name
+from jaxckpt._run_folder.run_paths import (
+    best_rule,
+    metrics_by_step,
+    missing_step_error,
+    no_steps_error,
+    possible_steps,
+    require_directory,
+    resolve_name,
+)
 from jaxckpt._run_folder.steps import Mode, best_of, pins, require_no_checkpoint, require_step, step_folders, step_name
 from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
-from jaxckpt._runs.metrics import recorded_metrics
+from jaxckpt._runs.metrics import metrics_of_another_library, recorded_metrics
 from jaxckpt._runs.pins import pin_step, unpin_name
-from jaxckpt._sources.open_source import foreign_steps_of, source_at, step_of
+from jaxckpt._sources.open_source import NamedStep, foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, run_at
@@ -118,7 +126,7 @@ class Run:
             raise InputError(f'mode must be "min" or "max", found {mode!r}')
         by_step = self._metrics_by_step()
         if not by_step:
-            self._require_directory()
+            require_directory(self._store)
         recorded_metric = None
         if metric is None or mode is None:
             recorded_metric, recorded_mode = best_rule(self._store)
@@ -147,20 +155,22 @@ class Run:
     def _foreign_metrics(self, path: str) -> dict[str, float | None]:
         """The metrics of a step of Orbax: those that are numbers."""
         metadata = open_checkpoint(path, options=self._options).metadata or {}
-        return {
-            name: None if value is None else float(value)
-            for name, value in metadata.get("metrics", {}).items()
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        }
+        return metrics_of_another_library(metadata.get("metrics"))
 
     def path(self, step: StepName) -> str:
         """The path or URL of a step, for every function that takes a checkpoint."""
-        return self._store.child(step_name(self._number(step))).url
+        number = self._number(step)
+        name = step_name(number)
+        path = self._store.child(name).url
+        if local_path(self._store.url) is None:
+            return path
+        # This step first, so that the others are looked at only if it does not exist.
+        is_native = possible_steps(self._store, name.__eq__) or possible_steps(self._store)
+        return path if is_native else self._foreign_paths().get(number, path)
 
-    def _require_directory(self) -> None:
-        """Raise NotACheckpointError for a directory that was probably misspelled."""
-        if not self._store.names():
-            raise NotACheckpointError(f"{self._store.url} is not a run: the directory does not exist, or is empty")
+    def _foreign_paths(self) -> dict[int, str]:
+        """The path of each step of a local run of Orbax, oldest first."""
+        return {step.number: step.path for step in foreign_steps_of(self._store.url, self._options)}
 
     def _number(self, step: StepName) -> int:
         """The number of a step. Raises InputError, NotACheckpointError."""
@@ -168,8 +178,7 @@ class Run:
             return require_step(step)
         steps = self.steps()
         if not steps:
-            self._require_directory()
-            raise NotACheckpointError(f"{self._store.url} has no steps")
+            raise no_steps_error(self._store)
         return resolve_name(self._store, step, steps)
 
     def metadata(self) -> dict[str, Any]:
@@ -202,10 +211,10 @@ class Run:
         manifest = self._manifest(number)
         if manifest is not None:
             return metrics_of(self._store, number, manifest.save_id, manifest.step)
-        foreign = {step.number: step.path for step in foreign_steps_of(self._store.url, self._options)}
-        if number not in foreign:
+        paths = self._foreign_paths()
+        if number not in paths:
             raise missing_step_error(self._store, number, self.steps())
-        return self._foreign_metrics(foreign[number])
+        return self._foreign_metrics(paths[number])
 
     def _manifest(self, number: int) -> Manifest | None:
         """The manifest of a step; None if no Checkpointer has saved this step, or it was deleted."""
@@ -272,7 +281,7 @@ class Run:
             40
             >>> run.unpin("paper")
         """
-        source = source_at(self._path_to_read(step), self._options)
+        source = source_at(self._location(step), self._options)
         _, run, number = step_of(source, "a Checkpointer deletes only those")
         pin_step(run, number, name, self._options, move=require_bool(move, "move"))
         return number
@@ -290,7 +299,7 @@ class Run:
 
     def open(self, step: StepName | None = None, *, rename: Renaming | None = None) -> Checkpoint:
         """Open a step to inspect it, by default the newest, as `jaxckpt.open` does."""
-        return open_checkpoint(self._path_or_newest(step), rename=rename, options=self._options)
+        return open_checkpoint(self._location("latest" if step is None else step), rename=rename, options=self._options)
 
     def restore(
         self,
@@ -310,18 +319,13 @@ class Run:
         The other arguments and the errors are those of `jaxckpt.restore`.
         """
         request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
-        return run_restore(self._path_or_newest(step), request, self._options)
+        return run_restore(self._location("latest" if step is None else step), request, self._options)
 
-    def _path_or_newest(self, step: StepName | None) -> str:
-        return self._path_to_read("latest" if step is None else step)
-
-    def _path_to_read(self, step: StepName) -> str:
-        """A path that also names a step of a local run of Orbax."""
+    def _location(self, step: StepName) -> str | NamedStep:
+        """The location of a step, also of a local run of Orbax."""
         if isinstance(step, str) and step == "latest":
             return self._store.url
-        if local_path(self._store.url) is None:  # in s3://run@40, "run" would be a user name
-            return self.path(step)
-        return f"{self._store.url}@{step if isinstance(step, str) else require_step(step)}"
+        return NamedStep(self._store, step if isinstance(step, str) else str(require_step(step)))
 
     def follow(
         self,
@@ -404,4 +408,4 @@ class Run:
             >>> jaxckpt.Run("/tmp/jaxckpt-doc/fork").restore()
             {'w': 1.0}
         """
-        return fork_step(self._path_to_read(step), new_directory, self._options)
+        return fork_step(self._location(step), new_directory, self._options)

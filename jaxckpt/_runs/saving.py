@@ -26,7 +26,7 @@ from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import require_on_done
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
-from jaxckpt._save.running_saves import RunningSave, lift_limits
+from jaxckpt._save.running_saves import RunningSave, lift_limits, wake_thread
 from jaxckpt._save.save import start
 from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
 
@@ -125,8 +125,15 @@ class Saver:
     ) -> bool:
         """Whether `save` would save a step. The next `save` of the step follows the decision. Every process."""
         decision = self._decide(step, metrics, begin_call, remember=True)
-        if decision.is_last_step or not decision.due or overwrite:
+        if decision.is_last_step or not decision.due:
             return decision.due
+        try:
+            recorded_metrics(metrics)
+        except InputError:
+            with begin_call(step):
+                raise
+        if overwrite:
+            return True
         with begin_call(step) as call, call.rendezvous("looking for a step") as rendezvous:
             rendezvous.gather("")
             exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps())
@@ -190,6 +197,7 @@ class Saver:
         """Start to save a step. Returns whether it is being saved."""
         flush = None
         if self.local is not None:
+            wake_thread()  # an interrupt may have left a flush without a thread, and it would block local saves
             # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
             # stored, so that processes that disagree on the step still make the same number of calls.
             call = Call.of("flush", destination.store.url, self.options)

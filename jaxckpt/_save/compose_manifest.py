@@ -55,8 +55,9 @@ class PublishResult(msgspec.Struct, frozen=True):
 
 
 def gather_shares(rendezvous: Rendezvous, share: Share) -> list[Share]:
-    """The shares of all processes, in process 0."""
-    texts = rendezvous.gather(msgspec.json.encode(share).decode())
+    """The shares of all processes, in process 0. It waits for them even if it is cancelled: they may still write."""
+    with rendezvous.call.cancellation.paused():
+        texts = rendezvous.gather(msgspec.json.encode(share).decode())
     return [msgspec.json.decode(text, type=Share) for text in texts]
 
 

@@ -28,7 +28,7 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.records import LeafRecord
 from jaxckpt._model.select import parse_select
-from jaxckpt._model.tree import Structure, Tree, all_paths
+from jaxckpt._model.tree import Structure, Tree, nodes_of
 from jaxckpt._model.values import KINDS, PYTHON_KINDS, array_of, encode_value
 from jaxckpt._options import Options
 from jaxckpt._save.write_plan import ArrayLeaf
@@ -163,7 +163,7 @@ def missing_subtrees(tree: Tree, subtrees: Sequence[str]) -> dict[str, str]:
 
 
 def _missing(subtrees: Sequence[str], structure: Structure) -> dict[str, str]:
-    paths = list(all_paths(structure)) if subtrees else []
+    paths = [path for path, _ in nodes_of(structure) if path] if subtrees else []
     return {
         subtree: f"keep_last_of has {subtree!r}, but the tree has nothing at that path{closest_hint(subtree, paths)}"
         for subtree in subtrees

@@ -97,6 +97,11 @@ class RunningSave:
         self.end(outcome)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a thread has begun it."""
+        return self._thread is not None
+
+    @property
     def runs_in_writer_thread(self) -> bool:
         """Whether the thread that writes has begun it."""
         return self._thread is not None and self._thread == _writer_thread
@@ -248,34 +253,31 @@ def submit_save(
     preempted job. So does a save with `detached`; later saves do not wait for it.
     """
     save.prepare(work, awaited=awaited, detached=detached)
-    if detached:
-        _saves.append(save)
-        if is_shutting_down():
-            save.run()
-            return
-        try:
-            start_thread(save.run, "jaxckpt-flush")
-        except RuntimeError:  # the system cannot start a thread
-            _saves.remove(save)
-            raise
-        return
     others = any(not other.done for other in (*_saves.copy(), *_abandoned))
     _saves.append(save)
-    if (awaited or is_last_step) and others and not is_shutting_down():
-        start_thread(functools.partial(_run_alone, save), "jaxckpt-save-alone")
-    else:
-        wake_thread()
+    try:
+        if (awaited or is_last_step) and not detached and others and not is_shutting_down():
+            start_thread(functools.partial(_run_alone, save), "jaxckpt-save-alone")
+        else:
+            wake_thread()
+    except RuntimeError:  # the system cannot start a thread
+        _mark_reported(save)
+        raise
 
 
 def wake_thread() -> None:
-    """Ensure that a thread runs the submitted saves. An interrupt may have prevented that."""
-    if all(save.done for save in _saves.copy()):
+    """Ensure that threads run the submitted saves. An interrupt may have prevented that."""
+    waiting = [save for save in _saves.copy() if not save.done]
+    if not waiting:
         return
-    if ensure_thread():
-        _wakeups.put(True)
+    if not ensure_thread():
+        for save in waiting:
+            save.run()
         return
-    for save in _saves.copy():
-        save.run()
+    _wakeups.put(True)
+    for save in waiting:
+        if save.detached and not save.has_begun:  # `run` does nothing if another thread has begun it
+            save.run() if is_shutting_down() else start_thread(save.run, "jaxckpt-flush")
 
 
 def ensure_thread() -> bool:

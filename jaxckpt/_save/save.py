@@ -208,10 +208,10 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
         handover.feed()
         if not background:
             pending.wait()
+        pending.mark_returned()
     except BaseException as error:
         handover.cancel(error)
         raise
-    pending.mark_returned()
     return pending
 
 

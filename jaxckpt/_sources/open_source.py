@@ -8,11 +8,19 @@ import os
 import re
 import reprlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
 from jaxckpt._pipeline.workers import run_watched
-from jaxckpt._run_folder.run_paths import resolve_name, resolve_step, run_and_name
+from jaxckpt._run_folder.run_paths import (
+    missing_step_error,
+    named_step,
+    no_steps_error,
+    resolve_name,
+    resolve_step,
+    run_and_name,
+)
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats
@@ -31,6 +39,19 @@ Location = str | os.PathLike[str] | ForeignCheckpoint
 `jaxckpt.formats.rank_files`."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedStep(os.PathLike[str]):
+    """A step of a run. Unlike the text "run@name", it never refers to another folder of that name."""
+
+    run: Store
+
+    name: str
+    """Its number in decimal, "latest", "best", or the name of a pin."""
+
+    def __fspath__(self) -> str:
+        return f"{self.run.url}@{self.name}"
+
+
 def source_at(
     location: Location, options: Options, manifest_sha256: str | None = None
 ) -> NativeCheckpoint | ForeignCheckpoint:
@@ -47,6 +68,12 @@ def source_at(
         if manifest_sha256 is not None:
             raise NotACheckpointError(f"{location.url} has no manifest.json that could have an expected SHA-256")
         return location
+    if isinstance(location, NamedStep):
+        return run_watched(
+            f"opening {os.fspath(location)}",
+            options.timeout_seconds,
+            lambda: _open_named_step(location.run, location.name, options, manifest_sha256),
+        )
     store = store_at(location, options)
     return run_watched(
         f"opening {store.url}",
@@ -77,6 +104,32 @@ def _open_source(
         if foreign is None:
             raise
         return foreign
+
+
+def _open_named_step(
+    run: Store, name: str, options: Options, manifest_sha256: str | None
+) -> NativeCheckpoint | ForeignCheckpoint:
+    """The step of a run with a number or a name. The run may be of another library."""
+    if is_step(folder := name.zfill(8)):
+        with contextlib.suppress(NotACheckpointError):  # the listing below says which steps exist
+            return NativeCheckpoint.at(run.child(folder), manifest_sha256)
+    for attempt in range(1, _TRIES + 1):
+        if (step := named_step(run, name)) is None:
+            break
+        try:
+            return NativeCheckpoint.at(step, manifest_sha256)
+        except NotACheckpointError:  # the name was given to a newer step, and this one was deleted
+            if attempt == _TRIES:
+                raise
+    paths = {} if manifest_sha256 else {step.number: step.path for step in foreign_steps_of(run.url, options)}
+    if not paths:
+        raise no_steps_error(run)
+    number = resolve_name(run, name, sorted(paths))
+    path, names = _local_names(paths[number])
+    form = _recognized_format(path, names)
+    if form is None or form.open is None:  # the step was deleted in the meantime
+        raise missing_step_error(run, number, sorted({*paths} - {number}))
+    return form.open(path)
 
 
 _TRIES = 5

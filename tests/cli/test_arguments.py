@@ -48,6 +48,7 @@ def test_cat_of_a_missing_leaf_or_an_invalid_index(here: Path, leaf: str, messag
         (["diff", "small", "othr"], "did you mean other?"),
         (["cat", "rnu1/00000300", "step"], "did you mean run1?"),
         (["show", "s3://none/run1/300"], ""),
+        (["show", "run1@7"], ""),
     ],
 )
 def test_a_path_that_does_not_exist(here: Path, command: list[str], hint: str) -> None:
@@ -134,7 +135,11 @@ def test_a_rate_has_a_unit(here: Path) -> None:
     assert (
         "'50' has no unit: give bytes per second as in 50MiB" in run("verify", "small", "--rate", "50", code=2).stderr
     )
-    assert "expected bytes" in run("verify", "small", "--rate", "50 MB", code=2).stderr
+    for wrong in ("50 MB", "0B", "1e3MiB", "-1MiB", ""):
+        message = run("verify", "small", f"--rate={wrong}", code=2).stderr
+        assert (
+            f"{wrong!r}: expected a whole number of bytes per second, at least 1, with a unit, such as 50MiB" in message
+        )
     assert run("verify", "small", "--rate", "500000B").stdout.endswith(": ok\n")
 
 

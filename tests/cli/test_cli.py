@@ -167,6 +167,12 @@ def test_hints_are_commands_and_options(here: Path, tmp_path: Path) -> None:
     run("pin", f"{path}@1", "--name", "paper")
     taken = run("pin", f"{path}@2", "--name", "paper", code=2).stderr
     assert taken.endswith(f"of {path}: pass --move, or run jaxckpt unpin {path}@paper first\n")
+    Path(f"{tmp_path}/a 'run'").symlink_to(path)
+    taken = run("pin", f"{tmp_path}/a 'run'@2", "--name", "paper", code=2).stderr
+    assert shlex.split(taken.partition("or run jaxckpt ")[2].removesuffix(" first\n")) == [
+        "unpin",
+        f"{tmp_path}/a 'run'@paper",
+    ]
     (file,) = (file for file in Path(path).glob("00000002/data-*/*/c/**/*") if file.is_file())
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])  # hard-linked: damages step 1 too
     hint = f"run jaxckpt verify {path}@1 for a list of all damage\n"
@@ -551,6 +557,9 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
         Path("20260102").symlink_to(path)
         assert run("pin", "20260102", "--name", "figure").stdout == "20260102@figure is step 20\n"
         run("unpin", "20260102@figure")
+    for unnamed in (path, f"{path}@", f"{path}/"):
+        message = run("unpin", unnamed, code=2).stderr
+        assert message.endswith(f"has no name of a pin: give RUN@NAME, as in {path}@paper; pinned names: paper\n")
     assert run("unpin", f"{path}@paper").stdout == f"{path}@paper is no longer pinned\n"
     assert "pinned names: none" in run("unpin", f"{path}@paper", code=4).stderr
     run("rm", f"{path}@10", "--yes")

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -131,6 +132,15 @@ def test_a_tree_that_is_one_leaf(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", np.arange(6).reshape(2, 3))
     assert "(the tree itself)  int64[2, 3]" in run("show", str(tmp_path / "c")).stdout
     assert run("cat", str(tmp_path / "c"), "[1, ::2]").stdout == "[3, 5]\n"
+    saved = run("cat", str(tmp_path / "c"), "", "--save", str(tmp_path / "x.npy")).stdout
+    assert saved == f"(the tree itself) → {tmp_path}/x.npy: int64[2, 3], 48 B\n"
+    jaxckpt.save(tmp_path / "jax", jnp.zeros(4))
+    assert "(the tree itself)  float32[4]" in run("plan", str(tmp_path / "jax"), "--mesh", "a=2").stdout
+    jaxckpt.save(tmp_path / "other", jnp.ones(4))
+    assert (
+        "(the tree itself)  jax float32[4]"
+        in run("diff", str(tmp_path / "jax"), str(tmp_path / "other"), code=1).stdout
+    )
 
 
 def test_json_of_show(here: Path) -> None:

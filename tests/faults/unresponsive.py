@@ -101,7 +101,7 @@ def of_run(method: str, *arguments: Any) -> Callable[[Place], Call]:
 
 def conversion_to(suffix: str) -> Callable[[Place], Call]:
     def prepare(at: Place) -> Call:
-        source = at.checkpoint(f"source{suffix}")
+        source = at.checkpoint(f"source of converted{suffix.replace('.', '-')}")
         return functools.partial(jaxckpt.convert, source, at.path(f"converted{suffix}"), options=OPTIONS)
 
     return prepare

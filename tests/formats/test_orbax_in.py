@@ -248,6 +248,38 @@ def test_a_run_reads_the_metrics_of_orbax(manager: Path) -> None:
             call()
 
 
+def test_a_run_finds_the_folders_of_orbax(manager: Path) -> None:
+    run = jaxckpt.Run(manager)
+    jaxckpt.save(f"{manager}@4", {"w": 99})
+    for step, number in ((4, 4), ("4", 4), ("latest", 6)):
+        assert run.path(step) == f"{manager}/ckpt_{number:06d}"
+        assert (
+            jaxckpt.open(run.path(step)).metadata["metrics"]
+            == run.open(step).metadata["metrics"]
+            == {"loss": 1 / number}
+        )
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="run has no step 5; the newest steps are 2, 4, 6"):
+        run.restore(5)
+    with pytest.raises(jaxckpt.errors.InputError, match="does not record which step is the best"):
+        run.restore("best")
+
+
+@pytest.mark.parametrize("huge", ["9" * 400, "-" + "9" * 400, "1e999", "NaN"])
+def test_a_metric_of_orbax_that_exceeds_a_float_does_not_count(manager: Path, huge: str) -> None:
+    (file,) = (manager / "ckpt_000006").rglob("metrics/metrics")
+    file.write_text(f'{{"loss": {huge}, "top": 1}}')
+    run = jaxckpt.Run(manager)
+    assert run.metrics(6) == {"loss": None, "top": 1.0}
+    assert (run.best_step("loss", "min"), run.best_step("loss", "max")) == (4, 2)
+
+
+def test_metrics_of_orbax_that_are_not_a_mapping_do_not_count(manager: Path) -> None:
+    (file,) = (manager / "ckpt_000006").rglob("metrics/metrics")
+    file.write_text("[1]")
+    assert jaxckpt.Run(manager).metrics(6) == {}
+    assert jaxckpt.Run(manager).best_step("loss", "min") == 4
+
+
 def test_an_item_named_metrics_may_hold_arrays(tmp_path: Path) -> None:
     items = {"state": {"w": np.ones(3)}, "metrics": {"loss": np.zeros(3)}}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,13 @@ import jaxckpt
 import jaxckpt.orbax
 from jaxckpt._devices import device_layout as memory_order
 from jaxckpt._model import manifest as manifests
+from jaxckpt._model import select as select_module
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.file_names import SEAL
+from jaxckpt._model.tree import subtree
 from jaxckpt._options import Options
+from jaxckpt._restore import match
+from jaxckpt._rules.rename import renamed_tree
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store_path import store_at
 from jaxckpt.rules import Rule, Rules
@@ -978,6 +982,54 @@ def test_a_target_in_another_container_with_new_names(tmp_path: Path) -> None:
         jaxckpt.restore(tmp_path / "c", {"w": 0}, rename={"0": "a/b"}, select="1")
 
 
+@pytest.mark.parametrize("name", ["layer", "params"])
+def test_the_paths_of_a_checkpoint_are_not_scanned_for_each_sharding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Counted(dict[str, int]):
+        scanned = 0
+
+        def __iter__(self) -> Iterator[str]:
+            for path in super().__iter__():
+                Counted.scanned += 1
+                yield path
+
+    def counted(*args: Any) -> tuple[Any, Any, Any]:
+        structure, numbers, chosen = renamed_tree(*args)
+        return structure, Counted(numbers), chosen
+
+    monkeypatch.setattr(match, "renamed_tree", counted)
+    monkeypatch.setattr(match, "subtree", lambda *args: calls.append(args) or subtree(*args))
+    calls: list[Any] = []
+    target = {f"layer{number}": DEVICE for number in range(100)}
+    saved = {f"layer{number}": {"w": number} for number in range(100)}
+    jaxckpt.save(tmp_path / "c", saved if name == "layer" else {"params": saved})
+    if name == "layer":
+        assert jaxckpt.restore(tmp_path / "c", target)["layer7"].keys() == {"w"}
+    else:
+        with pytest.raises(jaxckpt.MismatchError, match="'layer0' is not in the checkpoint"):
+            jaxckpt.restore(tmp_path / "c", target)
+    assert Counted.scanned < 10 * len(target)
+    assert len(calls) < 10
+
+
+def test_many_containers_of_the_leaves_of_a_target_are_counted(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"layers": [{"w": number} for number in range(2000)]})
+    remedy = (
+        r"\nall leaves of the target are below 'layers/0' and 1,999 other paths in the checkpoint: wrap the target,"
+        r" for example, as \{'layers': \[target\]\} and pass select='layers/0'$"
+    )
+    with pytest.raises(jaxckpt.MismatchError, match=remedy):
+        jaxckpt.restore(tmp_path / "c", {"w": 0})
+
+
+def test_the_selection_that_a_remedy_names_matches_nothing_else(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"[0]": {"w": 1}, "0": {"v": 2}})
+    with pytest.raises(jaxckpt.MismatchError, match=r"as \{'\[0\]': target\} and pass select='\[\[\]0\]'$"):
+        jaxckpt.restore(tmp_path / "c", {"w": 0})
+    assert jaxckpt.restore(tmp_path / "c", {"[0]": {"w": 0}}, select="[[]0]") == {"[0]": {"w": 1}}
+
+
 def test_the_remedies_for_a_target_in_another_container(tmp_path: Path) -> None:
     target = {"w": 0, "b": [0]}
     for number, (tree, wrapped, select) in enumerate(
@@ -1033,9 +1085,48 @@ def test_only_selected_empty_containers_are_restored(tmp_path: Path, format: str
 
 def test_a_selection_from_a_tree_without_leaves(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {})
-    assert jaxckpt.load_numpy(tmp_path / "c", select="params") == {}
+    for select in ("params", ["params"], re.compile("params"), lambda path: path == "params"):
+        for call in (
+            lambda: jaxckpt.load_numpy(tmp_path / "c", select=select),
+            lambda: jaxckpt.restore(tmp_path / "c", {"params": 0}, select=select),
+            lambda: jaxckpt.diff(tmp_path / "c", tmp_path / "c", select=select),
+        ):
+            with pytest.raises(jaxckpt.errors.TreeError, match=r"^select: .* matches nothing in .*, which has no leaves"):
+                call()
+    assert jaxckpt.load_numpy(tmp_path / "c", select="**") == {}
     jaxckpt.save(tmp_path / "c", {"a": {}, "b": None}, overwrite=True)
-    assert jaxckpt.load_numpy(tmp_path / "c", select="b") == {"b": None}
+    for select in ("b", ["b"]):
+        assert jaxckpt.load_numpy(tmp_path / "c", select=select) == {"b": None}
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"^select: 'c' matches nothing in .*, which has no leaves$"):
+        jaxckpt.load_numpy(tmp_path / "c", select=["b", "c"])
+
+
+def test_a_trailing_double_star_may_be_no_component(tmp_path: Path) -> None:
+    tree = {"w": 1, "b": {"w": 2}, "wx": 3, "[0]": 4, "0": 5}
+    jaxckpt.save(tmp_path / "c", tree)
+    assert jaxckpt.load_numpy(tmp_path / "c", select="w/**") == {"w": 1}
+    assert jaxckpt.load_numpy(tmp_path / "c", select=["b/**/**"]) == {"b": {"w": 2}}
+    assert jaxckpt.load_numpy(tmp_path / "c", select="**/w/**") == {"w": 1, "b": {"w": 2}}
+    assert jaxckpt.load_numpy(tmp_path / "c", select="**") == tree
+
+
+def test_paths_in_a_list_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pattern: str) -> re.Pattern[str]:
+        raise AssertionError(pattern)
+
+    monkeypatch.setattr(select_module, "_glob", refuse)
+    paths = [f"layers/{number}/w" for number in range(100)]
+    selector = select_module.parse_select([*paths[10:20], "layers/3", "layers/1"])
+    chosen = [path for path, is_chosen in zip(paths, selector.choose(paths), strict=True) if is_chosen]
+    assert chosen == [path for path in paths if selector(path)] == [paths[1], paths[3], *paths[10:20]]
+    assert not any(map(selector, ("layers", "layers/33", "layers/3x", "")))
+    assert selector.tests == ()
+
+
+def test_a_renamed_tree_has_no_empty_containers(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"a": {"w": 1}, "opt": (optax.EmptyState(), None), "none": None})
+    assert jaxckpt.load_numpy(tmp_path / "c", rename={"a": "b"}) == {"b": {"w": 1}}
+    assert jaxckpt.restore(tmp_path / "c", {"b": {"w": 0}, "none": None}, rename={"a": "b"})["b"] == {"w": 1}
 
 
 def test_select_with_a_target_keeps_the_other_leaves(path: Path, tree: Any) -> None:

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._save import running_saves
 
 
 def state(step: int) -> dict[str, Any]:
@@ -120,6 +121,42 @@ def test_on_done_is_checked_immediately_and_its_errors_are_reported(tmp_path: Pa
             checkpoints.wait()
         assert f"after the checkpoint at {tmp_path}/run/00000010 was published" in found.value.__notes__[0]
         assert ([info.path for info in called], checkpoints.steps()) == ([f"{tmp_path}/run/00000010"], [10])
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_an_error_of_on_done_is_raised_only_once(tmp_path: Path, error: type[BaseException]) -> None:
+    def failing(_: jaxckpt.SaveInfo) -> None:
+        raise error
+
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(10, state(10), on_done=failing)
+        with pytest.raises(error):
+            checkpoints.wait()
+        for step in (20, 30):
+            checkpoints.save(step, state(step))
+            checkpoints.wait()
+        assert checkpoints.steps() == [10, 20, 30]
+
+
+def test_a_flush_that_was_interrupted_before_its_thread_started_is_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake_thread = running_saves.wake_thread
+
+    def interrupted() -> None:
+        if any(save.detached for save in running_saves._saves):
+            monkeypatch.setattr(running_saves, "wake_thread", wake_thread)
+            raise KeyboardInterrupt
+        wake_thread()
+
+    monkeypatch.setattr(running_saves, "wake_thread", interrupted)
+    with opened(tmp_path) as checkpoints:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(10, state(10))
+        checkpoints.save(15, state(15))
+        checkpoints.save(20, state(20))
+        checkpoints.wait()
+        assert checkpoints.steps() == [10, 20]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])

@@ -97,7 +97,8 @@ def test_a_pin_does_not_move_to_a_step_that_no_metric_has_chosen(tmp_path: Path,
 
 def test_steps_without_metrics_have_no_best_step(tmp_path: Path) -> None:
     run = jaxckpt.Run(tmp_path, options=FAST)
-    assert run.best_step("loss", "min") is None
+    with pytest.raises(errors.NotACheckpointError, match="the directory does not exist, or is empty"):
+        run.best_step("loss", "min")
     with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpointer:
         checkpointer.save(1, {"w": 1})
     assert run.best_step("loss", "min") is None
@@ -115,6 +116,56 @@ def test_a_missing_step_is_an_error_that_names_others(tmp_path: Path) -> None:
     for call in (lambda: run.metrics(31), lambda: run.add_metrics(31, {"x": 1}), lambda: run.pin(31, "x")):
         with pytest.raises(errors.NotACheckpointError, match=r"has no step 31; the newest steps are 1, 2$"):
             call()
+
+
+def test_steps_are_those_of_the_run_and_not_of_a_folder_beside_it(tmp_path: Path) -> None:
+    """run@40 may be a checkpoint, and run@20 another run."""
+    path = tmp_path / "run"
+    for name in ("40", "best", "paper", "30"):
+        jaxckpt.save(f"{path}@{name}", {"w": np.full(3, 99)}, options=FAST)
+    save(Path(f"{path}@20"), 7)
+    save(path, 10, 20, 40, keep_last=9, keep_best=("loss", "max"))
+    run = jaxckpt.Run(path, options=FAST)
+    run.pin(10, "paper")
+    for step, number in ((40, 40), ("40", 40), ("best", 40), ("paper", 10), (20, 20), ("020", 20), ("latest", 40)):
+        assert run.restore(step)["w"].tolist() == [number] * 3
+        assert run.open(step).step == number
+        assert run.pin(step, "zz", move=True) == number
+        assert run.pins()["zz"] == number
+        assert run.fork(tmp_path / f"fork-{step!r}", step=step) == number
+    with jaxckpt.Checkpointer(path, options=FAST) as checkpointer:
+        assert checkpointer.open(40).step == 40
+        assert checkpointer.restore(20)["w"].tolist() == [20] * 3
+    assert jaxckpt.Run(f"{path}@20").pins() == {}
+    for call in (
+        lambda: run.open(30),
+        lambda: run.restore("30"),
+        lambda: run.pin(30, "x"),
+        lambda: run.fork("f", step=30),
+    ):
+        with pytest.raises(errors.NotACheckpointError, match=r"run has no step 30; the newest steps are 10, 20, 40$"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["a/b", "../run@x", "", "@", "1.5"])
+def test_a_name_that_no_step_can_have(run: str, name: str) -> None:
+    with jaxckpt.Checkpointer(run, options=FAST) as checkpointer:
+        checkpointer.save(1, {"w": 1})
+    steps = jaxckpt.Run(run)
+    for call in (steps.open, steps.restore, steps.metrics, steps.path, lambda name: steps.pin(name, "x")):
+        with pytest.raises(errors.InputError) as error:
+            call(name)
+        assert str(error.value).startswith(
+            f"{run} has no step named {name!r}: give a number, as in {run}@1, or one of "
+        )
+
+
+def test_a_run_without_steps_has_none_with_a_number(run: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.NotACheckpointError, match="run is not a run: the directory does not exist, or is empty"):
+        jaxckpt.Run(run).restore(40)
+    jaxckpt.save(tmp_path / "checkpoint", {"w": 1})
+    with pytest.raises(errors.InputError, match="is a checkpoint; give the directory of a Checkpointer"):
+        jaxckpt.Run(tmp_path / "checkpoint").restore(40)
 
 
 def test_a_killed_move_leaves_both_steps_protected(tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ def test_should_save_raises_what_save_would(tmp_path: Path) -> None:
         with pytest.raises(jaxckpt.errors.InputError, match="must be a number"):
             checkpoints.should_save(1, metrics={"loss": "low"})
         assert checkpoints.should_save(1, metrics={"loss": 0})
+    with jaxckpt.Checkpointer(tmp_path / "c", every=10) as checkpoints:
+        for wrong in ({"a": "x"}, {"a": None}, {1: 2}, [1]):
+            for overwrite in (False, True):
+                with pytest.raises(jaxckpt.errors.InputError, match="metric"):
+                    checkpoints.should_save(30, metrics=wrong, overwrite=overwrite)  # type: ignore[arg-type]
+        assert checkpoints.should_save(30, metrics={"a": 1})
+        checkpoints.save(30, {"x": 1}, metrics={"a": 1})
     checkpoints = jaxckpt.Checkpointer(tmp_path / "b", every=2, fail_fast=True)
     checkpoints.save(2, {"x": 1}, on_done=lambda info: 1 / 0)
     while not checkpoints.pending.done:  # pyright: ignore[reportOptionalMemberAccess]
