@@ -15,9 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 TENSORSTORE = [f"_store.{name}" for name in ("tensors", "fetching", "bucket")]
 """The modules that may import tensorstore."""
 
-JAX_PRIVATE = ["_job.job", "_devices.current_mesh"]
-"""The modules that may import JAX's private modules: for the coordination service, and for the mesh of jax.set_mesh in
-versions of JAX that have no public function for it."""
+JAX_PRIVATE = ["_job.job"]
+"""The modules that may import JAX's private modules, for the coordination service."""
 
 LAYERS = [
     "__main__",

@@ -15,7 +15,6 @@ import processes
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import enable_x64, set_mesh
 
 import jaxckpt
 from jaxckpt._restore import placement as _placing
@@ -144,7 +143,7 @@ def test_boxes_larger_than_a_read_are_assembled_on_the_device(
     }
     jaxckpt.save(tmp_path / "c", tree, options=jaxckpt.Options(chunk_bytes=512, object_bytes=4096))
     wanted = NamedSharding(mesh_of(3, 2), P("x", "y"))
-    with enable_x64(cast == "float64"):
+    with jax.enable_x64(cast == "float64"):
         target: dict[str, Any] = {
             **tree,
             "split": jax.ShapeDtypeStruct((96, 64), cast or "float32", sharding=wanted),
@@ -174,7 +173,7 @@ def test_large_leaves_are_assembled_under_any_mesh_and_checks_of_the_caller(
     value[3, 5] = np.nan
     tree = {"f": jax.device_put(value, NamedSharding(mesh_of(4), P("x"))), "h": jnp.asarray(value, jnp.bfloat16)}
     jaxckpt.save(tmp_path / "c", tree, options=jaxckpt.Options(chunk_bytes=64, object_bytes=512))
-    with set_mesh(mesh_of(2, 4)), jax.debug_nans(True), jax.transfer_guard("disallow"):
+    with jax.set_mesh(mesh_of(2, 4)), jax.debug_nans(True), jax.transfer_guard("disallow"):
         restored = jaxckpt.restore(tmp_path / "c", options=jaxckpt.Options(host_bytes=600))
     assert all(np.asarray(restored[name]).tobytes() == np.asarray(tree[name]).tobytes() for name in tree)
 

@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import enable_x64
 from processes import PROGRAMS, RunProcesses
 
 import jaxckpt
@@ -216,7 +215,7 @@ def test_restore_args_set_sharding_type_and_dtype(tmp_path: Path) -> None:
         restored = found.restore(0, args=ocp.args.PyTreeRestore(item, restore_args=restore_args))
         assert isinstance(restored["w"], np.ndarray)
         restore_args["w"] = ocp.ArrayRestoreArgs(dtype=jnp.float64)
-        with enable_x64(True):
+        with jax.enable_x64(True):
             assert found.restore(0, args=ocp.args.PyTreeRestore(restore_args=restore_args))["w"].dtype == jnp.float64
 
 
@@ -447,7 +446,7 @@ def test_save_args_cast(tmp_path: Path, dtype: Any) -> None:
     ):
         theirs, ours = by_both(tmp_path / str(save.save_args["n"] is None), save, lambda m: m.restore(0))
         assert list(map(kind_of, jax.tree.leaves(ours))) == list(map(kind_of, jax.tree.leaves(theirs)))
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(ValueError, match=r"structure|mismatch"):
         manager(tmp_path / "short").save(0, args=ocp.args.PyTreeSave(state, save_args={"w": asked}))
 
 

@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import enable_x64
 from strategies import bits, fitting, meshes, raw, shape_of, shardings
 
 import jaxckpt
@@ -224,7 +223,7 @@ def test_a_stored_layout_does_not_change_values(data: st.DataObject) -> None:
 @given(st.data())
 def test_64_bits_come_back_if_x64_is_enabled(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
-    with enable_x64(True), tempfile.TemporaryDirectory() as folder:
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as folder:
         arrays = {name: bits(DTYPES[name], (24, 5), 3) for name in strategies.WIDE_DTYPES}
         tree = {
             name: jax.device_put(array, data.draw(shardings(array.shape, [mesh]))) for name, array in arrays.items()
@@ -251,7 +250,7 @@ def test_every_bit_pattern_of_every_dtype_comes_back(name: str, by: tuple[Any, A
     else:
         array = bits(dtype, (4096,), 1)
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    with enable_x64(name in strategies.WIDE_DTYPES):
+    with jax.enable_x64(name in strategies.WIDE_DTYPES):
         tree = {"host": array, "split": jax.device_put(array, NamedSharding(mesh, P("x")))}
         jaxckpt.save(tmp_path / "c", tree, options=saving)
         assert_same(jaxckpt.restore(tmp_path / "c", options=options), tree)

@@ -14,9 +14,8 @@ def order_problem(requested: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) 
     """The problem if a leaf of a target requests a non-default order in device memory."""
     if not isinstance(requested, (Format, jax.ShapeDtypeStruct)):
         return None
-    # Format.layout was Format.device_local_layout before jax 0.7; that of a ShapeDtypeStruct has no public name.
-    names = ("layout", "device_local_layout") if isinstance(requested, Format) else ("_dll",)
-    layout = next((layout for name in names if (layout := getattr(requested, name, None)) is not None), None)
+    # The layout of a ShapeDtypeStruct has no public name.
+    layout = getattr(requested, "layout" if isinstance(requested, Format) else "_dll", None)
     if getattr(layout, "major_to_minor", None) is None:  # Layout.AUTO
         return None
     order, tiling = _order_and_tiling(layout)

@@ -23,15 +23,6 @@ from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent, spec_of
 
-try:
-    from jax import enable_x64
-except ImportError:  # before jax 0.8
-    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-try:
-    from jax import set_mesh
-except ImportError:  # before jax 0.7
-    from jax.sharding import use_mesh as set_mesh  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -40,10 +31,10 @@ def transfer_context(mesh: Mesh | None) -> Generator[None]:
     """A context for JAX calls that move data. It sets the mesh of the data, if any, instead of the caller's mesh. It
     overrides a caller's configuration that checks for NaN or infinity, narrows numbers to 32 bits, forbids transfers,
     or disables jit: without it, a program's `out_shardings` and donated arguments have no effect."""
-    on_mesh = contextlib.nullcontext() if mesh is None else set_mesh(mesh)
+    on_mesh = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
     with (
         on_mesh,
-        enable_x64(True),
+        jax.enable_x64(True),
         jax.debug_nans(False),
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
@@ -109,8 +100,7 @@ def box_replicator(sharding: NamedSharding, sides: tuple[int, ...]) -> Any:
             offsets.append((offset, jnp.clip(offset, 0, max(0, x.shape[dim] - side))))
         # Cut before any computation. Otherwise XLA creates a second array as large as the device's whole piece.
         piece = lax.dynamic_slice(x, [first for _, first in offsets], list(map(min, x.shape, sides)))
-        # jax before 0.7.1 has no jax.memory, and its operations also accept arrays in host memory.
-        if memory_kind(sharding) is not None and hasattr(jax, "memory"):
+        if memory_kind(sharding) is not None:
             piece = jax.device_put(piece, jax.memory.Space.Device)
         bits = _as_bits(piece)
         for dim, (side, (offset, first)) in enumerate(zip(sides, offsets, strict=True)):

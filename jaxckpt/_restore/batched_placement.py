@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.exchange import transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._model.grid import Box, volume
@@ -70,10 +71,8 @@ def rows_per_block(
 
 def _is_mesh_set() -> bool:
     """Whether the caller has set a mesh for uncommitted arrays; True if JAX cannot report it."""
-    if not hasattr(jax.sharding, "get_mesh"):
-        return True
     try:
-        return bool(jax.sharding.get_mesh().shape or jax.sharding.get_abstract_mesh().shape)
+        return mesh_in_context() is not None or bool(jax.sharding.get_abstract_mesh().shape)
     except ValueError:  # get_mesh raises while JAX traces
         return True
 

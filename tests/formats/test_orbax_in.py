@@ -300,7 +300,7 @@ def test_an_unfinished_step_is_never_chosen(manager: Path) -> None:
     shutil.copytree(manager / "ckpt_000006", manager / "ckpt_000008.orbax-checkpoint-tmp")
     uncommitted = manager / "ckpt_000010"  # as on an object store, which renames nothing
     shutil.copytree(manager / "ckpt_000006", uncommitted)
-    (uncommitted / "commit_success.txt").unlink()
+    (uncommitted / "commit_success.txt").unlink(missing_ok=True)  # Orbax before 0.12.5 does not write it
     record = json.loads((uncommitted / "_CHECKPOINT_METADATA").read_text())
     (uncommitted / "_CHECKPOINT_METADATA").write_text(json.dumps(record | {"commit_timestamp_nsecs": None}))
     (manager / "ckpt_000012").mkdir()
@@ -375,6 +375,7 @@ def test_the_folders_of_v1(tmp_path: Path) -> None:
     assert jaxckpt.open(tmp_path / "run").metadata == {"step": 3, "metrics": {"loss": 0.5}}
 
 
+@pytest.mark.skipif(ocp.__version__ == "0.12.0", reason="Orbax 0.12.0 cannot save such a tree")
 def test_a_tree_that_is_one_leaf(tmp_path: Path) -> None:
     for ocdbt in (True, False):
         path = tmp_path / f"{ocdbt}"

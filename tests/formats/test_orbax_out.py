@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
@@ -147,7 +148,8 @@ def test_every_dtype(tmp_path: Path) -> None:
                 convert(tmp_path / "ours", tmp_path / "theirs", format="orbax", overwrite=True)
             continue
         convert(tmp_path / "ours", tmp_path / "theirs", format="orbax", overwrite=True)
-        assert_same(pytree(tmp_path / "theirs", None), {"x": array})
+        if name != "float8_e8m0fnu" or hasattr(tensorstore, name):  # tensorstore 0.1.84 lacks it
+            assert_same(pytree(tmp_path / "theirs", None), {"x": array})
 
 
 @pytest.mark.parametrize("shape", [(1000, 7), (3, 51, 64), (4097,), (1, 8192)])

@@ -9,7 +9,6 @@ import joined  # noqa: F401
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import set_mesh
 
 from jaxckpt._devices.exchange import replicate_box
 from jaxckpt._model.dtypes import DTYPES
@@ -34,7 +33,7 @@ for name, dtype in DTYPES.items():
     host = (raw % 2).astype(dtype) if small else (raw % 16).view(dtype) if "float4" in name else raw.view(dtype)
     for spec, box in WAYS.get(name, EVERY_WAY[:1]):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
-        with set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of these
+        with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of these
             got = replicate_box(array, box)
         wanted = host[tuple(slice(*side) for side in box)]
         for shard in got.addressable_shards:

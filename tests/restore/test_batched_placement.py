@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import enable_x64, set_mesh
 from processes import RunProcesses
 from strategies import bits
 
@@ -64,7 +63,7 @@ def there_and_back(hosts: list[Any], sharding: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("name", "float32 bfloat16 float8_e4m3fn float4_e2m1fn int4 uint2 bool complex64 int64".split())
 def test_bits_are_kept(name: str, tmp_path: Path, transfers: dict[str, int]) -> None:
-    with enable_x64(True):
+    with jax.enable_x64(True):
         hosts = [bits(DTYPES[name], (8, 6), number) for number in range(LEAVES)]
         there_and_back(hosts, NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P("b")), tmp_path / "c")
     if name == "uint2":  # XLA's CPU compiler aborts on programs with it
@@ -91,12 +90,11 @@ def test_on_any_devices(where: str, shape: tuple[int, ...], tmp_path: Path, tran
 
 def test_the_callers_mesh_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
     hosts = [np.float32([number, np.nan]) for number in range(LEAVES)]
-    with set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
+    with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"))), jax.debug_nans(True):
         for place, sharding in enumerate([SingleDeviceSharding(jax.devices()[1]), None]):
             there_and_back(hosts, sharding, tmp_path / str(place))
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, "use_abstract_mesh"), reason="this version of JAX lacks it")
 def test_a_mesh_without_devices_does_not_matter(tmp_path: Path, transfers: dict[str, int]) -> None:
     with jax.sharding.use_abstract_mesh(jax.make_mesh((2, 4), ("x", "y")).abstract_mesh):
         there_and_back(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import set_mesh
 from processes import PASSED, PROGRAMS, RunPython
 
 import jaxckpt
@@ -330,7 +329,7 @@ def test_weak_types_become_strong(tmp_path: Path) -> None:
 
 def test_casts_under_any_configuration_of_jax(tmp_path: Path) -> None:
     tree = {"w": state()["params"]["w"], "x": jnp.array([np.nan, 1.0])}
-    with set_mesh(jax.make_mesh((2,), ("q",))), jax.debug_nans(True), jax.transfer_guard("disallow"):
+    with jax.set_mesh(jax.make_mesh((2,), ("q",))), jax.debug_nans(True), jax.transfer_guard("disallow"):
         jaxckpt.save(tmp_path / "a", tree, dtype=jnp.bfloat16)
     found = jaxckpt.restore(tmp_path / "a")
     assert np.isnan(found.pop("x")).tolist() == [True, False]

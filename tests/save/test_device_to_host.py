@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import enable_x64, set_mesh
 from strategies import bits
 
 import jaxckpt
@@ -67,7 +66,7 @@ def require_equal(path: Path, wanted: dict[str, np.ndarray[Any, Any]]) -> None:
 def test_parts_of_a_shard_keep_their_bits(name: str, save: Save, tmp_path: Path, sent: list[jax.Array]) -> None:
     # The last object of a shard is smaller than the others.
     host = bits(DTYPES[name], (27, 2 * OBJECT_BYTES // 8 // DTYPES[name].itemsize), 0)
-    with enable_x64(True):
+    with jax.enable_x64(True):
         tree = {"x": jax.device_put(host, SingleDeviceSharding(jax.devices()[3]))}
     save(tmp_path / "c", tree)
     assert sent
@@ -178,7 +177,7 @@ def test_the_callers_configuration_does_not_matter(committed: bool, save: Save, 
     host = np.full((64, 128), np.nan, np.float32)
     tree = {"x": jax.device_put(host, jax.devices()[1] if committed else None), "small": jnp.full(3, -jnp.inf)}
     with contextlib.ExitStack() as strict:
-        strict.enter_context(set_mesh(jax.make_mesh((2, 4), ("x", "y"))))
+        strict.enter_context(jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"))))
         strict.enter_context(jax.debug_nans(True))
         strict.enter_context(jax.debug_infs(True))
         strict.enter_context(jax.transfer_guard("disallow_explicit"))

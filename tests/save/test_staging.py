@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_contexts import enable_x64, set_mesh
 from strategies import bits
 
 import jaxckpt
@@ -45,7 +44,7 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("save", [jaxckpt.save, lambda *arguments: jaxckpt.save_async(*arguments).wait()])
 def test_every_dtype_keeps_its_bits(name: str, save: Any, tmp_path: Path, stacked: list[str]) -> None:
     array = bits(DTYPES[name], (8, 32), 0)
-    with enable_x64(True):
+    with jax.enable_x64(True):
         tree = stackable(array, jax.make_mesh((8,), ("d",)))
     save(tmp_path / "c", tree)  # the arrays exist, so x64 does not matter
     assert stacked == ([] if name in ("int2", "uint2") else [name])
@@ -58,7 +57,7 @@ def test_every_dtype_keeps_its_bits(name: str, save: Any, tmp_path: Path, stacke
 def test_the_callers_mesh_does_not_matter(own: Any, others: Any, tmp_path: Path, stacked: list[str]) -> None:
     array = np.arange(64, dtype=np.float32)
     tree = stackable(array, jax.make_mesh((8,), ("d",), axis_types=(own,)))
-    with set_mesh(jax.make_mesh((2, 4), ("x", "y"), axis_types=(others,) * 2)):
+    with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"), axis_types=(others,) * 2)):
         jaxckpt.save(tmp_path / "c", tree)
     assert stacked == ["float32"]
     assert (jaxckpt.load_numpy(tmp_path / "c")["w7"] == array).all()
