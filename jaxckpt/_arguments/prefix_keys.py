@@ -1,4 +1,4 @@
-"""The keys of `specs=`, `dtype=` and `Options.cast`, which are those of the tree: errors for paths, globs and tuples."""
+"""The keys of `specs=`, `dtype=` and `Options.cast` are those of the tree: errors for paths, globs and tuples."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WILDCARD = re.compile(r"[*?]|\[.*\]")
 
 
 def key_problem(argument: str, prefix: str, value: str, paths: Iterable[str]) -> str:
-    """The message for an entry of a pytree prefix that no leaf is at or below, if one of its keys is not a key of a tree
-    but a path, a glob or a tuple of keys; otherwise empty.
+    """The message for an entry of a pytree prefix that no leaf is at or below, if one of its keys is a path, a glob or
+    a tuple of keys instead of a key of the tree; otherwise empty.
 
     `value` is the entry's value as the suggestion writes it, and `paths` are those of the leaves.
     """
@@ -35,8 +35,8 @@ def key_problem(argument: str, prefix: str, value: str, paths: Iterable[str]) ->
     instead = _nested(near[0], value) if near and near[0] else "nested dicts"
     shown = key if kind == "tuples" else repr(key)
     return (
-        f"{argument} has the key {shown}, but the keys of {argument} are the keys of the tree, not {kind}: give {instead},"
-        " or a function of (path, leaf)"
+        f"{argument} has the key {shown}, but the keys of {argument} are the keys of the tree, not {kind}: give"
+        f" {instead}, or a function of (path, leaf)"
     )
 
 

@@ -623,7 +623,7 @@ def test_keys_of_the_tree_may_look_like_paths(tmp_path: Path, mesh: Mesh) -> Non
     jaxckpt.save(tmp_path / "c", tree, mesh=mesh, specs=specs)
     restored = jaxckpt.restore(tmp_path / "c", dtype=dtypes, options=jaxckpt.Options(cast=policies))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(restored)} == {"float16"}
-    with pytest.raises(jaxckpt.errors.InputError, match="int8 for .*no leaf there has that kind of number$"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"int8 for .*no leaf there has that kind of number$"):
         jaxckpt.restore(tmp_path / "c", dtype={"m": {("a", "b"): "int8"}})
 
 
@@ -1152,14 +1152,14 @@ def test_only_selected_empty_containers_are_restored(tmp_path: Path, format: str
 
 def test_a_selection_from_a_tree_without_leaves(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "c", {})
+    nothing = r"^select: .* matches nothing in .*, which has no leaves"
     for select in ("params", ["params"], re.compile("params"), lambda path: path == "params"):
-        for call in (
-            lambda: jaxckpt.load_numpy(tmp_path / "c", select=select),
-            lambda: jaxckpt.restore(tmp_path / "c", {"params": 0}, select=select),
-            lambda: jaxckpt.diff(tmp_path / "c", tmp_path / "c", select=select),
-        ):
-            with pytest.raises(jaxckpt.errors.TreeError, match=r"^select: .* matches nothing in .*, which has no leaves"):
-                call()
+        with pytest.raises(jaxckpt.errors.TreeError, match=nothing):
+            jaxckpt.load_numpy(tmp_path / "c", select=select)
+        with pytest.raises(jaxckpt.errors.TreeError, match=nothing):
+            jaxckpt.restore(tmp_path / "c", {"params": 0}, select=select)
+        with pytest.raises(jaxckpt.errors.TreeError, match=nothing):
+            jaxckpt.diff(tmp_path / "c", tmp_path / "c", select=select)
     assert jaxckpt.load_numpy(tmp_path / "c", select="**") == {}
     jaxckpt.save(tmp_path / "c", {"a": {}, "b": None}, overwrite=True)
     for select in ("b", ["b"]):
