@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -107,7 +107,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _require_spec(specs(path, leaf), path) for path, leaf in leaves}
     if isinstance(specs, str) or _is_spec_entries(specs):
-        entries = (specs,) if isinstance(specs, str) else specs
+        entries: Sequence[Any] = (specs,) if isinstance(specs, str) else specs
         raise SpecError(f"specs is {specs!r}: write PartitionSpec({', '.join(map(repr, entries))})")
     entries = flatten(specs)[0]
     _refuse_bare_specs(specs, entries)
@@ -121,7 +121,7 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
-def _is_spec_entries(value: object) -> bool:
+def _is_spec_entries(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether this is a tuple or list of axis names, as in a PartitionSpec, and not a pytree of specs."""
     if type(value) not in (tuple, list):
         return False
@@ -138,7 +138,7 @@ def _refuse_bare_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
     nodes = jax.tree_util.tree_leaves(
         specs, is_leaf=lambda node: isinstance(node, PartitionSpec) or _is_spec_entries(node)
     )
-    entries = next((node for node in nodes if not isinstance(node, PartitionSpec)), None)
+    entries: Any = next((node for node in nodes if not isinstance(node, PartitionSpec)), None)
     if not _is_spec_entries(entries):
         return
     depth = len(jax.tree_util.tree_flatten_with_path(entries)[0][0][0])
