@@ -92,9 +92,7 @@ class Selector:
             self._require_used(without_leaves, paths, where, saved)
         return chosen
 
-    def _require_used(
-        self, unused: Sequence[Entry], paths: Collection[str], where: str, saved: Iterable[str]
-    ) -> None:
+    def _require_used(self, unused: Sequence[Entry], paths: Collection[str], where: str, saved: Iterable[str]) -> None:
         """Raise TreeError if there are entries that select nothing."""
         if not unused:
             return
