@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxckpt import errors
@@ -58,6 +58,7 @@ _SAME_MEANING: dict[str, dict[str, str]] = {
         "force_overwrite": "save.overwrite",
         "abstract_tree": "restore.target Checkpointer.restore_or_init.init",
         "pytree_like": "restore.target",
+        "rules": "restore.rename",
         **dict.fromkeys(("sharding", "shardings", "template"), "restore.target"),
     },
 }
@@ -275,7 +276,12 @@ def _unknown_keyword(function: Callable[..., Any], parameters: Mapping[str, Any]
     elif (called, name) in _OF_FUNCTION:
         hint = f": {_OF_FUNCTION[called, name]}"
     else:
-        hint = _meaning(name, parameters) or _argument_of_other(name) or _typo(name, parameters)
+        hint = (
+            _meaning(name, parameters)
+            or _other_spelling(name, parameters)
+            or _argument_of_other(called, name)
+            or _typo(name, parameters)
+        )
         if called == "Run" and "Checkpointer" in hint:
             hint = f": a Run only reads{hint.replace(':', ';', 1)}"
     return f"{called} has no argument {name}{hint}"
@@ -305,18 +311,46 @@ def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
     return ""
 
 
-def _argument_of_other(name: str) -> str:
-    """The function that has this argument; empty if none has."""
+def _argument_of_other(called: str, name: str) -> str:
+    """The public function or method that has this argument; empty if none has.
+
+    First the method of a run with the same name, then the functions that most programs call.
+    """
     package = importlib.import_module("jaxckpt")
-    others = ("restore", "save", "save_async", "convert", "Checkpointer")
-    return next(
-        (
-            f": it is an argument of jaxckpt.{other}"
-            for other in others
-            if name in inspect.signature(getattr(package, other)).parameters
-        ),
-        "",
-    )
+    function = called.rpartition(".")[2]
+    places = [f"Run.{function}", f"Checkpointer.{function}", "restore", "save", "save_async", "convert", "Checkpointer"]
+    for place in [*places, "Checkpointer.save", *_public_names(package)]:
+        value = functools.reduce(lambda owner, part: getattr(owner, part, None), place.split("."), package)
+        if callable(value) and name != "self" and name in inspect.signature(value).parameters:
+            return f": it is an argument of jaxckpt.{place}"
+    return ""
+
+
+def _public_names(package: Any) -> Iterator[str]:
+    """The names below "jaxckpt." of the public functions, classes and methods that a program calls."""
+    for module in ("", "rules", "weights"):
+        content = importlib.import_module(f"jaxckpt.{module}") if module else package
+        # A Run first, because a Checkpointer has its methods too.
+        for name in sorted(content.__all__ if content is package else dir(content), key=lambda name: name != "Run"):
+            value = getattr(content, name)
+            place = f"{module}.{name}" if module else name
+            if inspect.isfunction(value) and value.__qualname__ in _public:
+                yield place
+            elif isinstance(value, type) and f"{value.__name__}.__init__" in _public:
+                if name not in _CONSTRUCTED_BY:
+                    yield place
+                yield from (f"{place}.{method}" for method in vars(value) if f"{value.__name__}.{method}" in _public)
+
+
+def _other_spelling(name: str, parameters: Mapping[str, Any]) -> str:
+    """The argument that differs from a keyword only by case or a plural; empty if there is none."""
+    forms = {name.lower(), f"{name.lower()}s", name.lower().removesuffix("s")}
+    own_name = next((ours for ours in parameters if ours in forms), None)
+    return f": did you mean {own_name}?" if own_name is not None else ""
+
+
+_CLOSE = 0.85
+"""The least similarity of a misspelled name: of 6 letters one may be missing, as in "selct", and none be wrong."""
 
 
 def _typo(name: str, parameters: Mapping[str, Any]) -> str:
@@ -324,7 +358,7 @@ def _typo(name: str, parameters: Mapping[str, Any]) -> str:
     options = _parameters("Options") if "options" in parameters else ()
     names = [ours for ours in (*parameters, *options) if ours != "self"]
     without_unit = [ours for ours in names if ours.startswith(f"{name}_")]
-    near = without_unit if len(without_unit) == 1 else difflib.get_close_matches(name, names, n=1)
+    near = without_unit if len(without_unit) == 1 else difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if not near:
         return ""
     return f": did you mean {near[0]}?" if near[0] in parameters else f": did you mean Options({near[0]}=…)?"

@@ -118,6 +118,37 @@ def test_an_argument_of_another_function_is_named(name: str, unknown: str, hint:
 
 
 @pytest.mark.parametrize(
+    ("name", "unknown", "hint"),
+    [
+        *((name, "rules", "use rename") for name in ("load_numpy", "open", "restore", "convert", "diff")),
+        ("save", "rules", "use rename of jaxckpt.restore"),
+        ("restore", "metrics", "it is an argument of jaxckpt.Checkpointer.save"),
+        ("Run.restore", "metric", "it is an argument of jaxckpt.Run.best_step"),
+        ("Checkpoint.plan", "metrics", "it is an argument of jaxckpt.Checkpointer.save"),
+        ("Run.best_step", "metrics", "did you mean metric?"),
+        ("restore", "threads", ""),
+        ("restore", "rate", ""),
+        ("restore", "name", "it is an argument of jaxckpt.Run.pin"),
+        ("restore", "poll_seconds", "it is an argument of jaxckpt.Run.follow"),
+        ("Checkpointer", "poll_seconds", "it is an argument of jaxckpt.Run.follow"),
+        ("Run.pin", "mode", "it is an argument of jaxckpt.Run.best_step"),
+        ("Run.best_step", "move", "it is an argument of jaxckpt.Run.pin"),
+        ("Run.follow", "rate", ""),
+        ("convert", "rate", ""),
+        ("save", "metrics", "it is an argument of jaxckpt.Checkpointer.save"),
+        ("save", "step", "it is an argument of jaxckpt.Checkpointer.save"),
+        ("restore", "step", "it is an argument of jaxckpt.Run.restore"),
+        ("restore", "selct", "did you mean select?"),
+        ("restore", "mash", ""),
+    ],
+)
+def test_a_hint_is_right_or_absent(name: str, unknown: str, hint: str) -> None:
+    function = CALLABLES[name]
+    expected = f"{name} has no argument {unknown}" + (f": {hint}" if hint else "")
+    assert message(function, *arguments(function), **{unknown: 1}).replace("Checkpoint.plan", name) == expected
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ("max_to_keep", "Orbax's max_to_keep is keep_last here"),

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxckpt._arguments.prefix_keys import is_meant_for, key_problem
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._model.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
-from jaxckpt._model.paths import closest_hint, longest_prefix
+from jaxckpt._model.paths import closest_hint, longest_prefix, relative_path
 from jaxckpt._model.pieces import Array, assign
 from jaxckpt._options import CAST_POLICIES, CastPolicies
 from jaxckpt.errors import InputError, Problem, show_path
@@ -95,9 +96,18 @@ def _requested_dtypes(requested: Dtypes, leaves: Sequence[Castable]) -> list[tup
             leaf_dtypes.append((leaf, by_prefix[head]))
     if unused:
         path, dtype = next(iter(unused.items()))
-        hint = closest_hint(path, (leaf.path for leaf in leaves)) if path else ""
-        raise InputError(f"dtype= gives {dtype} for {show_path(path)}, but no leaf there has that kind of number{hint}")
+        raise _unused_error(path, dtype, [leaf.path for leaf in leaves])
     return leaf_dtypes
+
+
+def _unused_error(prefix: str, dtype: np.dtype[Any], paths: Sequence[str]) -> InputError:
+    """The error for an entry of `dtype=` that applies to no leaf."""
+    if problem := key_problem("dtype", prefix, f'"{dtype}"', paths):
+        return InputError(problem)
+    if any(relative_path(prefix, path) is not None for path in paths) or not prefix:
+        return InputError(f"dtype= gives {dtype} for {show_path(prefix)}, but no leaf there has that kind of number")
+    hint = closest_hint(prefix, paths)
+    return InputError(f"dtype= gives {dtype} for {show_path(prefix)}, but no leaf is at or below that path{hint}")
 
 
 def _is_dtype(value: object) -> bool:
@@ -128,7 +138,8 @@ def _is_same_kind(own: np.dtype[Any] | None, requested: np.dtype[Any]) -> bool:
 def resolve_policies(requested: CastPolicies, paths: Sequence[str], leaves: Iterable[Any]) -> dict[str, str]:
     """What `Options.cast` allows for each leaf, by path. Raises InputError if an entry is not a policy.
 
-    Entries that match no leaf are ignored: options serve several calls, and a cast without an entry is refused.
+    Entries that match no leaf are ignored, because options serve several calls, and a cast without an entry is refused:
+    all except those that would match if they were paths.
     """
     if isinstance(requested, str):
         return dict.fromkeys(paths, requested)
@@ -136,8 +147,13 @@ def resolve_policies(requested: CastPolicies, paths: Sequence[str], leaves: Iter
         by_path = zip(paths, leaves, strict=True)
         return {path: _policy(requested(path, leaf) or "safe", path) for path, leaf in by_path}
     by_prefix = {entry.path: _policy(entry.value, entry.path) for entry in flatten(requested)[0]}
-    heads = ((path, longest_prefix(path, by_prefix)) for path in paths)
-    return {path: "safe" if head is None else by_prefix[head] for path, head in heads}
+    heads = {path: longest_prefix(path, by_prefix) for path in paths}
+    for prefix in by_prefix.keys() - set(heads.values()):
+        if is_meant_for(prefix, paths) and (
+            problem := key_problem("Options.cast", prefix, f'"{by_prefix[prefix]}"', paths)
+        ):
+            raise InputError(problem)
+    return {path: "safe" if head is None else by_prefix[head] for path, head in heads.items()}
 
 
 def _policy(value: object, path: str) -> str:

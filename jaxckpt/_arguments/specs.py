@@ -6,14 +6,15 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxckpt._arguments.pytree import flatten
+from jaxckpt._arguments.prefix_keys import key_problem
+from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._model.paths import closest_hint, longest_prefix, relative_path, unescape_key
+from jaxckpt._model.paths import closest_hint, longest_prefix
 from jaxckpt._options import Options
 from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
 
@@ -105,10 +106,12 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
         raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
         return {path: _require_spec(specs(path, leaf), path) for path, leaf in leaves}
-    if isinstance(specs, (str, tuple, list)) and not isinstance(specs, PartitionSpec) and _is_spec_entries(specs):
-        entries = (specs,) if isinstance(specs, str) else specs
+    if isinstance(specs, str) or _is_spec_entries(specs):
+        entries: Sequence[Any] = (specs,) if isinstance(specs, str) else specs
         raise SpecError(f"specs is {specs!r}: write PartitionSpec({', '.join(map(repr, entries))})")
-    by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in flatten(specs)[0]}
+    entries = flatten(specs)[0]
+    _refuse_bare_specs(specs, entries)
+    by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in entries}
     chosen = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
     used = set(chosen.values())
     # One spec for all leaves is valid even if there are no leaves.
@@ -118,22 +121,35 @@ def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dic
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
-def _is_spec_entries(values: Iterable[object]) -> bool:
-    """Whether these are axis names, as in a PartitionSpec, and not a pytree of specs."""
-    entries = [entry for value in values for entry in (value if isinstance(value, tuple) else (value,))]
-    return any(isinstance(entry, str) for entry in entries) and all(isinstance(e, str | None) for e in entries)
+def _is_spec_entries(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether this is a tuple or list of axis names, as in a PartitionSpec, and not a pytree of specs."""
+    if type(value) not in (tuple, list):
+        return False
+    entries = [entry for entry in cast("Sequence[object]", value) if entry is not None]
+    names = [name for entry in entries for name in (cast("Any", entry) if type(entry) is tuple else (entry,))]
+    return bool(names) and all(isinstance(name, str) for name in names)
+
+
+def _refuse_bare_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
+    """Raise SpecError if an entry of `specs`, which has these leaves, is a tuple or list of axis names."""
+    invalid = next((leaf for leaf in leaves if not isinstance(leaf.value, PartitionSpec)), None)
+    if invalid is None or not isinstance(invalid.value, str):
+        return
+    nodes = jax.tree_util.tree_leaves(
+        specs, is_leaf=lambda node: isinstance(node, PartitionSpec) or _is_spec_entries(node)
+    )
+    entries: Any = next((node for node in nodes if not isinstance(node, PartitionSpec)), None)
+    if not _is_spec_entries(entries):
+        return
+    depth = len(jax.tree_util.tree_flatten_with_path(entries)[0][0][0])
+    path = "/".join(invalid.path.split("/")[:-depth])
+    raise SpecError(f"specs has {entries!r} at {show_path(path)}: write PartitionSpec({', '.join(map(repr, entries))})")
 
 
 def _unused_error(prefix: str, paths: Sequence[str]) -> SpecError:
     """The error for an entry of `specs` that no array leaf is at or below."""
-    as_path = prefix.replace("~1", "/")
-    if as_path != prefix and any(relative_path(as_path, path) is not None for path in paths):
-        keys = [unescape_key(component) for component in as_path.split("/")]
-        nested = "".join(f'{{"{key}": ' for key in keys) + "PartitionSpec(…)" + "}" * len(keys)
-        return SpecError(
-            f"specs has the key {as_path!r}, but the keys of specs are the keys of the tree, not paths: give {nested},"
-            " or a function of (path, leaf)"
-        )
+    if problem := key_problem("specs", prefix, "PartitionSpec(…)", paths):
+        return SpecError(problem)
     hint = closest_hint(prefix, paths)
     return SpecError(f"specs has {show_path(prefix)}, but no array leaf is at or below that path{hint}")
 

@@ -81,18 +81,18 @@ class StagingQueue:
             if self._items.empty():
                 yield None
             try:
-                one = self._items.get(timeout=POLL_SECONDS)
+                item = self._items.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if self._feeder.is_running():
                     continue
                 try:  # once more, because the caller may have put an object just before it ended
-                    one = self._items.get_nowait()
+                    item = self._items.get_nowait()
                 except queue.Empty:
                     raise KeyboardInterrupt("the thread that called save was interrupted") from None
-            if not isinstance(one, _End):
-                yield one
-            elif one.error is not None:
-                raise one.error
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
             else:
                 return
 

@@ -40,12 +40,12 @@ def write(
             with save.call.watchdog.operation(f"writing to {save.store.url}"):
                 save.store.put(name, save.state, sync=save.options.sync)
             state = len(save.state), hashlib.sha256(save.state).hexdigest()
-    objects = [(obj.stack, obj.index_key, one.length, one.digest, one.content) for obj, one in written]
-    linked_bytes = sum(one.length for _, one in written if one.linked)
+    objects = [(obj.stack, obj.index_key, record.length, record.digest, record.content) for obj, record in written]
+    linked_bytes = sum(record.length for _, record in written if record.linked)
     unlinked = Counter[str]()
-    for _, one in written:
-        if one.unlinked:
-            unlinked[one.unlinked] += one.length
+    for _, record in written:
+        if record.unlinked:
+            unlinked[record.unlinked] += record.length
     return Share(objects, linked_bytes, state, save.call.phases.manifest_seconds(), unlinked), written
 
 
@@ -71,8 +71,8 @@ def _write_objects(
             indices: dict[int, list[tuple[int, ...]]] = {}
             for obj, _ in written:
                 indices.setdefault(obj.stack, []).append(obj.index)
-            for stack, found in indices.items():
-                store.sync_folders(data, save.plan.stacks[stack], found)
+            for stack, stack_indices in indices.items():
+                store.sync_folders(data, save.plan.stacks[stack], stack_indices)
     return written
 
 
@@ -81,10 +81,10 @@ def _timed(staged: Iterable[StagedObject | None], phases: Phases) -> Iterator[St
     while True:
         with phases.timed("device_to_host"):
             try:
-                one = next(waiting)
+                staged_object = next(waiting)
             except StopIteration:
                 return
-        yield one
+        yield staged_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -439,7 +439,7 @@ def test_an_older_step_that_another_job_publishes_stays(
             with monkeypatch.context() as elsewhere:  # as in another process, where no save is in progress
                 elsewhere.setattr(_call, "_running_calls", [])
                 elsewhere.setattr(_background, "_writer_thread", None)
-                jaxckpt.save(checkpoints.path(3), state(3), options=FAST)
+                jaxckpt.save(f"{directory}/00000003", state(3), options=FAST)  # path(3) would list
         return found
 
     monkeypatch.setattr(kind, "folders", then_published)
