@@ -157,12 +157,19 @@ def _round_trip_json(value: Any, what: str, encoded: Callable[[], Any] | None = 
         plain = json.loads(text)
         same = bool(plain == value) and (encoded is None or encoded() == plain)
     except (TypeError, ValueError, RecursionError) as error:
-        reason = error if isinstance(error, RecursionError) else next(_non_json(value, what), error)
-        raise InputError(f"{what} must be plain JSON: {reason}") from error
+        raise InputError(f"{what} must be plain JSON: {_first_non_json(value, what) or error}") from error
     if not same:
-        reason = next(_non_json(value, what), "decoding it would not return an equal value")
+        reason = _first_non_json(value, what) or "decoding it would not return an equal value"
         raise InputError(f"{what} must be plain JSON: {reason}")
     return plain
+
+
+def _first_non_json(value: Any, what: str) -> str | None:
+    """The first thing in a value that is not JSON; None if there is nothing, or if the value is nested too deep."""
+    try:
+        return next(_non_json(value, what), None)
+    except RecursionError:
+        return None
 
 
 def _non_json(value: Any, where: str) -> Iterator[str]:

@@ -354,6 +354,10 @@ def test_metadata_that_no_reader_accepts_is_not_written(tmp_path: Path) -> None:
         deep = [deep]
     with pytest.raises(jaxckpt.errors.InputError, match="metadata"):
         jaxckpt.save(tmp_path / "deep", {"x": 1}, metadata=deep)
+    circular: list[Any] = []
+    circular.append(circular)
+    with pytest.raises(jaxckpt.errors.InputError, match=r"metadata must be plain JSON: .*[Cc]ircular"):
+        jaxckpt.save(tmp_path / "circular", {"x": 1}, metadata=circular)
     with pytest.raises(jaxckpt.errors.InputError, match="bytes long, over"):
         jaxckpt.save(tmp_path / "large", {"x": 1}, metadata="x" * (65 << 20))
     assert not list(tmp_path.glob("*/*"))
