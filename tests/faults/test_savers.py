@@ -115,8 +115,16 @@ def test_three_threads_on_one_path(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Orbax raises some
-@pytest.mark.parametrize("api", ["CheckpointManager", "StandardCheckpointer"])
-@pytest.mark.fault(13, "two processes save to one path", PROMISE, full=100, system="orbax")
+@pytest.mark.parametrize(
+    "api",
+    [
+        pytest.param(
+            api,
+            marks=pytest.mark.fault(13, f"two processes save to one path, {api}", PROMISE, full=100, system="orbax"),
+        )
+        for api in ("CheckpointManager", "StandardCheckpointer")
+    ],
+)
 def test_two_savers_with_orbax(fault: Fault, tmp_path: Path, api: str) -> None:
     if not fault.campaign:
         pytest.skip("only in the campaign")

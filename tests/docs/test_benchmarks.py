@@ -1,4 +1,4 @@
-"""The comparison of benchmark results finds a slowdown, and ignores a contender that became faster."""
+"""Benchmarks: the comparison of results finds a slowdown, and the benchmark of phases times functions that exist."""
 
 from __future__ import annotations
 
@@ -53,3 +53,11 @@ def test_a_failed_case_and_an_empty_comparison_are_failures(tmp_path: Path) -> N
     results["runs"][0]["failed"] = "exit [1]"
     assert "failed: exit [1]" in compare(tmp_path, results).stderr
     assert "no case is in both files" in compare(tmp_path, {**results, "runs": []}).stderr
+
+
+def test_every_phase_of_a_restore_is_timed(tmp_path: Path) -> None:
+    script, result = str(ROOT / "benchmarks/phases.py"), tmp_path / "phases.json"
+    command = [sys.executable, script, *"--quick --workload b --rounds 1 --dir".split(), str(tmp_path)]
+    subprocess.run([*command, "--json", str(result)], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    phases = json.loads(result.read_text())["median_seconds"]["b"]["restore"]
+    assert 0 < sum(seconds for phase, seconds in phases.items() if phase != "total") <= 1.001 * phases["total"]
