@@ -140,7 +140,8 @@ class Call:
                 with contextlib.suppress(ValueError):  # another thread has
                     _running_calls.remove(entry)
         if error is not None and error is not self.notified_error and not self.is_handed_over and self.count > 1:
-            with contextlib.suppress(type(error)), self.rendezvous(f"calling {self.verb}"):
+            # A RuntimeError: no thread can be started to notify the others, as while Python 3.12.1 shuts down.
+            with contextlib.suppress(type(error), RuntimeError), self.rendezvous(f"calling {self.verb}"):
                 raise error
 
     def rendezvous(self, what: str) -> Rendezvous:

@@ -62,6 +62,10 @@ def test_grid_cells_contain_every_element_once(data: st.DataObject) -> None:
         assert _grid.touched_cells(box, sides) == tuple((i, i + 1) for i in index)
 
 
+def test_an_empty_grid_has_no_cells_however_large_its_other_dimensions_are() -> None:
+    assert list(_grid.grid_cells((0, 1 << 60), (1, 1))) == []
+
+
 @given(st.data())
 def test_touched_returns_the_cells_that_a_box_intersects(data: st.DataObject) -> None:
     shape = data.draw(strategies.sides(2, 12))

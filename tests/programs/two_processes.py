@@ -355,7 +355,10 @@ def an_exchange_after_the_main_thread(folder: str) -> None:
     def last() -> None:
         threading.main_thread().join()
         lines.clear()
-        attempt(lambda: jaxckpt.save_async(f"{folder}/c", tree, mesh=mesh, specs=P(None, "data"), options=OPTIONS))
+        try:
+            attempt(lambda: jaxckpt.save_async(f"{folder}/c", tree, mesh=mesh, specs=P(None, "data"), options=OPTIONS))
+        except RuntimeError as error:
+            lines.append(f"RuntimeError: {error}")
         print(json.dumps({"after the main thread": lines}), flush=True)
 
     threading.Thread(target=last).start()

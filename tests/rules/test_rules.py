@@ -349,6 +349,9 @@ def test_one_error_lists_all_mismatches(tmp_path: Path) -> None:
         ({"source": "a.{i}", "target": "b"}, "needs a layout"),
         ({"source": "a", "target": "b", "layout": "x y -> y"}, "must be the same"),
         ({"source": "a", "target": "b", "layout": "(x y -> x y"}, "cannot be parsed"),
+        ({"source": "a", "target": "b", "layout": "x y"}, "must be of the form 'a b -> b a'"),
+        ({"source": "a", "target": "b", "layout": "(x 2y) -> x"}, r"cannot be parsed at '\(x 2y\)'"),
+        ({"source": "a", "target": "b", "layout": "x x -> x"}, "has an axis twice on one side"),
         ({"source": ("a", "b"), "target": ("c", "d")}, "two rules"),
         ({"source": ("a.{i}", "b"), "target": "c.{i}"}, "same numbers"),
         ({"source": "a", "target": "b", "layout": "x y -> y x", "sizes": {"z": 2}}, "not an axis"),
@@ -410,6 +413,43 @@ def test_a_huge_number_in_a_path_takes_no_memory(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "b", {f"h.{'9' * 5000}": np.ones(2)})
     with pytest.raises(jaxckpt.MismatchError, match="matches nothing"):
         jaxckpt.load_numpy(tmp_path / "b", rename=Rules([Rule(source="h.{i}", target="w/{i}")]))
+
+
+SIX = np.zeros((6, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule", "expected"),
+    [
+        ({"a": "text"}, {}, "'a' is a str, not a numeric array"),
+        ({"a": SIX}, {"layout": "(x y) z -> x y z"}, "does not determine the sizes of x and y: give them in sizes="),
+        ({"a": SIX}, {"layout": "(x y) z -> x y z", "sizes": {"x": 4}}, "6, which is not divisible by 4"),
+        ({"a": SIX}, {"layout": "(x y) z -> x y z", "sizes": {"x": 4, "y": 2}}, r"of 6, but '\(x y\)' is 8"),
+        ({"a": SIX}, {"target": ("b", "c", "d", "e")}, "has a dimension of 6, which is not 4 equal parts"),
+        ({"a": SIX}, {"target": ("b", "c"), "axis": 2}, "has no dimension 2"),
+        ({"a": SIX}, {"target": ("b", "c"), "parts": (5, 2)}, r"parts \[5, 2\] do not add up to the dimension of 6"),
+        ({"a": SIX, "b": SIX[:, :3]}, {"source": ("a", "b"), "target": "c"}, "cannot be joined along dimension 0"),
+        ({"a": SIX, "b": SIX}, {"source": ("a", "b"), "target": "c", "parts": (6, 5)}, "are not the parts"),
+        ({"a": SIX.astype("complex64")}, {"scale": 2}, "is complex, and scale and offset are for real numbers"),
+        (
+            {"l": {"0": SIX, "1": SIX[1:]}},
+            {"source": "l/{i}", "target": "w", "layout": "x y -> i x y"},
+            r"'l/1' is float32\[5, 4\], and others are float32\[6, 4\]",
+        ),
+        (
+            {"l": {"0": SIX, "1": SIX}, "m": {"0": SIX}},
+            {"source": ("l/{i}", "m/{i}"), "target": "w/{i}"},
+            "m/1 is missing",
+        ),
+    ],
+)
+def test_leaves_that_a_rule_does_not_fit_are_an_error(
+    tmp_path: Path, tree: Any, rule: dict[str, Any], expected: str
+) -> None:
+    jaxckpt.save(tmp_path / "a", tree)
+    rules = Rules([Rule(**{"source": "a", "target": "w", **rule})])
+    with pytest.raises(jaxckpt.MismatchError, match=expected):
+        jaxckpt.load_numpy(tmp_path / "a", rename=rules)
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,19 @@ def test_a_failed_first_save_leaves_no_folder(
     assert not path.exists() or not list(path.iterdir())
     save(path)
     assert jaxckpt.load_numpy(path)["w"].shape == (9,)
+
+
+@pytest.mark.parametrize(
+    ("tree", "arguments", "expected"),
+    [
+        ({"w": np.ma.masked_array([1.0, 2.0], [True, False])}, {}, "'w' is a MaskedArray; make it a plain array"),
+        ({"w": np.zeros(3)}, {"process_state": ["a"]}, "process_state must be a mapping of names"),
+        ({"w": np.empty((0, 1 << 40), "float32")}, {}, "would have 8388608 chunks: give larger Options.chunk_bytes"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_nothing(
+    tmp_path: Path, tree: Any, arguments: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(jaxckpt.JaxckptError, match=expected):
+        jaxckpt.save(tmp_path / "c", tree, **arguments)
+    assert not (tmp_path / "c").exists()
