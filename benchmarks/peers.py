@@ -65,7 +65,7 @@ take turns with jaxckpt in one process. Larger groups do not fit into 24 GiB, be
 WIDTHS = tuple((key, 1, TMPFS, (_PLAIN,)) for key in ("e-small", "e-wide", "f-small", "f-wide"))
 """Run only if chosen with --workload."""
 
-ROUNDS = 5
+ROUNDS = 4
 LIMIT_SECONDS = 3600
 SAME = ("workload", "processes", "filesystem")
 """A run replaces an earlier run in the results if it has the same values of these fields."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._inspect.drawing import byte_bars
+from jaxckpt._inspect.drawing import byte_bars, layout_drawing, show_ids
+from jaxckpt._model.records import MeshRecord
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TIMEOUT = 20_000  # milliseconds
@@ -344,6 +345,22 @@ def test_bars_of_bytes_open_the_largest_containers_that_fit() -> None:
     assert bars_of({f"w{n:02}": 1 for n in range(20)})[-2:] == ["w10: 1 B", "… 9 more: 9 B"]
     assert bars_of({"": 8}) == [": 8 B"]
     assert bars_of({}) == bars_of({"step": 0}) == []
+
+
+def test_a_layout_over_many_devices_draws_the_first_five_and_the_last_two_cells_of_each_side() -> None:
+    mesh = MeshRecord({"x": 16, "y": 32}, list(range(512)), ["Auto", "Auto"])
+    drawn = str(layout_drawing(mesh, (("x",), ("y",)), 2, ""))
+    boxes = re.findall(r'data-box="(\d+) (\d+)" data-devices="[^"\d]*(\d+)', drawn)
+    rows, columns = [0, 1, 2, 3, 4, 14, 15], [0, 1, 2, 3, 4, 30, 31]
+    assert [tuple(map(int, box)) for box in boxes] == [(x, y, 32 * x + y) for x in rows for y in columns]
+    assert drawn.count("⋯") == drawn.count("⋮") == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"), [(range(4, 9), "4–8"), ([0, 4], "0, 4"), (range(0, 64, 8), "0, 8, …, 56"), ([3], "3")]
+)
+def test_ids_of_devices_take_few_characters(ids: Sequence[int], text: str) -> None:
+    assert show_ids(ids) == text
 
 
 def test_the_seconds_of_each_process_are_in_the_manifest(checkpoint: Path) -> None:
