@@ -18,5 +18,5 @@ def test_help_describes_every_option() -> None:
 
 def test_a_storage_setting_that_is_not_json_is_an_error() -> None:
     options = jaxckpt.Options(storage={"s3_request_concurrency": {1}})
-    with pytest.raises(jaxckpt.errors.InputError, match=r"Options\.storage must hold JSON values: .*set"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"Options\.storage does not fit .*'set'"):
         jaxckpt.load_numpy("s3://bucket/step", options=options)

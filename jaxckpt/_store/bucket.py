@@ -127,10 +127,7 @@ class Bucket:
     def at(cls, url: str, options: Options) -> Self:
         spec = _spec_of(url, options.storage or {})
         path = spec.pop("path", "")
-        try:
-            return cls(url, json.dumps(spec), path, options.retry_seconds, options.host_bytes // 4)
-        except TypeError as error:
-            raise InputError(f"Options.storage must hold JSON values: {error}") from None
+        return cls(url, json.dumps(spec), path, options.retry_seconds, options.host_bytes // 4)
 
     def require_writable(self) -> None:
         if json.loads(self.spec)["driver"] == "http":
