@@ -7,10 +7,10 @@
 #   make check   lint, types, docs, examples; one job per core (JOBS)
 #   make tpu     compile every device program for TPUs; needs no TPU; takes a minute, downloads 137 MB
 #   make gpu     on a machine with a GPU: check correctness, then measure speed; 8 minutes; see docs/accelerators.md
-#   make faults  run the complete fault campaign and write docs/reliability.md; takes an hour, including ten minutes
+#   make faults  run the complete fault campaign and write docs/reliability.md; takes 80 minutes, ten of them
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
-#   make bench   measure saves and restores compared with Orbax, PyTorch DCP, safetensors and one plain file, in less
-#                than two hours; ARGS=--quick only checks that it runs, ARGS="--workload b" runs one workload
+#   make bench   measure saves and restores compared with Orbax, PyTorch DCP, safetensors and one plain file, in about
+#                an hour; ARGS=--quick only checks that it runs, ARGS="--workload b" runs one workload
 
 # The default is the first Python that is new enough; PYTHON=/path/to/python3 chooses another one. Each minor version
 # has its own stamp file, so that a change of version recreates the environment.

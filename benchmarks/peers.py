@@ -1,6 +1,6 @@
 """Times of saves and restores: jaxckpt compared with Orbax, PyTorch DCP, safetensors and one plain file.
 
-    python benchmarks/peers.py                                    all cases: about two hours
+    python benchmarks/peers.py                                    all cases: about an hour
     python benchmarks/peers.py --workload b --dir /dev/shm        one workload, one folder
     python benchmarks/peers.py --quick                            small trees, one round: checks only that it runs
 
