@@ -56,7 +56,6 @@ CASES: tuple[tuple[str, int, str, tuple[tuple[str, ...], ...]], ...] = (
     ("e", 4, TMPFS, (_PLAIN,)),
     ("f", 4, TMPFS, (_PLAIN,)),
     ("b", 4, TMPFS, (("one plain file", "Orbax no OCDBT"),)),
-    ("b", 1, DISK, (("one plain file", "Orbax v1"),)),
 )
 """(workload, number of processes, folder, groups of contenders), the most important first. The contenders of a group
 take turns with jaxckpt in one process. Larger groups do not fit into 24 GiB, because freed memory stays in the process.
