@@ -46,9 +46,11 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
 def timed(places: tuple[tuple[Any, str, str], ...], laps: dict[str, float]) -> Iterator[None]:
     """Add up the seconds of functions, each given as (module, name, phase)."""
     originals = [getattr(module, name) for module, name, _ in places]
+    uncalled = {name for _, name, _ in places}
 
-    def timing(call: Any, phase: str) -> Any:
+    def timing(call: Any, name: str, phase: str) -> Any:
         def timed_call(*args: Any, **named: Any) -> Any:
+            uncalled.discard(name)
             begun = time.perf_counter()
             try:
                 return call(*args, **named)
@@ -58,11 +60,11 @@ def timed(places: tuple[tuple[Any, str, str], ...], laps: dict[str, float]) -> I
         return timed_call
 
     for (module, name, phase), original in zip(places, originals, strict=True):
-        setattr(module, name, timing(original, phase))
+        setattr(module, name, timing(original, name, phase))
     try:
         yield
-        if missing := {phase for _, _, phase in places} - laps.keys():
-            raise SystemExit(f"no timed function of these phases was called: {sorted(missing)}")
+        if uncalled:
+            raise SystemExit(f"these timed functions were not called: {sorted(uncalled)}")
     finally:
         for (module, name, _), original in zip(places, originals, strict=True):
             setattr(module, name, original)

@@ -354,9 +354,9 @@ def divisors(n: int) -> tuple[int, ...]:
 
 def grid_cells(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:
     """(grid index, box clipped to the array) of every cell of a regular grid with these sides."""
-    counts = [-(-n // side) for n, side in zip(shape, sides, strict=True)]
-    if not all(counts):
+    if 0 in shape:
         return  # `product` would first list the whole range of every other dimension
+    counts = (-(-n // side) for n, side in zip(shape, sides, strict=True))
     for index in itertools.product(*map(range, counts)):
         yield (
             index,

@@ -61,3 +61,4 @@ def test_every_phase_of_a_restore_is_timed(tmp_path: Path) -> None:
     subprocess.run([*command, "--json", str(result)], check=True, timeout=120, stdout=subprocess.DEVNULL)
     phases = json.loads(result.read_text())["median_seconds"]["b"]["restore"]
     assert 0 < sum(seconds for phase, seconds in phases.items() if phase != "total") <= 1.001 * phases["total"]
+    assert min(phases.values()) >= 0, "no time is counted twice"
