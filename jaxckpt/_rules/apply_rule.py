@@ -214,13 +214,14 @@ def _unit(piece: MappedSource, chunk: Sequence[int]) -> tuple[int, ...]:
     taken = dict.fromkeys(piece.stacked, 1)
     for dim, side in zip(piece.layout.source, chunk, strict=True):
         for number, axis in enumerate(dim):
-            inner = math.prod(sizes[later] for later in dim[number + 1 :])
+            inner = max(1, math.prod(sizes[later] for later in dim[number + 1 :]))  # an axis may be empty
             taken[axis] = min(sizes[axis], max(1, side // inner))
             side = min(side, inner)
     unit: list[int] = []
     for dim in piece.layout.target:
         outer = next((number for number, axis in enumerate(dim) if taken[axis] > 1), len(dim))
-        unit.append(math.prod([taken[axis] for axis in dim[outer : outer + 1]] + [sizes[a] for a in dim[outer + 1 :]]))
+        n_taken = math.prod([taken[axis] for axis in dim[outer : outer + 1]] + [sizes[a] for a in dim[outer + 1 :]])
+        unit.append(max(1, n_taken))
     return tuple(unit)
 
 

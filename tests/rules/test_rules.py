@@ -415,6 +415,26 @@ def test_a_huge_number_in_a_path_takes_no_memory(tmp_path: Path) -> None:
         jaxckpt.load_numpy(tmp_path / "b", rename=Rules([Rule(source="h.{i}", target="w/{i}")]))
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout", "sizes", "expected"),
+    [
+        ((0, 16), "(a b) m -> a b m", {"a": 3}, (3, 0, 16)),
+        ((0, 16), "(a b) m -> m (b a)", {"a": 3}, (16, 0)),
+        ((16, 0), "a (b c) -> a b c", {"b": 2}, (16, 2, 0)),
+        ((3, 0, 16), "a b m -> (a b) m", {}, (0, 16)),
+        ((8, 0), "a b -> (a b)", {}, (0,)),
+    ],
+)
+def test_a_layout_of_an_empty_leaf(
+    tmp_path: Path, shape: tuple[int, ...], layout: str, sizes: dict[str, int], expected: tuple[int, ...]
+) -> None:
+    jaxckpt.save(tmp_path / "a", {"z": np.zeros(shape, "float32")})
+    rules = Rules([Rule(source="z", target="w", layout=layout, sizes=sizes)])
+    assert jaxckpt.load_numpy(tmp_path / "a", rename=rules)["w"].shape == expected
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=rules)
+    assert jaxckpt.verify(tmp_path / "b").ok
+
+
 SIX = np.zeros((6, 4), "float32")
 
 
