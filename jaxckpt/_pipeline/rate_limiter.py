@@ -1,4 +1,4 @@
-"""The rate at which a save writes: `Options.max_bytes_per_second`, until the save must hurry."""
+"""How fast a save writes: at `Options.max_bytes_per_second`, and beside a training loop, until it must hurry."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ class RateLimiter:
     first, and a save is published as soon as they are written.
     """
 
-    def __init__(self, bytes_per_second: float | None) -> None:
+    def __init__(self, bytes_per_second: float | None, *, yields: bool = False) -> None:
         self.bytes_per_second = bytes_per_second
         """Largest rate in bytes per second; None: no limit."""
 
+        self.yields = yields
+        """Whether the save leaves cores to the training loop, because no caller waits for it."""
+
         self._allowed_at = time.monotonic()  # when the bytes so far may have been written
+
+    def end(self) -> None:
+        """End all limits, because the save must hurry."""
+        self.bytes_per_second, self.yields = None, False
 
     def wait(self, n_bytes: int, check: Callable[[], None]) -> None:
         """Wait until `n_bytes` more may be written. Returns early if the interpreter is shutting down. Raises what

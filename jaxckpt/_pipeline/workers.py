@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import threading
 from collections import deque
@@ -13,17 +14,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
+from jaxckpt._options import THREADS
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, start_thread
+from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, Task, is_shutting_down, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, under
 from jaxckpt.errors import StorageError
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-THREADS = min(32, max(2, os.cpu_count() or 1))
-"""Threads that move bytes. More threads than cores compete with each other: 4 on 2 cores made a restore 5 to 8 %
-slower."""
 
 
 class Workers:
@@ -137,6 +135,34 @@ def submit(work: Callable[[], T]) -> Task[T]:
 def submit_waiting(work: Callable[[], T]) -> Task[T]:
     """Run work that waits for the threads that move bytes, in other threads."""
     return _waiting.submit(work)
+
+
+def run_shared(works: Sequence[Callable[[], object]]) -> None:
+    """Do several pieces of work in this thread, and in those of the threads that move bytes that are idle.
+
+    It never waits for a thread that is busy with something else: what no other thread has begun is done here.
+    """
+    left, errors, n_left = list(works), list[BaseException](), itertools.count(len(works) - 1, -1)
+    ended = Latch()
+
+    def work_off() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                work = left.pop()
+                try:
+                    work()
+                except BaseException as error:
+                    errors.append(error)
+                finally:
+                    if not next(n_left):
+                        ended.set()
+
+    for _ in works[1:THREADS]:
+        submit(work_off)
+    work_off()
+    ended.wait()
+    if errors:
+        raise errors[0]
 
 
 class StorageThread:

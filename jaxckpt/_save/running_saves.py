@@ -137,6 +137,7 @@ class RunningSave:
         is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and given == given  # pyright: ignore
         if given is not None and not is_number:
             raise InputError(f"timeout_seconds must be a number of seconds or None, found {reprlib.repr(given)}")
+        self.rate_limiter.yields = False
         wake_thread()
         if not self._await(self._ended, timeout_seconds):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout_seconds:g} s: {self.progress}")
@@ -158,7 +159,7 @@ class RunningSave:
     def hurry(self, timeout_seconds: float) -> None:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
-        self.rate_limiter.bytes_per_second = None
+        self.rate_limiter.end()
         wake_thread()
         self._await(self._settled, timeout_seconds)
 
@@ -365,7 +366,7 @@ def await_saves() -> None:
 def lift_limits() -> None:
     """End the limits of the rates of all running saves, because the job is being preempted."""
     for save in _saves.copy():
-        save.rate_limiter.bytes_per_second = None
+        save.rate_limiter.end()
 
 
 def hurry_saves(deadline: float) -> None:

@@ -194,7 +194,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     step = None if request.step is None else request.step.number
     pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog, step)
     is_limited = background and not request.is_last_step
-    pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
+    pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2
     staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
     if background and not running_saves.unreported_saves():

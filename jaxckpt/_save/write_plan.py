@@ -23,11 +23,8 @@ from jaxckpt._model.grid import Box, IntArray, Layout, cell_shape, coarsen
 from jaxckpt._model.stacks import PACK_BELOW_BYTES, Stack, shape_stack
 from jaxckpt._options import Options
 
-WRITE_MEMORY_FACTOR = 4
-"""Host memory for writing an object, as a multiple of its bytes: tensorstore gathers and encodes each chunk, and malloc
-keeps about as much again in the arenas of its threads. Measured as peak resident memory for a tree of 2 GiB: 470–670
-MiB with 256 MiB of objects in flight, 130–210 MiB with 64 MiB, which took 10 % longer."""
-
+MIN_OBJECTS_IN_FLIGHT = 4
+"""Objects are small enough that this many fit `Options.host_bytes`."""
 
 SHARED_BYTES = 32 << 10
 """Smallest object that is created to make shares even."""
@@ -136,7 +133,7 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
     # At least a chunk: a restore also needs the memory of one, and smaller objects would be too many files.
-    most = min(options.object_bytes, max(options.chunk_bytes, options.host_bytes // WRITE_MEMORY_FACTOR))
+    most = min(options.object_bytes, max(options.chunk_bytes, options.host_bytes // MIN_OBJECTS_IN_FLIGHT))
     sizes = [total // min(share * max(1, writers), SHARED_OBJECTS) for share in SHARE_DIVISORS]
     *larger, finest = dict.fromkeys(min(most, max(SHARED_BYTES, size)) for size in sizes)
     chosen = _plan_for_sizes(groups, most, finest, options, process, processes)

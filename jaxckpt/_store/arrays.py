@@ -29,6 +29,11 @@ class ObjectRecord(NamedTuple):
 class ArrayWriter(Protocol):
     """Writes objects of a stack."""
 
+    @property
+    def memory_factor(self) -> int:
+        """Host memory that it takes while it writes an object, as a multiple of the object's bytes."""
+        ...
+
     def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         """Start to write the object at a grid index; with `content`, also compute the digest of its content. Until the
         result arrives, the pieces must not change."""

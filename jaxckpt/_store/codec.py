@@ -23,7 +23,7 @@ from jaxckpt._model.object_index import ABSENT, digest_of, encode_index, intact_
 from jaxckpt._model.pieces import Array, Bytes, Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.zarr import Chunks
-from jaxckpt._pipeline.workers import THREADS
+from jaxckpt._options import THREADS
 from jaxckpt._store.arrays import ObjectRecord
 from jaxckpt.errors import DataError
 

@@ -19,7 +19,7 @@ from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
-from jaxckpt._store.tensors import ROOT_CONTEXT, TensorReader, begin_write, open_array
+from jaxckpt._store.tensors import ENCODING_MEMORY_FACTOR, ROOT_CONTEXT, TensorReader, begin_write, open_array
 from jaxckpt.errors import DataError
 
 
@@ -37,6 +37,8 @@ def _in_memory(path: str = "") -> dict[str, Any]:
 
 class EncodingWriter:
     """Encodes objects in memory immediately, then writes each with one request."""
+
+    memory_factor = ENCODING_MEMORY_FACTOR
 
     def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending[ObjectRecord]]) -> None:
         self._url = url

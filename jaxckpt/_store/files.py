@@ -49,6 +49,9 @@ class FileWriter:
     sync: bool
     """Whether an object must be on disk before it counts as written."""
 
+    memory_factor: ClassVar[int] = 1
+    """If its pieces are not contiguous, an object is gathered before it is written; otherwise it takes no memory."""
+
     def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         return submit(functools.partial(self._write, index, pieces, content))
 

@@ -13,6 +13,7 @@ from jaxckpt._save import staging
 # CPU devices simulate devices with their own memory.
 staging.is_in_host_memory = lambda value: False
 batched_placement.has_own_memory = lambda sharding: True
+batched_placement.BLOCK_PIECES = 128
 wants.can_keep_buffers = lambda abstract: abstract.kind not in ("jax", "key")
 
 calls: list[str] = []

@@ -23,6 +23,12 @@ LEAVES = 150
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
+@pytest.fixture(autouse=True)
+def few_leaves_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of as few leaves as these trees have."""
+    monkeypatch.setattr(batched_placement, "BLOCK_PIECES", 128)
+
+
 @pytest.fixture
 def transfers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The number of arrays sent to the host and to the devices, with CPU devices treated as accelerators."""
