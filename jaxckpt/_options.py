@@ -61,7 +61,8 @@ class Options:
     Attributes:
         object_bytes: Approximate largest size of a stored object (a file); 64 MiB by default. Larger pieces are split.
             Small leaves are packed together, up to this size or 16 MiB, whichever is smaller.
-        chunk_bytes: Approximate largest size of a chunk, the unit that is read and checksummed; 512 KiB by default.
+        chunk_bytes: Approximate largest size of a chunk, the unit that is read and checksummed. None: 1/32 of the part
+            of a leaf that a process holds in one piece, but at least 512 KiB and at most 2 MiB.
         compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
             bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
             this gives fewer bytes than "zstd" in no more time (docs/performance.md).
@@ -75,7 +76,7 @@ class Options:
         host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays. By
             default 128 MiB for each core, up to 32 cores and 1/32 of the memory, and at least 256 MiB. Larger leaves
             are moved in boxes. `save_async` may also use `staging_bytes`. An object is at least as large as a chunk, so
-            that less than four times `chunk_bytes` changes nothing in a save.
+            that less than four times `chunk_bytes`, by default 2 MiB, changes nothing in a save.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.
@@ -125,7 +126,7 @@ class Options:
     """
 
     object_bytes: int = 64 << 20
-    chunk_bytes: int = 512 << 10
+    chunk_bytes: int | None = None
     compression: Literal["zstd", "blosc"] | None = None
     io: Literal["auto", "tensorstore"] = "auto"
     read: Literal["each", "shared"] = "each"
@@ -144,8 +145,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("object_bytes", "chunk_bytes", "host_bytes", "staging_bytes"):
-            if name != "staging_bytes" or self.staging_bytes is not None:
-                object.__setattr__(self, name, require_whole_number(getattr(self, name), f"Options.{name}", minimum=1))
+            value = getattr(self, name)
+            if value is not None or name in ("object_bytes", "host_bytes"):
+                object.__setattr__(self, name, require_whole_number(value, f"Options.{name}", minimum=1))
         require_rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
         for name in ("timeout_seconds", "retry_seconds"):
             object.__setattr__(self, name, require_seconds(getattr(self, name), f"Options.{name}"))
@@ -171,12 +173,12 @@ class Options:
             raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
         if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
             raise InputError(f"Options.progress must be True, False, None or a function, found {self.progress!r}")
-        if self.compression == "blosc" and self.chunk_bytes > _MAX_BLOSC_CHUNK_BYTES:
+        if self.compression == "blosc" and (self.chunk_bytes or 0) > _MAX_BLOSC_CHUNK_BYTES:
             raise InputError(
                 f"Options.chunk_bytes ({self.chunk_bytes}) must not be above {_MAX_BLOSC_CHUNK_BYTES} with"
                 ' compression="blosc", which cannot encode larger chunks'
             )
-        if self.chunk_bytes > self.object_bytes:
+        if self.chunk_bytes is not None and self.chunk_bytes > self.object_bytes:
             raise InputError(
                 f"Options.chunk_bytes ({self.chunk_bytes}) must not be above object_bytes ({self.object_bytes})"
             )

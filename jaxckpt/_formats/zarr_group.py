@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import numpy as np
 from jaxckpt._formats.export import Data, arrays_of, slabs, write_json
 from jaxckpt._formats.local_files import list_names, read_json
 from jaxckpt._model import zarr
-from jaxckpt._model.chunking import chunk_shape, object_shape
+from jaxckpt._model.chunking import chunk_shape, largest_chunk_bytes, object_shape
 from jaxckpt._model.paths import path_prefixes
 from jaxckpt._model.pieces import Pieces
 from jaxckpt._model.stacks import Stack
@@ -60,7 +61,7 @@ def _write_array(folder: str, data: Data, dimension_names: Sequence[str], option
         _write_scalar(folder, data)
         return
     shape, itemsize = data.shape, data.dtype.itemsize
-    chunk = chunk_shape(shape, itemsize, options.chunk_bytes, shape)
+    chunk = chunk_shape(shape, itemsize, largest_chunk_bytes(math.prod(shape) * itemsize, options.chunk_bytes), shape)
     sides = object_shape(shape, chunk, itemsize, options.object_bytes, shape)
     stack = Stack("", data.dtype.name, shape[1:], shape[0], chunk, sides)
     metadata = {**json.loads(zarr.metadata(stack)), "dimension_names": dimension_names}

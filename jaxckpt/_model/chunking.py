@@ -55,6 +55,20 @@ MAX_PADDING_RATIO = 1.125
 ROW_CUTS = 8
 """The least number of parts that the rows of a cell are cut into."""
 
+SMALL_CHUNK_BYTES = 512 << 10
+LARGE_CHUNK_BYTES = 2 << 20
+CHUNKS_PER_CELL = 32
+"""Without `Options.chunk_bytes`, a chunk has 1/32 of the bytes of its cell, between these limits. Each checksum makes a
+thread take Python's lock again. On 16 cores and an H100, 4 GiB were saved in 0.61 s with chunks of 512 KiB and in 0.30
+s with 2 MiB; on 2 cores the CPU time is the same."""
+
+
+def largest_chunk_bytes(cell_bytes: int, chunk_bytes: int | None) -> int:
+    """`Options.chunk_bytes`, or its default for a cell of this size."""
+    if chunk_bytes is not None:
+        return chunk_bytes
+    return min(LARGE_CHUNK_BYTES, max(SMALL_CHUNK_BYTES, cell_bytes // CHUNKS_PER_CELL))
+
 
 def chunk_shape(cell: Sequence[int], itemsize: int, chunk_bytes: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Sides of a chunk of at most about `chunk_bytes` in a cell of an array of `shape`, for the readers above.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxckpt._model.chunking import chunk_shape, object_shape
+from jaxckpt._model.chunking import chunk_shape, largest_chunk_bytes, object_shape
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, Layout, cell_shape, extent, grid_cells, intersection, touched_cells
 from jaxckpt._options import Options
@@ -97,7 +97,8 @@ def shape_stack(
     finest = cell_shape(pieces, shape)
     if math.prod(finest) * itemsize < PIECE_BYTES:
         finest = cell
-    chunk = chunk_shape(finest, itemsize, min(options.chunk_bytes, object_bytes), shape)
+    chunk_bytes = largest_chunk_bytes(math.prod(finest) * itemsize, options.chunk_bytes)
+    chunk = chunk_shape(finest, itemsize, min(chunk_bytes, object_bytes), shape)
     if cell_bytes > object_bytes or cell_bytes >= PACK_BELOW_BYTES:
         obj = object_shape(cell, chunk, itemsize, object_bytes, shape)
         return Stack(name, dtype, shape, rows, (1, *chunk), (1, *obj), options.compression)

@@ -428,16 +428,16 @@ def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any], cop
     stacked_boxes = tuple(
         (((0, rows), *box), (position,) if own else replicas) for position, (box, replicas) in enumerate(local_boxes)
     )
-    begun = obj.box[0][0]
+    begun, stack_leaves = obj.box[0][0], _stack(along, dtype)
     sources: list[Source] = []
-    for start in range(0, len(values), rows):
-        leaves = values[start : start + rows]
-        if own:
-            leaves = [_local_array(value, local_boxes, own) for value in leaves]
-        with transfer_context(sharding.mesh):
+    if own:
+        values = [_local_array(value, local_boxes, own) for value in values]
+    with transfer_context(sharding.mesh):
+        for start in range(0, len(values), rows):
+            leaves = values[start : start + rows]
             # Padded with the last leaf, so that all calls share one program.
-            stacked = _stack(along, dtype)([*leaves, *[leaves[-1]] * (rows - len(leaves))])
-        sources.append((stacked, stacked_boxes, ((begun + start, begun + start + rows), *obj.box[1:])))
+            stacked = stack_leaves([*leaves, *[leaves[-1]] * (rows - len(leaves))])
+            sources.append((stacked, stacked_boxes, ((begun + start, begun + start + rows), *obj.box[1:])))
     staged = _stage_pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None, copies)
     staged.dtype = dtype
     return staged

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._model import zarr
+from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, IntArray, Layout, cell_shape, coarsen
 from jaxckpt._model.stacks import PACK_BELOW_BYTES, Stack, shape_stack
@@ -133,7 +134,8 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     total = sum(_bytes(dtype, shape) * len(rows) for (dtype, shape, _, _, _), rows in groups.items())
     writers = len(frozenset[int]().union(*(layout.processes for layout in {key[2] for key in groups})))
     # At least a chunk: a restore also needs the memory of one, and smaller objects would be too many files.
-    most = min(options.object_bytes, max(options.chunk_bytes, options.host_bytes // MIN_OBJECTS_IN_FLIGHT))
+    least = options.chunk_bytes or SMALL_CHUNK_BYTES
+    most = min(options.object_bytes, max(least, options.host_bytes // MIN_OBJECTS_IN_FLIGHT))
     sizes = [total // min(share * max(1, writers), SHARED_OBJECTS) for share in SHARE_DIVISORS]
     *larger, finest = dict.fromkeys(min(most, max(SHARED_BYTES, size)) for size in sizes)
     chosen = _plan_for_sizes(groups, most, finest, options, process, processes)

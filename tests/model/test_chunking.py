@@ -16,7 +16,7 @@ from jaxckpt._model.chunking import COLUMN_CUTS, MIN_CHUNK_BYTES, MIN_GATHERED_B
 from jaxckpt._model.grid import Box, Layout, touched_cells, whole_box
 from jaxckpt._model.stacks import TINY_BYTES, shape_stack
 
-CHUNK_BYTES = Options().chunk_bytes
+CHUNK_BYTES = chunking.SMALL_CHUNK_BYTES
 
 
 def arrays(cell: Sequence[int], free: Sequence[bool]) -> tuple[int, ...]:
