@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
+from jaxckpt._model.chunking import LARGE_CHUNK_BYTES
 from jaxckpt._restore import placement as _placing
 from jaxckpt._restore import read_plan as _plan
 from jaxckpt._restore import wants as _wants
@@ -118,7 +118,7 @@ def test_the_plan_predicts_the_memory_of_a_restore(saved: Path) -> None:
     accelerators = jaxckpt.Options(host_bytes=1 << 40)
     assert checkpoint.plan(mesh={"x": 2, "y": 4}, options=accelerators).peak_host_bytes == 480 << 20
     one_chunk = checkpoint.plan(options=jaxckpt.Options(host_bytes=1)).peak_host_bytes
-    assert 1 < one_chunk <= SMALL_CHUNK_BYTES
+    assert 1 < one_chunk <= LARGE_CHUNK_BYTES
 
 
 # Code paths of accelerators, on CPU devices ---------------------------------------------------------------
