@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._model import chunks as _chunks
+from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
 from jaxckpt._store import codec as _codec
 from jaxckpt._store import files as _files
 from jaxckpt._store.load_manifest import load_manifest
@@ -336,7 +337,7 @@ def test_the_cost_of_data_that_changes_is_one_sample(
         monkeypatch.setattr(module, "chunk_digest", lambda *args: digests.append(args) or digest(*args))
     for step in range(4):
         info = saved(run, step, {f"w{n}": jnp.full((1100, 1024), step + n) for n in range(3)})
-        assert len(digests) * jaxckpt.Options().chunk_bytes >= info.total_bytes
+        assert len(digests) * SMALL_CHUNK_BYTES >= info.total_bytes
         first = first or len(digests)
     assert len(digests) == first, "only in the first save"
 
