@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import environment
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400, help="sections that do not fit are left out")
     parser.add_argument("--out", type=Path, default=os.environ.get("GPU_OUT") or ".gpu")
     parser.add_argument("--wheels", default=os.environ.get("GPU_WHEELS"), help="a folder with missing packages")
-    parser.add_argument("--sections", default="sections", help="the module with the list SECTIONS")
+    parser.add_argument("--sections", default="sections:SECTIONS", help="module:name of a list of sections")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
@@ -43,11 +44,14 @@ def main() -> int:
 
         serve(given.worker, given.out, given.dry)
         return 0
-    sections = chosen(importlib.import_module(given.sections).SECTIONS, given.only)
+    module, _, name = given.sections.partition(":")
+    sections = chosen(getattr(importlib.import_module(module), name), given.only)
+    if given.dry:  # on a machine that runs other tests at the same time
+        sections = [replace(section, limit_seconds=4 * section.limit_seconds) for section in sections]
     if given.list:
         print("\n".join(section.name for section in sections))
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="jaxckpt-gpu-site-") as site:
         try:
@@ -61,7 +65,7 @@ def chosen(sections: Sequence[Section], only: list[str] | None) -> list[Section]
     for name in only or []:
         if not any(name in (section.name, section.name.split()[0]) for section in sections):
             sys.exit(f"--only: no section {name!r}; --list lists them")
-    return [one for one in sections if not only or one.name in only or one.name.split()[0] in only]
+    return [section for section in sections if not only or {section.name, section.name.split()[0]} & {*only}]
 
 
 def run(sections: list[Section], given: argparse.Namespace, variables: dict[str, str]) -> int:

@@ -161,7 +161,7 @@ def small_leaves_alone(lab: Lab) -> Iterator[Figure]:
         "to_pinned, one call": lambda: jax.device_put(leaves, [pinned] * count),
     }
     stack, split = jax.jit(lambda some: jnp.stack(some)), jax.jit(lambda block: list(block))
-    for per in (32, 128):
+    for per in (32,) if lab.sizes.is_dry else (32, 128):
         starts = range(0, count - count % per, per)
         groups = [leaves[at : at + per] for at in starts]
         blocks = [np.stack(rows[at : at + per]) for at in starts]

@@ -76,9 +76,9 @@ def _in_turn(where: str, figures: Figures) -> Iterator[str]:
         save, restore = _of(figures, floor, "save", "gib_s"), _of(figures, floor, "restore from pinned", "gib_s")
         step = statistics.median(laps["step_median_ms"][1:] or laps["step_median_ms"])
         yield (
-            f"{where}: {name}: {_speed('save', laps, save)}; {_speed('restore', laps, restore)}; save_async returns after"
-            f" {_best(laps['save_async_returns_s'])} s, ends after {_best(laps['save_async_ends_s'])} s;"
-            f" step {step} ms, {step / alone - 1:+.0%}"
+            f"{where}: {name}: {_speed('save', laps, save)}; {_speed('restore', laps, restore)};"
+            f" save_async returns after {_best(laps['save_async_returns_s'])} s,"
+            f" ends after {_best(laps['save_async_ends_s'])} s; step {step} ms, {step / alone - 1:+.0%}"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -16,8 +18,11 @@ from typing import Any
 import jax
 from lab import Lab, Sizes
 
-from jaxckpt._restore import batched_placement
+from jaxckpt._restore import batched_placement, wants
 from jaxckpt._save import staging
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that this process gets when its parent ends."""
 
 
 class OutOfTimeError(BaseException):
@@ -26,11 +31,15 @@ class OutOfTimeError(BaseException):
 
 def serve(file_descriptor: int, out: Path, is_dry: bool) -> None:
     """Run sections until the supervisor ends or kills this process."""
+    faulthandler.enable()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the supervisor is killed, nobody else ends a hang
     messages = Connection(file_descriptor)
     is_cpu = jax.devices()[0].platform == "cpu"
     if is_dry and is_cpu:  # CPU devices take the code paths of devices with their own memory
         staging.is_in_host_memory = lambda value: False
         batched_placement.has_own_memory = lambda sharding: True
+        batched_placement.BLOCK_PIECES = 128  # a dry run has few leaves
+        wants.can_keep_buffers = lambda abstract: abstract.kind not in ("jax", "key")
     _send(messages, {"has_accelerator": is_dry or not is_cpu})
     signal.signal(signal.SIGALRM, _raise_out_of_time)
     while True:
@@ -50,11 +59,13 @@ def _run(request: dict[str, Any], messages: Connection, out: Path, sizes: Sizes)
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, request["limit_seconds"])
+            faulthandler.dump_traceback_later(request["limit_seconds"] + 1)  # for a hang, which the timer does not end
             section = getattr(importlib.import_module(module), function)
             for figure in section(Lab(*folders, out, sizes, ends, request["argument"])):
                 _send(messages, {"figure": figure})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
     except BrokenPipeError:
         sys.exit("the supervisor ended")
     except (Exception, OutOfTimeError) as error:

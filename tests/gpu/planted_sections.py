@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -20,9 +22,13 @@ SECTIONS = (
     Section("after the crash", "planted_sections:fine", 1, 60, is_check=True),
     Section("exception", "planted_sections:fail", 1, 60, is_check=True),
     Section("after the exception", "planted_sections:fine", 1, 60, is_check=True),
-    Section("slow", "planted_sections:slow", 1, 1),
-    Section("hang", "planted_sections:hang", 1, 1),
+    Section("slow", "planted_sections:slow", 1, 0.3),
+    Section("hang", "planted_sections:hang", 1, 0.3),
     Section("after the hang", "planted_sections:fine", 1, 60, is_check=True),
+)
+ALONE = (
+    Section("long hang", "planted_sections:hang", 100, 300),
+    Section("imports", "planted_sections:imports", 1, 60),
 )
 
 
@@ -52,7 +58,16 @@ def hang(lab: Any) -> Figures:
     """Neither this process nor its child ends by a signal that can be ignored, as a hang in a driver would not."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM, signal.SIGINT})
     program = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); time.sleep(600)"
+    yield "worker", os.getpid()
     yield "child", subprocess.Popen([sys.executable, "-c", program]).pid
     (lab.memory / "file").write_text("left behind")
     yield "folder", str(lab.memory)
     time.sleep(600)
+
+
+def imports(lab: Any) -> Figures:
+    """Where packages come from."""
+    for name in ("jaxckpt", "carried", "planted_sections"):
+        yield name, importlib.import_module(name).__file__
+    yield "metadata", importlib.metadata.version("jaxckpt")
+    yield "formats", sorted(importlib.metadata.entry_points(group="jaxckpt.formats").names)
