@@ -90,6 +90,14 @@ def best_warm(laps: list[float]) -> float:
     return min(laps[1:] or laps)
 
 
+class Laps(dict[str, list[float]]):
+    """All laps of each measured time, the first one first."""
+
+    def add(self, **times: float) -> None:
+        for name, value in times.items():
+            self.setdefault(name, []).append(round(value, 5))
+
+
 # The device ----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from lab import Figure, Lab, Peaks, Training, Tree, best_warm, gib_per_second, own_memory, state, structs, timed
+from lab import Figure, Lab, Laps, Peaks, Training, Tree, best_warm, gib_per_second, own_memory, state, structs, timed
 from orbax.checkpoint.experimental import v1
 
 import jaxckpt
@@ -103,7 +103,7 @@ def _in_turn(lab: Lab, folder: Path, leaves: int, n_bytes: int, turns: Sequence[
     yield "leaves", leaves
     yield "bytes", leaves * n_bytes
     yield "step_alone_ms", training.alone_ms
-    laps: dict[str, dict[str, list[float]]] = {}
+    laps: dict[str, Laps] = {}
     longest = 0.0
     for name in turns[:4] if lab.sizes.is_dry else turns:
         begun = time.monotonic()
@@ -114,8 +114,7 @@ def _in_turn(lab: Lab, folder: Path, leaves: int, n_bytes: int, turns: Sequence[
         times, peaks = _lap(contender, path, tree, training, is_first)
         if is_first:
             yield f"{name}, peaks", peaks
-        for what, value in times.items():
-            laps.setdefault(name, {}).setdefault(what, []).append(round(value, 4))
+        laps.setdefault(name, Laps()).add(**times)
         yield name, {**laps[name], **_rates(leaves * n_bytes, laps[name])}
         longest = max(longest, time.monotonic() - begun)
 
@@ -146,7 +145,7 @@ def _lap(
     return times, peaks
 
 
-def _rates(n_bytes: int, laps: dict[str, list[float]]) -> dict[str, float]:
+def _rates(n_bytes: int, laps: Laps) -> dict[str, float]:
     return {f"{what}_gib_s": gib_per_second(n_bytes, best_warm(laps[f"{what}_s"])) for what in ("save", "restore")}
 
 

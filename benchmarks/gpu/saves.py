@@ -9,7 +9,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from lab import (
     GIB,
     Figure,
     Lab,
+    Laps,
     Training,
+    Tree,
     device_stat,
     machine_bytes,
     pinned_memory,
@@ -32,22 +34,18 @@ import jaxckpt
 from jaxckpt._restore import batched_placement as blocks
 from jaxckpt._save import staging
 
-Laps = dict[str, list[Any]]
-"""All laps of each measured time."""
+Phases = dict[str, float]
+"""The seconds of each phase of a save."""
 
 
-def note_async(laps: Laps, save_async: Callable[[], jaxckpt.PendingSave]) -> jaxckpt.SaveInfo:
-    """Add the seconds until `save_async` returns and until its save ends."""
+def async_times(path: Path, tree: Tree, options: jaxckpt.Options | None = None) -> tuple[dict[str, float], Phases]:
+    """The seconds until `save_async` returns and until its save ends. Replaces the checkpoint at the path."""
     begun = time.perf_counter()
-    pending = save_async()
-    laps.setdefault("save_async_returns_s", []).append(round(time.perf_counter() - begun, 4))
+    pending = jaxckpt.save_async(path, tree, overwrite=True, options=options)
+    times = {"save_async_returns_s": time.perf_counter() - begun}
     info = pending.wait()
-    laps.setdefault("save_async_ends_s", []).append(round(time.perf_counter() - begun, 4))
-    return info
-
-
-def phases(info: jaxckpt.SaveInfo) -> dict[str, float]:
-    return {phase: round(seconds, 3) for phase, seconds in info.phase_seconds.items()}
+    times["save_async_ends_s"] = time.perf_counter() - begun
+    return times, {phase: round(seconds, 3) for phase, seconds in info.phase_seconds.items()}
 
 
 def first_saves(lab: Lab) -> Iterator[Figure]:
@@ -57,11 +55,11 @@ def first_saves(lab: Lab) -> Iterator[Figure]:
     yield "bytes", leaves * n_bytes
     before, laps = machine_bytes(), Laps()
     for turn in range(4):
-        info = note_async(laps, functools.partial(jaxckpt.save_async, lab.memory / str(turn), tree))
-        laps.setdefault("machine_gib", []).append(round((machine_bytes() - before) / GIB, 2))
-        shutil.rmtree(lab.memory / str(turn))
+        times, phases = async_times(lab.memory / str(turn), tree)
+        laps.add(**times, machine_gib=(machine_bytes() - before) / GIB)
         yield "laps", laps
-    yield "phases of the last", phases(info)
+        yield f"phases of save {turn + 1}", phases
+        shutil.rmtree(lab.memory / str(turn))
 
 
 def offloaded_leaves(lab: Lab) -> Iterator[Figure]:
@@ -71,9 +69,9 @@ def offloaded_leaves(lab: Lab) -> Iterator[Figure]:
     yield "bytes", leaves * n_bytes
     laps = Laps()
     for _ in range(3):
-        note_async(laps, functools.partial(jaxckpt.save_async, lab.memory / "c", tree, overwrite=True))
+        times, _ = async_times(lab.memory / "c", tree)
         seconds, back = timed(functools.partial(jaxckpt.restore, lab.memory / "c", tree))
-        laps.setdefault("restore_s", []).append(seconds)
+        laps.add(**times, restore_s=seconds)
         assert {leaf.sharding.memory_kind for leaf in back.values()} == {"pinned_host"}
         yield "laps", laps
 
@@ -118,34 +116,33 @@ def settings(lab: Lab) -> Iterator[Figure]:
     mib = 1 << 20
     longest = 0.0
     for name, options in {
-        "defaults": {},
-        "host_bytes 1 GiB": {"host_bytes": 1024 * mib},
-        "host_bytes 4 GiB": {"host_bytes": 4096 * mib},
-        "object_bytes 16 MiB": {"object_bytes": 16 * mib},
-        "object_bytes 256 MiB": {"object_bytes": 256 * mib},
-        "io tensorstore": {"io": "tensorstore"},
-        "staging_bytes 1 GiB": {"staging_bytes": 1024 * mib},
-        "defaults again": {},
+        "defaults": jaxckpt.Options(),
+        "host_bytes 1 GiB": jaxckpt.Options(host_bytes=1024 * mib),
+        "host_bytes 4 GiB": jaxckpt.Options(host_bytes=4096 * mib),
+        "object_bytes 16 MiB": jaxckpt.Options(object_bytes=16 * mib),
+        "object_bytes 256 MiB": jaxckpt.Options(object_bytes=256 * mib),
+        "io tensorstore": jaxckpt.Options(io="tensorstore"),
+        "staging_bytes 1 GiB": jaxckpt.Options(staging_bytes=1024 * mib),
+        "defaults again": jaxckpt.Options(),
     }.items():
         begun = time.monotonic()
         if lab.left() < 1.5 * longest:
             yield "left out", f"{name} and what follows: {lab.left():.0f} s were left"
             return
-        yield name, _with_options(lab.memory / "c", tree, jaxckpt.Options(**options))
+        yield name, _with_options(lab.memory / "c", tree, options)
         longest = max(longest, time.monotonic() - begun)
 
 
-def _with_options(path: Path, tree: dict[str, jax.Array], options: jaxckpt.Options) -> dict[str, Any]:
-    laps = Laps()
+def _with_options(path: Path, tree: Tree, options: jaxckpt.Options) -> dict[str, Any]:
+    laps, phases = Laps(), Phases()
     for _ in range(2):
-        laps.setdefault("save_s", []).append(timed(lambda: jaxckpt.save(path, tree, options=options))[0])
-        seconds, back = timed(lambda: jaxckpt.restore(path, structs(tree), options=options))
-        laps.setdefault("restore_s", []).append(seconds)
-        del back
+        saving = timed(lambda: jaxckpt.save(path, tree, options=options))[0]
+        restoring = timed(lambda: jaxckpt.restore(path, structs(tree), options=options))[0]
         shutil.rmtree(path)
-        info = note_async(laps, functools.partial(jaxckpt.save_async, path, tree, options=options))
+        times, phases = async_times(path, tree, options)
+        laps.add(save_s=saving, restore_s=restoring, **times)
         shutil.rmtree(path)
-    return {**laps, "phases of the last": phases(info)}
+    return {**laps, "phases of the last": phases}
 
 
 def blocks_or_one_by_one(lab: Lab) -> Iterator[Figure]:
@@ -153,16 +150,14 @@ def blocks_or_one_by_one(lab: Lab) -> Iterator[Figure]:
     usual = staging.SEND_PIECES, blocks.BLOCK_PIECES
     try:
         for leaves in (lab.sizes.small_leaves // 4, lab.sizes.small_leaves):
-            laps: dict[str, Laps] = {"blocks": {}, "one by one": {}}
+            laps = {"blocks": Laps(), "one by one": Laps()}
             for kind in (*laps,) * 3:
                 # No other section uses this shape, so that the first turn compiles, as in a training job.
                 tree = {name: leaf[:-1] for name, leaf in state(leaves, max(8192, lab.sizes.small)).items()}
                 jax.block_until_ready(tree)
                 staging.SEND_PIECES = blocks.BLOCK_PIECES = 64 if kind == "blocks" else 1 << 30
-                save = functools.partial(jaxckpt.save_async, lab.memory / "c", tree, overwrite=True)
-                note_async(laps[kind], save)
-                seconds = timed(lambda: jaxckpt.restore(lab.memory / "c"))[0]
-                laps[kind].setdefault("restore_s", []).append(seconds)
+                times, _ = async_times(lab.memory / "c", tree)
+                laps[kind].add(**times, restore_s=timed(lambda: jaxckpt.restore(lab.memory / "c"))[0])
             yield f"{leaves} leaves", laps
     finally:
         staging.SEND_PIECES, blocks.BLOCK_PIECES = usual

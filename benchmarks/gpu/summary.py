@@ -24,6 +24,11 @@ def summary(figures: Figures, failed: list[str]) -> Iterator[str]:
         yield f"{what}: {', '.join(names) or 'none'}"
     for name in figures:
         yield from (f"  {name}: {problem[:300]}" for problem in problems(figures, name))
+    if tests := figures.get("tests", {}).get("counts"):
+        yield f"tests: {', '.join(f'{count} {what}' for what, count in tests.items())}"
+        yield from (f"  {line}" for line in figures["tests"]["failed"])
+    if steps := figures.get("two processes", {}).get("steps"):
+        yield f"two processes: {'; '.join(steps)}"
     yield from _limits(figures)
     yield from _first_saves(figures)
     for where in ("large in memory", "small in memory", "large on disk"):

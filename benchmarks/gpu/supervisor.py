@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def _scratch(where: str) -> Iterator[Path]:
+def _scratch(where: str) -> Generator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="jaxckpt-gpu-", dir=where))
     try:
         yield folder

@@ -78,6 +78,8 @@ def test_every_section_runs_on_cpu_devices(tmp_path: Path) -> None:
     assert log == done.stdout[done.stdout.index("   facts") :]
     for line in (
         "checks that failed or did not run: none",
+        "tests: ",
+        "two processes: 2 processes, 2 devices; saved; ",
         "floor of a save, GiB/s: save ",
         "save_async returns: the first",
     ):
