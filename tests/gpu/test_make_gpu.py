@@ -177,6 +177,18 @@ def test_the_checkout_comes_before_wheels_and_the_callers_packages_stay(tmp_path
 
 
 @pytest.mark.child
+def test_a_worker_that_cannot_start_is_reported_once(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError('planted')")
+    places = f"{HERE}{os.pathsep}{tmp_path}"
+    done = make_gpu(tmp_path, "--dry", "--sections", "planted_sections:SECTIONS", PYTHONPATH=places)
+    assert "Error 1" in done.stderr
+    errors = [section.get("error", section.get("not run")) for section in figures_in(tmp_path).values()][1:]
+    assert all("the worker ended with 1; its last lines: " in error for error in errors[:2])
+    assert all("ImportError: planted" in error for error in errors[:2])
+    assert errors[2:] == ["no worker starts"] * (len(errors) - 2)
+
+
+@pytest.mark.child
 @pytest.mark.parametrize(("exists", "reason"), [(False, "is not a folder"), (True, r"has no wheels \(\*\.whl\)")])
 def test_missing_wheels_are_an_error(exists: bool, reason: str, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
