@@ -6,7 +6,7 @@
 #                the fast tests that start no child process, server or browser; on one core
 #   make check   lint, types, docs, examples; one job per core (JOBS)
 #   make tpu     compile every device program for TPUs; needs no TPU; takes a minute, downloads 137 MB
-#   make gpu     on a machine with a GPU: check correctness, then measure speed; 8 minutes; see docs/accelerators.md
+#   make gpu     on a machine with a GPU: check correctness, then measure speed; 7 minutes; see docs/accelerators.md
 #   make faults  run the complete fault campaign and write docs/reliability.md; takes 80 minutes, ten of them
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   measure saves and restores compared with Orbax, PyTorch DCP, safetensors and one plain file, in about
@@ -46,10 +46,10 @@ test-fast: $(READY)
 tpu: $(READY_FOR_TPU)
 	$(BIN)/python -m pytest tests/tpu_aot
 
-# For a machine with its own JAX and no network, GPU_WHEELS names a folder with wheels of the missing packages.
+# Uses the machine's JAX and needs no network. GPU_WHEELS names a folder with wheels of the missing packages, GPU_OUT the
+# folder for results. The checkout comes first in PYTHONPATH, then the wheels, then the caller's own entries.
 gpu:
-	$(if $(GPU_WHEELS),$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/jaxckpt-gpu $(GPU_WHEELS)/*.whl)
-	PYTHONPATH=$(if $(GPU_WHEELS),/tmp/jaxckpt-gpu:)$(CURDIR) timeout 480 $(PYTHON) benchmarks/gpu.py $(ARGS)
+	$(PYTHON) benchmarks/gpu $(ARGS)
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --campaign --override-ini timeout=3600

@@ -281,6 +281,7 @@ def test_python_calls_per_leaf_are_bounded(tmp_path: Path, what: str) -> None:
     assert counts[1] - counts[0] <= 1000 * most + 50, counts
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_does_not_run_while_arrays_are_created(tmp_path: Path, enabled: bool) -> None:
     mesh = Mesh(np.array(jax.devices()), ("x",))

@@ -65,6 +65,7 @@ def stored(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("data-*/*/c/**/*") if file.is_file())
 
 
+@pytest.mark.one_device
 def test_a_late_or_slow_follower_gets_the_newest(tmp_path: Path) -> None:
     with jaxckpt.weights.Publisher(tmp_path, anchor_every=4, options=FAST) as publisher:
         slow = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
@@ -99,6 +100,7 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
             require_bits(tree, step)
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("rename", [None, {"deep": "body/layers"}, lambda path: path.replace("deep", "body/layers")])
 @pytest.mark.parametrize("with_target", [False, True])
 def test_a_part_of_the_weights_with_other_names(tmp_path: Path, rename: Any, with_target: bool) -> None:
@@ -127,6 +129,7 @@ def test_a_part_of_the_weights_with_other_names(tmp_path: Path, rename: Any, wit
             np.testing.assert_array_equal(np.asarray(found).view(np.uint16), expected.view(np.uint16))
 
 
+@pytest.mark.one_device
 def test_every_bit_pattern(tmp_path: Path) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     first, second = (jnp.asarray(words.view(jnp.bfloat16)) for words in (bits, bits[::-1].copy()))
@@ -137,6 +140,7 @@ def test_every_bit_pattern(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(tree["x"]).view(np.uint16), bits[::-1])
 
 
+@pytest.mark.one_device
 def test_arrays_may_be_donated_and_signal_handlers_are_unchanged(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
@@ -150,6 +154,7 @@ def test_arrays_may_be_donated_and_signal_handlers_are_unchanged(tmp_path: Path)
     assert float(tree["x"][0]) == float(tree["y"][0]) == 2
 
 
+@pytest.mark.one_device
 def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
@@ -177,6 +182,7 @@ def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch
     assert (step, float(tree["w"][0])) == (6, 6.0)
 
 
+@pytest.mark.one_device
 def test_a_failure_that_another_save_reports_begins_a_new_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +200,7 @@ def test_a_failure_that_another_save_reports_begins_a_new_chain(
         assert (step, float(tree["w"][0])) == (2, 2.0)
 
 
+@pytest.mark.one_device
 def test_a_path_may_be_relative_or_end_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     follower = jaxckpt.weights.subscribe("w/", timeout_seconds=60)
@@ -212,6 +219,7 @@ def test_a_url_may_end_with_a_slash(s3: servers.Bucket) -> None:
     assert step == 3
 
 
+@pytest.mark.one_device
 def test_invalid_arguments(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", options=FAST) as run:
         run.save(1, {"x": 1})
@@ -267,6 +275,7 @@ def published(publisher: jaxckpt.weights.Publisher, step: int, value: float) -> 
     publisher._checkpointer.wait()
 
 
+@pytest.mark.one_device
 def test_a_reused_directory_has_other_weights_with_equal_numbers(tmp_path: Path) -> None:
     follower = jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=60, poll_seconds=0.01)
     with jaxckpt.weights.Publisher(tmp_path / "w", options=FAST) as publisher:
@@ -281,6 +290,7 @@ def test_a_reused_directory_has_other_weights_with_equal_numbers(tmp_path: Path)
         assert (step, float(tree["w"][0])) == (4, 104.0)
 
 
+@pytest.mark.one_device
 def test_a_publication_that_is_interrupted_during_publishing_ends_its_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +313,7 @@ def test_a_publication_that_is_interrupted_during_publishing_ends_its_chain(
     assert (step, float(tree["w"][0])) == (3, 3.0)
 
 
+@pytest.mark.one_device
 def test_every_publication_must_have_floats(tmp_path: Path) -> None:
     with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
@@ -327,6 +338,7 @@ def test_leaves_on_different_devices_and_leaves_that_move(tmp_path: Path) -> Non
     assert previous == [None, None, 4], "leaves that have moved begin a new chain"
 
 
+@pytest.mark.one_device
 def test_weights_are_restored_only_onto_devices(tmp_path: Path) -> None:
     with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:
         publisher.publish(0, {"w": jnp.ones(3)})
@@ -343,6 +355,7 @@ def test_another_runs_directory_is_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / "_run/ended.json").exists()
 
 
+@pytest.mark.one_device
 def test_a_checkpointer_that_saves_among_the_publications_is_an_error(tmp_path: Path) -> None:
     follower = jaxckpt.weights.subscribe(tmp_path, timeout_seconds=60, poll_seconds=0.01)
     with jaxckpt.weights.Publisher(tmp_path, options=FAST) as publisher:

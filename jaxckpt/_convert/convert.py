@@ -40,7 +40,7 @@ from jaxckpt._save.save import start
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.format_registry import written_formats
+from jaxckpt._sources.format_registry import missing_formats_hint, written_formats
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
@@ -224,7 +224,7 @@ def _format_of(destination: str, format: str | None) -> str:
             hint = closest_hint(str(format), names)
             if str(format).lower() in ("huggingface", "hf", "transformers"):
                 hint = "; did you mean 'safetensors'? Hugging Face's folders have that format"
-            raise InputError(f"format={format!r}{hint}; expected one of {', '.join(names)}")
+            raise InputError(f"format={format!r}{hint}; expected one of {', '.join(names)}{missing_formats_hint()}")
         if (suggested := by_suffix.get(suffix, format)) != format:
             raise InputError(
                 f"destination {destination!r} ends in {suffix}, which is format {suggested!r}, but format={format!r}:"
@@ -235,6 +235,7 @@ def _format_of(destination: str, format: str | None) -> str:
         raise InputError(
             f"destination {destination!r} ends in {suffix}: jaxckpt does not write that format. The suffixes that it"
             f" knows are {', '.join(by_suffix)}; with any other, pass format= with one of {', '.join(names)}"
+            f"{missing_formats_hint()}"
         )
     return by_suffix.get(suffix, "jaxckpt")
 

@@ -15,7 +15,7 @@ from jaxckpt._formats.orbax.orbax_records import SAVE_FILES
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.format_registry import formats
+from jaxckpt._sources.format_registry import formats, missing_formats_hint
 from jaxckpt._sources.open_source import Location
 from jaxckpt._store.folder import sync_path
 from jaxckpt._store.load_manifest import load_manifest
@@ -45,7 +45,7 @@ def require_replaceable(path: str, source: Location, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{path} holds files that are not part of one checkpoint"
             f" ({', '.join(unrelated[:3])}{', …' if len(unrelated) > 3 else ''}):"
-            " overwrite=True does not delete them; give another path"
+            f" overwrite=True does not delete them; give another path{missing_formats_hint()}"
         )
 
 

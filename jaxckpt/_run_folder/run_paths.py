@@ -100,11 +100,11 @@ def require_directory(run: Store) -> None:
         raise NotACheckpointError(f"{run.url} is not a run: the directory does not exist, or is empty")
 
 
-def no_steps_error(run: Store) -> NotACheckpointError:
+def no_steps_error(run: Store, hint: str) -> NotACheckpointError:
     """The error for a run without published steps. Raises InputError if the directory is itself a checkpoint."""
     require_no_checkpoint(run)
     require_directory(run)
-    return NotACheckpointError(f"{run.url} has no steps")
+    return NotACheckpointError(f"{run.url} has no steps{hint}")
 
 
 def missing_step_error(run: Store, step: int, published: Sequence[int]) -> NotACheckpointError:

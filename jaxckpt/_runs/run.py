@@ -38,6 +38,7 @@ from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.metrics import metrics_of_another_library, recorded_metrics
 from jaxckpt._runs.pins import pin_step, unpin_name
+from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt._sources.open_source import NamedStep, foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
@@ -178,7 +179,7 @@ class Run:
             return require_step(step)
         steps = self.steps()
         if not steps:
-            raise no_steps_error(self._store)
+            raise no_steps_error(self._store, missing_formats_hint())
         return resolve_name(self._store, step, steps)
 
     def metadata(self) -> dict[str, Any]:

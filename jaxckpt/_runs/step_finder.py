@@ -15,6 +15,7 @@ from jaxckpt._local_tier.tier import LocalTier
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._options import Options
 from jaxckpt._runs.directory import Directory
+from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt.errors import DataError, NotACheckpointError
 
 _log = logging.getLogger("jaxckpt")
@@ -128,7 +129,7 @@ class StepFinder:
     def require_found(self, chosen: LocatedStep) -> int:
         """The number of a step that was found. Raises NotACheckpointError if none was."""
         if chosen.step is None:
-            raise NotACheckpointError(f"{self._directory.url} has no steps")
+            raise NotACheckpointError(f"{self._directory.url} has no steps{missing_formats_hint()}")
         return chosen.step
 
     def record_restored(self, chosen: LocatedStep) -> None:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._options import Options
@@ -81,9 +82,23 @@ def formats() -> tuple[Format, ...]:
             loaded.append(form)
         else:
             _log.warning("the checkpoint format %s (%s) is not a Format: %r", point.name, point.value, form)
-    if not loaded:
+    if not _is_installed():
         _log.warning("jaxckpt is not installed with pip, so it knows no checkpoint formats of other libraries")
     return tuple(sorted(loaded, key=lambda form: (form.order, form.name)))
+
+
+def missing_formats_hint() -> str:
+    """The end of an error about something that no format recognizes; empty if jaxckpt's own formats are installed."""
+    if _is_installed():
+        return ""
+    return (
+        f". The jaxckpt in {Path(__file__).parents[2]} is not installed, so it knows no checkpoint formats of other"
+        " libraries: install it with pip"
+    )
+
+
+def _is_installed() -> bool:
+    return any(point.value.startswith("jaxckpt.") for point in entry_points(group=GROUP))
 
 
 def written_formats() -> dict[str, Format]:

@@ -23,7 +23,7 @@ from jaxckpt._run_folder.run_paths import (
 )
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
-from jaxckpt._sources.format_registry import ForeignStep, Format, formats
+from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
@@ -93,7 +93,7 @@ def _open_source(
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
         return NativeCheckpoint.at(store, manifest_sha256)
-    except NotACheckpointError:
+    except NotACheckpointError as error:
         for _ in range(_TRIES):
             if (step := resolve_step(store)) is None:
                 break
@@ -101,9 +101,11 @@ def _open_source(
                 return NativeCheckpoint.at(step, manifest_sha256)
         # A caller that expects a certain manifest does not accept a checkpoint without one.
         foreign = None if manifest_sha256 else _open_foreign(location, store, options)
-        if foreign is None:
-            raise
-        return foreign
+        if foreign is not None:
+            return foreign
+        if (hint := missing_formats_hint()) and _exists(location, store):
+            raise NotACheckpointError(f"{error}{hint}") from None
+        raise
 
 
 def _open_named_step(
@@ -123,7 +125,7 @@ def _open_named_step(
                 raise
     paths = {} if manifest_sha256 else {step.number: step.path for step in foreign_steps_of(run.url, options)}
     if not paths:
-        raise no_steps_error(run)
+        raise no_steps_error(run, missing_formats_hint())
     number = resolve_name(run, name, sorted(paths))
     path, names = _local_names(paths[number])
     form = _recognized_format(path, names)
@@ -156,6 +158,12 @@ def _open_foreign(
             path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
     form = _recognized_format(path, names)
     return form.open(path) if form is not None and form.open is not None else None
+
+
+def _exists(location: str | os.PathLike[str], store: Store) -> bool:
+    """Whether another library could have written a local path, or the run that "run@40" names."""
+    named = run_and_name(store)
+    return any(_local_names(place)[1] is not None for place in (location, *([named[0].url] if named else ())))
 
 
 def foreign_steps_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,67 @@ def test_another_package_adds_a_format(stranger: None, tmp_path: Path, caplog: p
 
 def test_a_composed_checkpoint_names_its_format(tmp_path: Path) -> None:
     assert compose("here", {"w": np.arange(3)}, "mine").manifest.format == "mine"
+
+
+# An uninstalled checkout ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same packages, without the metadata of jaxckpt's installation, which has the entry points."""
+    places = []
+    for number, place in enumerate(map(Path, sys.path)):
+        if place.is_dir() and any(place.glob("jaxckpt-*.dist-info")):
+            others = tmp_path / f"packages{number}"
+            others.mkdir()
+            for entry in place.iterdir():
+                if not entry.name.startswith("jaxckpt-"):
+                    (others / entry.name).symlink_to(entry)
+            place = others
+        places.append(str(place))
+    monkeypatch.setattr(sys, "path", places)
+    formats.cache_clear()
+    yield
+    formats.cache_clear()
+
+
+HINT = "is not installed, so it knows no checkpoint formats of other libraries: install it with pip"
+
+
+def test_an_uninstalled_jaxckpt_says_so_in_its_errors(uninstalled: None, tmp_path: Path) -> None:
+    np.savez(tmp_path / "b.npz", w=np.arange(3))
+    orbax_run = tmp_path / "run"
+    (orbax_run / "40").mkdir(parents=True)
+    (orbax_run / "40" / "_CHECKPOINT_METADATA").write_text("{}")
+    for path in (tmp_path / "b.npz", orbax_run, f"{orbax_run}@40", f"{orbax_run}@latest"):
+        for function in (jaxckpt.open, jaxckpt.restore, jaxckpt.load_numpy, jaxckpt.verify):
+            with pytest.raises(jaxckpt.errors.NotACheckpointError, match=HINT):
+                function(path)
+    for step in (40, "latest"):
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match=HINT):
+            jaxckpt.Run(orbax_run).restore(step)
+    with (
+        jaxckpt.Checkpointer(tmp_path / "new") as checkpointer,
+        pytest.raises(jaxckpt.errors.NotACheckpointError, match=HINT),
+    ):
+        checkpointer.restore()
+    jaxckpt.save(tmp_path / "own", {"w": np.arange(3)})
+    for format, destination in ((None, "c.npz"), ("npz", "d")):
+        with pytest.raises(jaxckpt.errors.InputError, match=HINT):
+            jaxckpt.convert(tmp_path / "own", tmp_path / destination, format=format)
+
+
+def test_an_uninstalled_jaxckpt_reads_its_own_checkpoints(
+    uninstalled: None, tmp_path: Path, stranger: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    jaxckpt.save(tmp_path / "own", {"w": np.arange(3)})
+    assert jaxckpt.load_numpy(tmp_path / "own")["w"].tolist() == [0, 1, 2]
+    with pytest.raises(jaxckpt.errors.NotACheckpointError) as missing:
+        jaxckpt.load_numpy(tmp_path / "nothing")
+    assert HINT not in str(missing.value)  # nothing there could have another format
+    (tmp_path / "a.words").write_text("hello")
+    assert jaxckpt.load_numpy(tmp_path / "a.words") == "hello"  # another package's format, which is installed
+    assert "jaxckpt is not installed with pip" in caplog.text
+    (tmp_path / "a.other").write_text("hello")
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=HINT):
+        jaxckpt.load_numpy(tmp_path / "a.other")

@@ -381,7 +381,7 @@ WIDE = {
     "float64": np.array([1.1, 1e300, -0.0]),
     "complex128": np.array([1.1 + 1e-300j, 2, 3]),
 }
-DEVICE = SingleDeviceSharding(jax.devices()[1])
+DEVICE = SingleDeviceSharding(jax.devices()[1 % len(jax.devices())])
 SMALL = jaxckpt.Options(host_bytes=512, chunk_bytes=64, object_bytes=256, sync=False)
 
 

@@ -79,6 +79,7 @@ def test_without_rules_all_steps_are_kept_and_with_keep_last_seconds_recent_ones
     assert filled(tmp_path / "c", range(5), keep_last_seconds=1e-9).steps() == [4]
 
 
+@pytest.mark.one_device
 def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
     shared = jnp.full(4, 0.5)
     with jaxckpt.Checkpointer(tmp_path) as steps:
@@ -91,6 +92,7 @@ def test_dtype_and_tied_work_as_in_save_and_restore(tmp_path: Path) -> None:
         assert restored["a"] is restored["b"]
 
 
+@pytest.mark.one_device
 def test_restore_or_init_takes_dtype_and_tied(tmp_path: Path) -> None:
     shared = jnp.full(4, 1 / 3)
 
@@ -544,6 +546,7 @@ def test_init_computes_missing_leaves(tmp_path: Path, jitted: bool) -> None:
         np.testing.assert_array_equal(tree["ema"]["w"], np.full(8, 3.0))
 
 
+@pytest.mark.one_device
 def test_a_new_optimizer_continues_an_old_run(tmp_path: Path) -> None:
     params = {"w": jnp.arange(4.0), "b": jnp.ones(2)}
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
@@ -566,6 +569,7 @@ def test_a_new_optimizer_continues_an_old_run(tmp_path: Path) -> None:
             checkpoints.restore_or_init(init, strict=False, rename={"param": "params"})
 
 
+@pytest.mark.one_device
 def test_results_of_init_are_released_before_the_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(8)})
@@ -629,6 +633,7 @@ print("ok")
     assert [one.stdout.strip() for one in done] == ["ok", "ok"]
 
 
+@pytest.mark.one_device
 def test_restore_waits_for_the_running_save(tmp_path: Path) -> None:
     slow = jaxckpt.Options(progress=lambda _: time.sleep(0.2))
     with jaxckpt.Checkpointer(tmp_path, options=slow) as checkpoints:
@@ -868,6 +873,7 @@ with jaxckpt.Checkpointer(args, keep_best=[("loss", "min", 9)]) as checkpoints:
     assert [one.stdout.splitlines() for one in done] == [["{'loss': 1.0} 1", "{'loss': 2.0} 1", "{'loss': 0.0} 2"]] * 2
 
 
+@pytest.mark.one_device
 def test_metrics(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")) as checkpoints:
         for step, loss in enumerate([1.0, np.float32(3.0), float("nan"), float("inf"), jnp.float32(3.0), 2]):
@@ -969,6 +975,7 @@ def test_steps_are_whole_numbers(tmp_path: Path) -> None:
     assert checkpoints.steps() == [3]
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("local", [False, True])
 def test_a_step_given_as_an_array_is_deleted(tmp_path: Path, local: bool) -> None:
     with two_tiers(tmp_path) if local else filled(tmp_path / "run", range(0)) as checkpoints:

@@ -32,6 +32,7 @@ def files(path: Path) -> dict[str, os.stat_result]:
     return {str(file.relative_to(path)): file.stat() for file in found}
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize(
     ("step", "expected"), [({}, 3), ({"step": 1}, 1), ({"step": "best"}, 2), ({"step": "latest"}, 3)]
 )
@@ -51,6 +52,7 @@ def test_a_fork_starts_from_a_step(run: Path, tmp_path: Path, step: dict[str, An
     assert jaxckpt.Run(run).steps() == [1, 2, 3]
 
 
+@pytest.mark.one_device
 def test_a_fork_of_no_step_is_an_error(run: Path, tmp_path: Path) -> None:
     """As from best_step(), if no step has a value."""
     with pytest.raises(jaxckpt.errors.InputError, match=r"found None: best_step\(\)"):
@@ -58,6 +60,7 @@ def test_a_fork_of_no_step_is_an_error(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.one_device
 def test_a_fork_without_a_subtree_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"opt_state": 1}) as checkpoints:
         for step in (1, 2):
@@ -74,6 +77,7 @@ def test_a_fork_without_a_subtree_is_logged(tmp_path: Path, caplog: pytest.LogCa
     assert (tree["w"].tolist(), tree["opt_state"].tolist()) == ([1.0] * 3, [0.0] * 3)
 
 
+@pytest.mark.one_device
 def test_either_run_may_be_deleted(run: Path, tmp_path: Path) -> None:
     jaxckpt.Run(run).fork(tmp_path / "a")
     jaxckpt.Run(tmp_path / "a").fork(tmp_path / "b")
@@ -86,6 +90,7 @@ def test_either_run_may_be_deleted(run: Path, tmp_path: Path) -> None:
     assert jaxckpt.load_numpy(tmp_path / "b")["w"][0] == 3
 
 
+@pytest.mark.one_device
 def test_an_impossible_fork_is_an_error(run: Path, tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="has 3 steps"):
         jaxckpt.Run(run).fork(run)
@@ -107,6 +112,7 @@ def test_an_impossible_fork_is_an_error(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.one_device
 def test_a_fork_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
     calls: list[int] = []
@@ -125,6 +131,7 @@ def test_a_fork_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
     assert jaxckpt.Run(run).fork(tmp_path / "new") == 3
 
 
+@pytest.mark.one_device
 def test_a_damaged_step_is_not_forked(run: Path, tmp_path: Path) -> None:
     victim = next((run / "00000003").glob("data-*/*/c/0/*"))
     victim.write_bytes(b"cut")
@@ -139,6 +146,7 @@ def test_a_damaged_step_is_not_forked(run: Path, tmp_path: Path) -> None:
     assert not files(tmp_path / "new")
 
 
+@pytest.mark.one_device
 def test_the_command(run: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["fork", f"{run}@2", str(tmp_path / "new"), "--json"])
     assert result.exit_code == 0, result.output
@@ -147,6 +155,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2
 
 
+@pytest.mark.one_device
 def test_a_checkpoint_does_not_become_a_run(run: Path, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "alone", {"w": jnp.zeros(3)})
     before = files(tmp_path / "alone").keys()

@@ -117,6 +117,7 @@ def test_it_returns_before_data_is_written_and_reports_progress(tmp_path: Path, 
     assert jaxckpt.open(tmp_path / "c").metadata == {"run": 1}
 
 
+@pytest.mark.one_device
 def test_invalid_arguments_are_reported_immediately(tmp_path: Path) -> None:
     deleted = jnp.ones(3)
     deleted.delete()
@@ -432,6 +433,7 @@ class Bag:
         return cls(names, list(values))
 
 
+@pytest.mark.one_device
 def test_a_node_that_changed_in_place_is_detected(tmp_path: Path) -> None:
     bag = Bag(["a", "b"], [jnp.zeros(2), jnp.ones(2)])
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
@@ -473,6 +475,7 @@ class Model:
     __hash__ = object.__hash__
 
 
+@pytest.mark.one_device
 def test_static_fields_need_not_compare(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path) as checkpoints:
         for step in range(2):
@@ -480,6 +483,7 @@ def test_static_fields_need_not_compare(tmp_path: Path) -> None:
         assert checkpoints.restore(1)["w"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.one_device
 def test_a_tree_is_not_kept_alive_after_its_save(tmp_path: Path) -> None:
     models = [Model(), Model()]
     gone = [weakref.ref(model) for model in models]
@@ -491,6 +495,7 @@ def test_a_tree_is_not_kept_alive_after_its_save(tmp_path: Path) -> None:
     assert [model() for model in gone] == [None, None]
 
 
+@pytest.mark.one_device
 def test_a_checkpointer_plans_once_for_similar_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     made = _shared_path.plan_save

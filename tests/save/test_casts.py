@@ -73,6 +73,7 @@ def test_only_floats_are_cast(tmp_path: Path, save: Any, stacked: bool, monkeypa
     assert {leaf.weak_type for leaf in jax.tree.leaves(tree["params"])} == {False}
 
 
+@pytest.mark.one_device
 def test_large_leaves_are_cast_an_object_at_a_time(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1 << 16, dtype=jnp.float32).reshape(256, 256) / 7, "host": np.arange(1 << 14) / 3}
     options = jaxckpt.Options(object_bytes=8 << 10, chunk_bytes=1 << 10, host_bytes=64 << 10)
@@ -108,6 +109,7 @@ def test_a_prefix_and_a_function_choose(tmp_path: Path) -> None:
         require_equal(jaxckpt.restore(tmp_path / "c", dtype=dtype), wanted)
 
 
+@pytest.mark.one_device
 def test_the_byte_order_of_a_dtype_does_not_count(tmp_path: Path) -> None:
     tree = {"w": jnp.ones(3), "host": np.ones(3)}
     jaxckpt.save(tmp_path / "a", tree, dtype=">f2")
@@ -116,6 +118,7 @@ def test_the_byte_order_of_a_dtype_does_not_count(tmp_path: Path) -> None:
         assert {leaf.dtype for leaf in found.values()} == {np.dtype(np.float16)}
 
 
+@pytest.mark.one_device
 def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
     tree = {"h": jnp.arange(5, dtype=jnp.bfloat16), "n": jnp.arange(5, dtype=jnp.int8), "b": jnp.array([True])}
     jaxckpt.save(tmp_path / "a", tree, dtype={"h": jnp.float32, "n": np.int32, "b": np.float16})
@@ -124,6 +127,7 @@ def test_wider_dtypes_lose_nothing(tmp_path: Path) -> None:
     require_equal(jax.tree.map(lambda a, b: a.astype(b.dtype), found, tree), tree)
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("count", [1, 600])
 @pytest.mark.parametrize(("own", "wider"), [("float32", "float64"), ("complex64", "complex128")])
@@ -216,6 +220,7 @@ def _not_key(path: str) -> bool:
     return path != "key"
 
 
+@pytest.mark.one_device
 def test_a_requested_dtype_overrides_the_target_s_even_if_it_is_the_saved_one(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {"w": jnp.full(3, 1 / 3), "weak": jnp.asarray(0.5)}, dtype={"w": jnp.float32})
     target = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16), "weak": jax.ShapeDtypeStruct((), jnp.bfloat16)}
@@ -244,6 +249,7 @@ def test_loading_refuses_casts_that_lose_values(tmp_path: Path) -> None:
     assert loaded["params"]["w"].dtype == np.int16
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if jnp.issubdtype(dtype, jnp.floating)])
 def test_nan_does_not_silently_become_a_number(tmp_path: Path, name: str) -> None:
     values = np.array([1.0, np.nan], np.float32)
@@ -267,6 +273,7 @@ def test_restores_to_float4_need_a_lossy_cast(tmp_path: Path) -> None:
     assert jaxckpt.restore(tmp_path / "a", dtype="float4_e2m1fn", options=unsafe)["x"][0] == 1
 
 
+@pytest.mark.one_device
 def test_lossy_casts_are_made_if_they_are_allowed(tmp_path: Path) -> None:
     tree = {"n": jnp.array([1, 300]), "x": jnp.array([1.5, -2.5])}
     unsafe = jaxckpt.Options(cast="unsafe")
@@ -309,6 +316,7 @@ def test_a_restore_is_cast_even_if_its_target_differs(tmp_path: Path, tied: bool
         jaxckpt.restore(tmp_path / "a", {"params": shapes}, select="params", dtype=jnp.bfloat16)
 
 
+@pytest.mark.one_device
 def test_a_cast_array_is_still_known_to_be_the_same(tmp_path: Path) -> None:
     """The same array in another dtype is not tied to it."""
     w = jnp.arange(9.0)
@@ -319,6 +327,7 @@ def test_a_cast_array_is_still_known_to_be_the_same(tmp_path: Path) -> None:
     assert [leaf.dtype for leaf in found.values()] == [BF16, BF16, np.float32]
 
 
+@pytest.mark.one_device
 def test_weak_types_become_strong(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", (weak := jnp.asarray(0.5)), dtype=jnp.bfloat16)
     jaxckpt.save(tmp_path / "b", weak)

@@ -61,24 +61,26 @@ def require_equal(path: Path, wanted: dict[str, np.ndarray[Any, Any]]) -> None:
         assert found[name].tobytes() == value.tobytes(), name
 
 
+@pytest.mark.one_device
 @every_save
 @pytest.mark.parametrize("name", DTYPES)
 def test_parts_of_a_shard_keep_their_bits(name: str, save: Save, tmp_path: Path, sent: list[jax.Array]) -> None:
     # The last object of a shard is smaller than the others.
     host = bits(DTYPES[name], (27, 2 * OBJECT_BYTES // 8 // DTYPES[name].itemsize), 0)
     with jax.enable_x64(True):
-        tree = {"x": jax.device_put(host, SingleDeviceSharding(jax.devices()[3]))}
+        tree = {"x": jax.device_put(host, SingleDeviceSharding(jax.devices()[3 % len(jax.devices())]))}
     save(tmp_path / "c", tree)
     assert sent
     require_equal(tmp_path / "c", {"x": host})
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("wanted", ["bfloat16", "float8_e4m3fn", "float32"])
 @pytest.mark.parametrize("own", ["float32", "uint16", "bfloat16"])
 @every_save
 def test_parts_are_cast(own: str, wanted: str, save: Save, tmp_path: Path) -> None:
     host = (np.arange(8192) % 300).reshape(32, 256).astype(DTYPES[own])
-    tree = {"x": jax.device_put(host, SingleDeviceSharding(jax.devices()[1]))}
+    tree = {"x": jax.device_put(host, SingleDeviceSharding(jax.devices()[1 % len(jax.devices())]))}
     save(tmp_path / "c", tree, dtype={"x": wanted})
     require_equal(tmp_path / "c", {"x": host.astype(DTYPES[wanted])})
 
@@ -99,6 +101,7 @@ def test_a_shard_in_several_objects_is_copied_once(tmp_path: Path, sent: list[ja
     require_equal(tmp_path / "c", {name: np.asarray(leaf) for name, leaf in tree.items()})
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("save", [SAVES["save"], SAVES["save_async with a limit"]])
 def test_with_limited_host_memory_parts_are_copied(save: Save, tmp_path: Path, sent: list[jax.Array]) -> None:
     tree = {"x": numbers((64, 128))}
@@ -116,6 +119,7 @@ def test_objects_across_shards_are_parts_of_copied_shards(tmp_path: Path, sent: 
     require_equal(tmp_path / "c", {"x": np.asarray(x)})
 
 
+@pytest.mark.one_device
 def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards: list[weakref.ref[Any]] = []
     staged_bytes: list[int] = []
@@ -140,6 +144,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
     assert alive[7] <= 1
 
 
+@pytest.mark.one_device
 def test_copied_shards_are_safe_from_donation(tmp_path: Path, gate: threading.Event) -> None:
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     for options in (OPTIONS, LIMITED):
@@ -154,6 +159,7 @@ def test_copied_shards_are_safe_from_donation(tmp_path: Path, gate: threading.Ev
         require_equal(tmp_path / "c", wanted)
 
 
+@pytest.mark.one_device
 def test_deleted_arrays_without_pinned_memory(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +191,7 @@ def test_the_callers_configuration_does_not_matter(committed: bool, save: Save, 
     require_equal(tmp_path / "c", {"x": host, "small": np.full(3, -np.inf, np.float32)})
 
 
+@pytest.mark.one_device
 def test_parts_of_a_shape_share_a_program(tmp_path: Path) -> None:
     device_to_host.cutter.cache_clear()
     SAVES["save"](tmp_path / "c", {"x": numbers((64, 128)), "y": numbers((64, 128))})
@@ -196,6 +203,7 @@ def test_parts_of_a_shape_share_a_program(tmp_path: Path) -> None:
     assert program._cache_size() == 1
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_device_memory_of_parts_is_bounded(
     dtype: str | None, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch

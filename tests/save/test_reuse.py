@@ -63,6 +63,7 @@ def require_equal(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.asarray, expected))
 
 
+@pytest.mark.one_device
 def test_a_frozen_base_is_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     base = frozen()
     trees = [{"base": base, "lora": jnp.full((4, 8), step), "step": step} for step in range(4)]
@@ -75,6 +76,7 @@ def test_a_frozen_base_is_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> N
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
+@pytest.mark.one_device
 def test_deleting_a_step_keeps_steps_that_share_its_objects(tmp_path: Path) -> None:
     base = frozen(1)
     with jaxckpt.Checkpointer(tmp_path / "run", keep_last=1) as run:
@@ -87,6 +89,7 @@ def test_deleting_a_step_keeps_steps_that_share_its_objects(tmp_path: Path) -> N
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("reuse", ["identity", "auto"])
 def test_data_that_may_have_changed_is_written(tmp_path: Path, reuse: Any) -> None:
     run = jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse=reuse))
@@ -105,6 +108,7 @@ def test_data_that_may_have_changed_is_written(tmp_path: Path, reuse: Any) -> No
     run.close()
 
 
+@pytest.mark.one_device
 def test_an_object_is_written_if_one_of_its_leaves_changed(run: jaxckpt.Checkpointer) -> None:
     tree = {f"w{n}": jnp.full((5,), n) for n in range(10)}
     saved(run, 0, tree)
@@ -117,6 +121,7 @@ def test_an_object_is_written_if_one_of_its_leaves_changed(run: jaxckpt.Checkpoi
     require_equal(run.restore(2), swapped)
 
 
+@pytest.mark.one_device
 def test_old_leaves_of_a_tree_that_grew_are_linked(run: jaxckpt.Checkpointer) -> None:
     base = {f"m{n}": jnp.full((1100, 1024), n) for n in range(2)}
     saved(run, 0, {"base": base})
@@ -136,6 +141,7 @@ def test_another_dtype_or_sharding_is_another_object(tmp_path: Path) -> None:
         assert not info.reused_bytes
 
 
+@pytest.mark.one_device
 def test_objects_of_a_failed_save_are_not_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     saved(run, 0, tree)
@@ -147,6 +153,7 @@ def test_objects_of_a_failed_save_are_not_linked(run: jaxckpt.Checkpointer, tmp_
     assert shared(tmp_path / "run/00000000", tmp_path / "run/00000002")
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("harm", ["deleted", "cut", "a link", "deleted during the save"])
 def test_a_deleted_original_is_written_again(
     run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
@@ -171,6 +178,7 @@ def test_a_deleted_original_is_written_again(
     assert jaxckpt.verify(tmp_path / "run/00000001").ok
 
 
+@pytest.mark.one_device
 def test_without_links_all_data_is_written(run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(old: str, *_: Any, **__: Any) -> None:
         tries.extend(["object"] if "/c/" in old else [])  # otherwise a manifest
@@ -184,6 +192,7 @@ def test_without_links_all_data_is_written(run: jaxckpt.Checkpointer, monkeypatc
     require_equal(run.restore(7), tree)
 
 
+@pytest.mark.one_device
 def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpointer) -> None:
     tree = {"w": jnp.arange(100_000.0), "v": jnp.zeros(3)}
     expected = jax.tree.map(np.array, tree)
@@ -196,6 +205,7 @@ def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpoi
     require_equal(run.restore(2), tree)
 
 
+@pytest.mark.one_device
 def test_a_lost_original_of_donated_arrays_is_an_error(
     run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +225,7 @@ def test_a_lost_original_of_donated_arrays_is_an_error(
     assert run.steps() == [0]
 
 
+@pytest.mark.one_device
 def test_reuse_none_writes_everything(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse=None)) as run:
@@ -222,6 +233,7 @@ def test_reuse_none_writes_everything(tmp_path: Path) -> None:
     assert not shared(tmp_path / "run/00000000", tmp_path / "run/00000001")
 
 
+@pytest.mark.one_device
 def test_objects_of_an_overwritten_step_are_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0), "v": 1}
     saved(run, 0, tree)
@@ -233,6 +245,7 @@ def test_objects_of_an_overwritten_step_are_linked(run: jaxckpt.Checkpointer, tm
     require_equal(run.restore(0), tree | {"v": 2})
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("options", [jaxckpt.Options(compression="zstd"), jaxckpt.Options(io="tensorstore")])
 def test_tensorstores_objects_are_linked_too(tmp_path: Path, options: jaxckpt.Options) -> None:
     tree = {"w": jnp.arange(100_000.0)}
@@ -301,6 +314,7 @@ def test_equal_data_in_other_arrays_is_linked(tmp_path: Path, options: Any, spec
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
+@pytest.mark.one_device
 def test_data_that_differs_only_outside_of_the_sample_is_written(run: jaxckpt.Checkpointer) -> None:
     """A sample only saves work; whether objects are equal is decided by all of their bytes."""
     values = np.zeros((3, 1024, 1024), np.float32)
@@ -312,6 +326,7 @@ def test_data_that_differs_only_outside_of_the_sample_is_written(run: jaxckpt.Ch
     assert saved(run, 6, jnp.array(values)).reused_bytes > 0
 
 
+@pytest.mark.one_device
 def test_data_that_freezes_later_is_linked_from_the_second_save_on(
     run: jaxckpt.Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,6 +343,7 @@ def test_data_that_freezes_later_is_linked_from_the_second_save_on(
     require_equal(run.restore(4)["w"], base)
 
 
+@pytest.mark.one_device
 def test_the_cost_of_data_that_changes_is_one_sample(
     run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +358,7 @@ def test_the_cost_of_data_that_changes_is_one_sample(
     assert len(digests) == first, "only in the first save"
 
 
+@pytest.mark.one_device
 def test_an_ordinary_save_computes_no_digests(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     for _ in range(2):
@@ -350,6 +367,7 @@ def test_an_ordinary_save_computes_no_digests(tmp_path: Path) -> None:
     assert not manifest.stacks[0].contents
 
 
+@pytest.mark.one_device
 def test_a_log_line_says_why_unchanged_data_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -380,6 +398,7 @@ def test_a_log_line_says_why_unchanged_data_was_written(
 # By content -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("how", [{}, {"compression": "zstd"}, {"io": "tensorstore"}])
 def test_equal_content_is_linked(tmp_path: Path, how: Any) -> None:
     options = jaxckpt.Options(reuse="content", **how)
@@ -393,6 +412,7 @@ def test_equal_content_is_linked(tmp_path: Path, how: Any) -> None:
     assert jaxckpt.verify(tmp_path / "ckpt").ok
 
 
+@pytest.mark.one_device
 def test_a_new_job_compares_with_the_newest_step(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(200_000.0)}
     for step in range(2):
@@ -425,6 +445,7 @@ def test_a_digest_is_as_the_format_specifies(tmp_path: Path) -> None:
     assert manifest.stacks[0].contents == {"0/0": xxhash.xxh3_128(entry).hexdigest()}
 
 
+@pytest.mark.one_device
 def test_replacing_a_damaged_checkpoint_writes_everything(tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     jaxckpt.save(tmp_path / "a", tree, options=COMPARE)
@@ -435,6 +456,7 @@ def test_replacing_a_damaged_checkpoint_writes_everything(tmp_path: Path) -> Non
     assert jaxckpt.verify(tmp_path / "a").ok
 
 
+@pytest.mark.one_device
 def test_on_an_object_store_all_data_is_written() -> None:
     tree = {"w": jnp.arange(1000.0)}
     with jaxckpt.Checkpointer("memory://reuse/run", options=COMPARE) as run:

@@ -72,6 +72,7 @@ def test_nan_checks_of_jax_do_not_affect_a_save(tmp_path: Path, stacked: list[st
     assert stacked == ["float32"]
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize("on_accelerator", [False, True])
 def test_numpy_arrays_may_share_a_stack_with_jax_arrays(
     on_accelerator: bool, tmp_path: Path, stacked: list[str], monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_every_reader_returns_both(tmp_path: Path) -> None:
     assert {leaf.path for leaf in plan.leaves} >= {"embed", "head", "alike"}
 
 
+@pytest.mark.one_device
 def test_damage_is_reported_for_both(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "a", {"embed": (w := jnp.arange(9.0)), "head": w})
     (victim,) = (tmp_path / "a").glob("data-*/*/c/0/0")
@@ -98,6 +99,7 @@ def test_damage_is_reported_for_both(tmp_path: Path) -> None:
     assert {problem.leaf for problem in report.problems} == {"embed", "head"}
 
 
+@pytest.mark.one_device
 def test_droppable_subtrees_are_not_tied_to_other_leaves(tmp_path: Path) -> None:
     w = jnp.arange(9.0)
     with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"opt": 1}) as run:
@@ -108,6 +110,7 @@ def test_droppable_subtrees_are_not_tied_to_other_leaves(tmp_path: Path) -> None
     assert jaxckpt.verify(tmp_path / "run").ok
 
 
+@pytest.mark.one_device
 def test_a_checkpointer_notices_which_leaves_are_one(tmp_path: Path) -> None:
     """Trees with equal shapes share a description, but not if different leaves are one array."""
     a, b = jnp.zeros(4), jnp.ones(4)
@@ -119,6 +122,7 @@ def test_a_checkpointer_notices_which_leaves_are_one(tmp_path: Path) -> None:
             require_equal(run.restore(step), tree)
 
 
+@pytest.mark.one_device
 def test_the_number_of_leaves_per_row_is_limited(tmp_path: Path) -> None:
     w = jnp.ones(3)
     jaxckpt.save(tmp_path / "a", [w] * (2 * MAX_TIED + 1))
@@ -131,6 +135,7 @@ def test_the_number_of_leaves_per_row_is_limited(tmp_path: Path) -> None:
         _manifest.encode(forged)
 
 
+@pytest.mark.one_device
 def test_tied_leaves_stay_tied_in_a_conversion_of_some_leaves(tmp_path: Path) -> None:
     w = jnp.arange(9.0)
     jaxckpt.save(tmp_path / "a", {"embed": w, "head": w, "other": jnp.ones((2, 2))})
