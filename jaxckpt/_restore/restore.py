@@ -78,9 +78,9 @@ def restore(
             target, dicts omit them and the containers that have only them, and sequences have None in their place.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
             must exist, or a function. Without a target, a renamed tree is restored as nested dicts of its leaves,
-            without empty containers and None. A component of a wanted path is never empty: the empty key is written
-            "~2". Or `Rules`, which also transpose, stack, join and cast: the checkpoint then has the leaves that the
-            rules make.
+            without empty containers and None. In a path, the empty key is written "~2", a "~" in a key "~0", and a "/"
+            in a key "~1". Or `Rules`, which also transpose, stack, join and cast: the checkpoint then has the leaves
+            that the rules make.
         strict: Whether leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are
             errors. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
             the tree; a Sharding is still an error), and extra leaves are ignored. These are always errors: a target
