@@ -20,11 +20,13 @@ from jaxckpt._formats.local_files import (
     Index,
     convert_checked,
     from_json,
+    index_counts,
     list_names,
     opened,
     read_at,
     read_indexed,
     read_json,
+    several_indices_error,
 )
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.shards import FileData
@@ -35,7 +37,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_path
+from jaxckpt.errors import DataError, NotACheckpointError, show_path
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header that the format allows."""
@@ -137,20 +139,18 @@ INDEX = ".safetensors.index.json"
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    """Whether this is a .safetensors file, or a folder with such files or with an index of them."""
+    """Whether this is a .safetensors file, an index of such files, or a folder with one of these."""
     if not names:
-        return path.endswith(".safetensors")
+        return path.endswith((".safetensors", INDEX))
     return any(name.endswith(INDEX) for name in names) or bool(_tensor_files(names))
 
 
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
-    indices = [name for name in names if name.endswith(INDEX)]
-    files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
-    if indices:
-        return {*indices, *files}
-    alone = _tensor_files(names)
-    return set(alone) if len(alone) == 1 else set()
+    chosen = _chosen(path, names)
+    indices = {name for name in names if name.endswith(INDEX)}
+    files = read_json(os.path.join(path, chosen), Index).weight_map.values() if chosen in indices else (chosen,)
+    return {*indices, *files}
 
 
 def open_safetensors(path: str) -> ForeignCheckpoint:
@@ -169,21 +169,29 @@ _Tensor = tuple[ForeignArray, str | None]
 
 
 def _tensors(path: str) -> dict[str, _Tensor]:
-    if not os.path.isdir(path):
-        return _tensors_of_file(path)
-    names = list_names(path)
+    if os.path.isdir(path):
+        path = os.path.join(path, _chosen(path, list_names(path)))
+    if path.endswith(INDEX):
+        return read_indexed(os.path.dirname(path), path, _tensors_of_file)
+    return _tensors_of_file(path)
+
+
+def _chosen(path: str, names: Collection[str]) -> str:
+    """The file in a folder that holds its tensors, or the index of the files that do. Raises DataError, InputError,
+    NotACheckpointError."""
     indices = sorted(name for name in names if name.endswith(INDEX))
-    if not indices:
-        first, *others = sorted(_tensor_files(names))
-        if others:
-            raise NotACheckpointError(
-                f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them"
-                f" belong together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
-            )
-        return _tensors_of_file(os.path.join(path, first))
     if len(indices) > 1:
-        raise InputError(f"{path} has several index files ({', '.join(indices[:5])}): use one folder for each")
-    return read_indexed(path, os.path.join(path, indices[0]), _tensors_of_file)
+        raise several_indices_error(path, indices)
+    if indices:
+        single = indices[0].removesuffix(".index.json")
+        return indices[0] if index_counts(path, indices[0], single) else single
+    first, *others = sorted(_tensor_files(names))
+    if others:
+        raise NotACheckpointError(
+            f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them belong"
+            f" together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
+        )
+    return first
 
 
 def _tensors_of_file(path: str) -> dict[str, _Tensor]:
