@@ -40,8 +40,8 @@ def names_of(source: Source) -> dict[str, str]:
             problems.append(f"{show_path(other)} and {show_path(leaf.path)} would both be named {name!r}")
     if problems:
         raise TreeError(
-            "the format joins the keys of a leaf with '/'; give rename=, or leave leaves out with"
-            f" select=:\n{show_lines(problems)}"
+            "the format joins the keys of a leaf with '/', so leaves would share a name; rename one with rename=, or"
+            f" leave it out with select=:\n{show_lines(problems)}"
         )
     return paths
 

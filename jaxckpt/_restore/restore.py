@@ -160,7 +160,7 @@ def run_restore(
                 source = view_through(request.rules, source)
                 resolved = resolve(source.manifest, request, options)
             assembly = resolved.assembly
-            if resolved.unsplit and call.index == 0:
+            if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
                 n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
                 warn_replicated(source.url, len(resolved.unsplit), n_bytes, request.mesh.size)
             initial = request.initial(assembly.to_initialize) if request.initial else []

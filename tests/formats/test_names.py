@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +49,7 @@ def tensors_of(names: list[str]) -> dict[str, np.ndarray[Any, Any]]:
 def write_theirs(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Write a file as programs without jaxckpt do."""
     if path.suffix == ".npz":
-        np.savez(path, **tensors)
+        np.savez(path, **cast("Any", tensors))
     else:
         numpy.save_file(dict(tensors), path)
 
@@ -209,11 +211,22 @@ def test_nodes_of_a_zarr_group_have_the_names(tmp_path: Path) -> None:
         numpy.save_file(tensors_of([name]), tmp_path / "theirs.safetensors")
         with pytest.raises(jaxckpt.errors.TreeError, match="has a name that Zarr does not allow"):
             jaxckpt.convert(tmp_path / "theirs.safetensors", tmp_path / "no.zarr")
+    jaxckpt.convert(tmp_path / "theirs.safetensors", tmp_path / "no.zarr", rename={"a/./b": "a/b"})
+
+
+def test_names_of_ranks_of_mindspore(tmp_path: Path) -> None:
+    for rank in range(2):
+        numpy.save_file({"a~1b/~/w": np.full(2, rank)}, tmp_path / f"{rank}.safetensors")
+    files = {rank: tmp_path / f"{rank}.safetensors" for rank in range(2)}
+    found = jaxckpt.formats.mindspore_ranks(files, mesh={"x": 2}, specs={"a~1b/~/w": P("x")})
+    jaxckpt.convert(found, tmp_path / "to.safetensors")
+    assert read_theirs(tmp_path / "to.safetensors")["a~1b/~/w"].tolist() == [0, 0, 1, 1]
 
 
 def test_names_of_rank_files(tmp_path: Path) -> None:
     for rank in range(2):
-        np.savez(tmp_path / f"{rank}.npz", **{"a~1b/~/w": np.full(2, rank), "x//b": np.full(2, rank), "step": 7})
+        arrays: Any = {"a~1b/~/w": np.full(2, rank), "x//b": np.full(2, rank), "step": 7}
+        np.savez(tmp_path / f"{rank}.npz", **arrays)
     files = {rank: tmp_path / f"{rank}.npz" for rank in range(2)}
     seen: list[str] = []
 
@@ -276,7 +289,7 @@ def test_a_new_path_that_no_keys_have_is_an_error_that_gives_the_path(
             jaxckpt.convert(haiku, tmp_path / "to.npz", rename=rename)
     for argument in ("source", "target", "scales", "copies"):
         with pytest.raises(jaxckpt.errors.InputError, match=rf"Rule\.{argument} '{path}' must be written '{written}'"):
-            Rule(**{"source": "s", "target": "t", argument: path})
+            Rule(**cast("Any", {"source": "s", "target": "t", argument: path}))
     jaxckpt.convert(haiku, tmp_path / "to.npz", rename={"x/~2/bias": written}, select=written)
     assert list(read_theirs(tmp_path / "to.npz")) == [path]
 
@@ -299,3 +312,11 @@ def test_diff_sees_that_a_tensor_was_renamed(tmp_path: Path) -> None:
     numpy.save_file(tensors_of(["mlp/~/w"]), tmp_path / "a.safetensors")
     numpy.save_file(tensors_of(["mlp/~0/w"]), tmp_path / "b.safetensors")
     assert not jaxckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").identical
+
+
+def test_a_file_is_restored_into_the_two_levels_of_haiku(haiku: Path) -> None:
+    """A key of a target may contain what a file divides into several keys: a function moves the border."""
+    target = {"mlp/~/linear_0": {"b": jnp.zeros(2), "w": jnp.zeros(1)}}
+    two_levels = functools.partial(re.sub, "/(?=.*/)", "~1")
+    tree = jaxckpt.restore(haiku, target, select="mlp*", rename=two_levels)
+    assert tree["mlp/~/linear_0"]["b"].tolist() == [1, 1]
