@@ -15,7 +15,16 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxckpt._formats.local_files import Index, from_json, list_names, path_inside, read_indexed, read_json
+from jaxckpt._formats.local_files import (
+    Index,
+    from_json,
+    index_counts,
+    list_names,
+    path_inside,
+    read_indexed,
+    read_json,
+    several_indices_error,
+)
 from jaxckpt._formats.pickles import as_tree, unpickle, unreadable
 from jaxckpt._formats.safetensors import read_header, read_header_and_metadata
 from jaxckpt._formats.shards import FileData, joined, replicated
@@ -26,7 +35,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
-from jaxckpt.errors import DataError, InputError, show_path
+from jaxckpt.errors import DataError, show_path
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
 _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.index(\.[^.]+)?\.json")
@@ -34,6 +43,8 @@ _INDEX = re.compile(r"(?P<what>pytorch_optim|.*)\.(?P<kind>bin|safetensors)\.ind
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
+    if not names:
+        return path.endswith(".json") and any(_indices([os.path.basename(path)]))
     return any(map(_META.fullmatch, names)) or any(_indices(names))
 
 
@@ -42,11 +53,12 @@ def _indices(names: Collection[str]) -> tuple[list[str], list[str]]:
 
     Many libraries write an index of whole tensors in safetensors files. It is ColossalAI's if the folder also has the
     index of an optimizer. Otherwise an index of .bin files is not ColossalAI's either, because Hugging Face's models
-    have both.
+    have both, or have it beside a single safetensors file.
     """
     matches = list(filter(None, map(_INDEX.fullmatch, sorted(names))))
     optimizers = [match[0] for match in matches if match["what"] == "pytorch_optim"]
-    if not optimizers and any(match["kind"] == "safetensors" for match in matches):
+    is_safetensors = "model.safetensors" in names or any(match["kind"] == "safetensors" for match in matches)
+    if not optimizers and is_safetensors:
         return [], []
     return [match[0] for match in matches if match[0] not in optimizers], optimizers
 
@@ -59,6 +71,8 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
         if _META.fullmatch(name):
             shards = read_json(os.path.join(path, name), _Meta).metadata.values()
             own |= {name, *(shard.file for shard in shards)}
+        elif name in models and not index_counts(path, name, single := name.partition(".index.")[0]):
+            own |= {name, single}
         elif name in (*models, *optimizers):
             index = read_json(os.path.join(path, name), Index)
             own |= {name, *index.weight_map.values(), str((index.metadata or {}).get("param_groups"))}
@@ -67,19 +81,23 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 def open_colossalai(path: str) -> ForeignCheckpoint:
     """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
-    names = list_names(path)
+    is_index = not os.path.isdir(path)
+    folder, names = (os.path.dirname(path), [os.path.basename(path)]) if is_index else (path, list_names(path))
     metas = [name for name in names if _META.fullmatch(name)]
     models, optimizers = _indices(names)
     if len(models) + bool(metas) > 1 or len(optimizers) > 1:
-        shown = [*metas[:1], *sorted([*models, *optimizers])][:5]
-        raise InputError(f"{path} has several index files ({', '.join(shown)}): use one folder for each")
+        raise several_indices_error(path, [*sorted([*models, *optimizers]), *metas[:1]])
     trees: dict[str, Tree] = {}
     if metas:
         trees["model"] = _read_distributed(path, metas)
     for name in models:
-        trees["model"] = read_indexed(path, os.path.join(path, name), _tensors)
+        single = name.partition(".index.")[0]
+        if is_index or index_counts(path, name, single):
+            trees["model"] = read_indexed(folder, os.path.join(folder, name), _tensors)
+        else:
+            trees["model"] = _tensors(os.path.join(path, single))
     for name in optimizers:
-        trees["optimizer"] = _optimizer(path, os.path.join(path, name))
+        trees["optimizer"] = _optimizer(folder, os.path.join(folder, name))
     (first, *more) = trees.values()
     return compose(path, trees if more else first, "colossalai")
 

@@ -1,17 +1,19 @@
-"""The leaves of a checkpoint as arrays for a file of another format, read slab by slab."""
+"""The names of leaves in files of other libraries, and their arrays for such a file, read slab by slab."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from jaxckpt._model.paths import name_of_path, path_of_name
 from jaxckpt._model.pieces import Array, as_bits
+from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
@@ -20,6 +22,54 @@ from jaxckpt._sources.source import Source
 from jaxckpt.errors import TreeError, show_lines, show_path
 
 Data = StoredArray | Array
+
+
+# Names ----------------------------------------------------------------------------------------------------
+
+
+def names_of(source: Source) -> dict[str, str]:
+    """The path of each leaf by its name in a file of another library: its keys, joined with "/".
+
+    Raises TreeError for leaves that would share a name.
+    """
+    paths: dict[str, str] = {}
+    problems: list[str] = []
+    for leaf in source.manifest.leaves:
+        name = name_of_path(leaf.path)
+        if (other := paths.setdefault(name, leaf.path)) != leaf.path:
+            problems.append(f"{show_path(other)} and {show_path(leaf.path)} would both be named {name!r}")
+    if problems:
+        raise TreeError(
+            "the format joins the keys of a leaf with '/', so leaves would share a name; rename one with rename=, or"
+            f" leave it out with select=:\n{show_lines(problems)}"
+        )
+    return paths
+
+
+def recorded_paths(paths: Mapping[str, str]) -> dict[str, str]:
+    """The paths, by name, that a file must record because they do not follow from the names: a key has a "/"."""
+    return dict(paths.items() - _default_paths(paths).items())
+
+
+def tree_of_names(values: Mapping[str, Any], recorded: Mapping[str, str]) -> Tree:
+    """The tree of what a file calls by these names: nested dicts, in which each "/" separates two keys unless a
+    recorded path says otherwise; or a dict of the names, if one of them would be both a leaf and a container."""
+    # A record that does not fit its name does not count: a tool may have kept it when it renamed the tensors.
+    fitting = {name: path for name, path in recorded.items() if name in values and name_of_path(path) == name}
+    paths = _default_paths(values) | fitting
+    try:
+        return nested_dicts({paths[name]: value for name, value in values.items()})
+    except TreeError:
+        return dict(values)
+
+
+def _default_paths(names: Iterable[str]) -> dict[str, str]:
+    """The path of each name in a file that records none. The only tensor of the name "" is the tree itself."""
+    paths = {name: path_of_name(name) for name in names}
+    return {"": ""} if [*paths] == [""] else paths
+
+
+# Data -----------------------------------------------------------------------------------------------------
 
 
 def halved(options: Options) -> Options:
@@ -35,15 +85,15 @@ def arrays_of(
     *,
     keep_values: bool = False,
 ) -> dict[str, Data]:
-    """The leaves as arrays by path. Python numbers become 0-d arrays, or are omitted with `keep_values`.
+    """The leaves as arrays by name. Python numbers become 0-d arrays, or are omitted with `keep_values`.
 
-    Raises TreeError for leaves that cannot be arrays, or for which `problem_of(path, dtype)` returns a reason why the
-    format cannot hold them.
+    Raises TreeError for leaves that cannot be arrays, that share a name, or for which `problem_of(name, dtype)` returns
+    a reason why the format cannot hold them.
     """
     arrays: dict[str, Data] = {}
     problems: list[str] = []
     options = halved(options)
-    for number, leaf in enumerate(source.manifest.leaves):
+    for number, (leaf, name) in enumerate(zip(source.manifest.leaves, names_of(source), strict=True)):
         if leaf.stack is not None and leaf.kind not in ("str", "bytes"):
             data = StoredArray(source, number, options, report)
         elif leaf.value is not None and keep_values:
@@ -54,15 +104,15 @@ def arrays_of(
         if data.dtype == object:
             problem = "is an int beyond 64 bits" if leaf.kind == "int" else f"is a {leaf.kind}"
         else:
-            problem = problem_of(leaf.path, data.dtype)
+            problem = problem_of(name, data.dtype)
         if problem is None:
-            arrays[leaf.path] = data
+            arrays[name] = data
         else:
             problems.append(f"{show_path(leaf.path)} {problem}")
     if problems:
         raise TreeError(
-            f"the format cannot store {len(problems)} of these leaves; leave them out with"
-            f" select=:\n{show_lines(problems)}"
+            f"the format cannot store {len(problems)} of these leaves; leave them out with select=, or rename them with"
+            f" rename=:\n{show_lines(problems)}"
         )
     return arrays
 

@@ -53,7 +53,7 @@ def huggingface_rules(
 
     Args:
         folder: A local folder with the model's config.json, and usually with its tensors: the rules follow their names,
-            which differ between versions of transformers.
+            which differ between versions of transformers. Or the file or index of tensors in such a folder.
         layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
             MaxText's checkpoints, for all families except GPT-2.
         scan: Whether layers are stacked: along axis 0, as for `jax.lax.scan`, or along axis 1 for MaxText. By default
@@ -101,6 +101,8 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
     local = local_path(folder, "folder, the first argument,")
     if local is None:
         raise InputError(f"{folder} must be a local folder: its config.json is read")
+    if os.path.isfile(local):
+        local = os.path.dirname(local)
     path = Path(local) / "config.json"
     with translate_os_errors(f"cannot read {path}"):
         try:

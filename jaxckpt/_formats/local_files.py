@@ -8,7 +8,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Generator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -217,6 +218,33 @@ def _require_named(folder: str, named: Collection[str], index: str) -> None:
     for name in sorted({*list_names(folder)} - {*named}):
         if (match := _NUMBERED.fullmatch(name)) and match.groups() in series:
             raise DataError(f"{os.path.join(folder, name)} is not named by {index}, although files like it are")
+
+
+def index_counts(folder: str, index: str, single: str) -> bool:
+    """Whether a folder's model is in the files that its index names; False if it is in the file `single` beside it.
+
+    Raises InputError if both are there: transformers reads the single file, and others read what the index names. Both
+    are left by a save with shards over one without. A save without shards over one with shards leaves only the index.
+    """
+    files = {*read_json(os.path.join(folder, index), Index).weight_map.values()}
+    if single in files or not is_file(os.path.join(folder, single)):
+        return True
+    if any(exists(path_inside(folder, file, index)) for file in files):
+        raise InputError(
+            f"{folder} holds two models: the file {single}, which transformers reads, and the files that {index} names,"
+            f" which others read. Give the path of the one to read, {os.path.join(folder, single)} or"
+            f" {os.path.join(folder, index)}; or delete the other"
+        )
+    stale = os.path.join(folder, index)
+    warnings.warn(f"{stale} is ignored: none of its files exists, so {single} is read", stacklevel=2)
+    return False
+
+
+def several_indices_error(folder: str, indices: Sequence[str]) -> InputError:
+    return InputError(
+        f"{folder} has several index files ({', '.join(indices[:5])}): give the path of one of them, such as"
+        f" {os.path.join(folder, indices[0])}, or use one folder for each"
+    )
 
 
 def require_length(path: str, end: int) -> None:

@@ -138,7 +138,8 @@ def mindspore_ranks(
     paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
     rank_values = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
     if strategy is None:
-        tree = assemble(rank_values, mesh, specs)
+        leaf_paths = {name: escape_key(name) for values in rank_values.values() for name in values}
+        tree = assemble(rank_values, leaf_paths, mesh, specs)
     else:
         tree = _assemble_by_strategy(rank_values, read_strategy(path_on_disk(strategy, "strategy")))
     return compose(common_url(paths), tree, "mindspore", files=paths.values())

@@ -17,14 +17,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxckpt._formats.export import arrays_of, raw
+from jaxckpt._formats.export import arrays_of, names_of, raw, recorded_paths, tree_of_names
 from jaxckpt._formats.local_files import opened, read_at
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
 from jaxckpt._model.dtypes import DTYPES, npy_dtype
 from jaxckpt._model.grid import Box, extent, flat_boxes, intersection, slices_within, volume
 from jaxckpt._model.pieces import Array, as_bits
-from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._restore.read_loop import StoredArray
@@ -40,6 +39,9 @@ MAX_HEADER_BYTES = 10_000
 MAX_TEXT_BYTES = 1 << 20
 """The largest str or bytes."""
 
+MAX_NAME_BYTES = 32_000
+"""The longest name that is written. A zip file allows 65,535 bytes, also for the path, which may be twice as long."""
+
 SNAPSHOTS = 256
 """The most positions of a deflated member at which reading can start. Each takes about 50 KB."""
 
@@ -53,8 +55,10 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 
 
 def open_npz(path: str) -> ForeignCheckpoint:
-    """Arrays by name, nested dicts if names have "/": what `convert` writes, and numpy.savez. Raises DataError."""
-    return compose(path, nested_dicts(read_npz(path)), "npz")
+    """The arrays in the tree of their names. Raises DataError."""
+    with opened_archive(path) as archive:
+        recorded = {_array_name(file): archive.comment(file) for file in archive if archive.comment(file)}
+    return compose(path, tree_of_names(read_npz(path), recorded), "npz")
 
 
 def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
@@ -65,11 +69,15 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
     arrays: dict[str, ForeignArray | str | bytes] = {}
     with opened_archive(path) as archive:
         for file in archive:
-            name = file.removesuffix(".npy")
+            name = _array_name(file)
             if name in arrays:
                 raise DataError(f"{path} has two members {name!r}")
             arrays[name] = _array(path, name, archive.handle, archive[file])
     return arrays
+
+
+def _array_name(file: str) -> str:
+    return file.removesuffix(".npy")
 
 
 class _Snapshot(NamedTuple):
@@ -255,13 +263,16 @@ def _copy(shape: tuple[int, ...], element: int, values: Array, box: Box, target:
 
 
 def write_npz(source: Source, path: str, options: Options, report: Report) -> None:
-    """Write an uncompressed .npz in which each leaf is a member with its path as the name. numpy.load opens it without
-    pickle. Dtypes that NumPy lacks become a larger dtype, without loss, such as bfloat16 float32. Raises TreeError for
-    leaves that the format cannot hold."""
+    """Write an uncompressed .npz in which each leaf is a member, with its path as a comment if that does not follow
+    from the name. numpy.load opens it without pickle. Dtypes that NumPy lacks become a larger dtype, without loss, such
+    as bfloat16 float32. Raises TreeError for leaves that the format cannot hold."""
     arrays = arrays_of(source, options, report, _problem)
+    paths = recorded_paths(names_of(source))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, data in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+            info = zipfile.ZipInfo(f"{name}.npy")
+            info.comment = paths.get(name, "").encode()
+            with archive.open(info, "w", force_zip64=True) as member:
                 dtype = npy_dtype(data.dtype)
                 described = {"descr": dtype.str, "fortran_order": False, "shape": tuple(data.shape)}
                 np.lib.format.write_array_header_1_0(member, described)
@@ -269,8 +280,8 @@ def write_npz(source: Source, path: str, options: Options, report: Report) -> No
                     member.write(raw(slab.astype(dtype, copy=False)).data)
 
 
-def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
-    return "has a name that zip files do not allow" if "\0" in path else None
+def _problem(name: str, dtype: np.dtype[Any]) -> str | None:
+    return "has a name that zip files do not allow" if "\0" in name or len(name.encode()) > MAX_NAME_BYTES else None
 
 
 FORMAT = Format("npz", recognizes, open_npz, write=write_npz, suffixes=(".npz",))

@@ -148,7 +148,7 @@ def oneflow_ranks(
         leaves, structure = flatten(_saved(path))
         rank_values[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
-    whole = assemble(rank_values, mesh, specs)
+    whole = assemble(rank_values, {path: path for values in rank_values.values() for path in values}, mesh, specs)
     if all(structure == structures[0] for structure in structures):
         tree = unflatten(structures[0], [whole[path] for path in next(iter(rank_values.values()))])
     else:  # stages of a pipeline

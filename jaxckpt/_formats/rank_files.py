@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxckpt._arguments.pytree import flatten
+from jaxckpt._formats.export import tree_of_names
 from jaxckpt._formats.local_files import list_names, path_on_disk, read_head, reads_files
 from jaxckpt._formats.npz import read_npz
 from jaxckpt._formats.safetensors import read_header
@@ -22,7 +23,7 @@ from jaxckpt._formats.shards import from_boxes, from_ranks
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, box_at
-from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.paths import closest_hint, name_of_path, path_of_name
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
@@ -94,7 +95,9 @@ def rank_files(
     rank_values = {
         rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
     }
-    tree = nested_dicts(assemble(rank_values, mesh, specs, offsets, shapes))
+    names = dict.fromkeys(name for values in rank_values.values() for name in values)
+    leaf_paths = {leaf.value: leaf.path for leaf in flatten(tree_of_names({name: name for name in names}, {}))[0]}
+    tree = tree_of_names(assemble(rank_values, leaf_paths, mesh, specs, offsets, shapes), {})
     return compose(common_url(paths), tree, "rank files", files=paths.values())
 
 
@@ -146,12 +149,13 @@ RankValues = Mapping[int, Mapping[str, ForeignArray | str | bytes]]
 
 def assemble(
     rank_values: RankValues,
+    leaf_paths: Mapping[str, str],
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
     specs: Specs = None,
     offsets: Offsets | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ForeignArray | str | bytes]:
-    """The global arrays by name, from the arrays of each rank."""
+    """The global arrays by name, from the arrays of each rank. `leaf_paths` are their paths in the final tree."""
     import jax  # here, because recognizing a format needs no JAX
 
     from jaxckpt._arguments.specs import mesh_axes, resolve_specs
@@ -162,15 +166,19 @@ def assemble(
         raise InputError(f"the mesh {axes} has more than {MAX_RANKS} devices")
     boxes = _boxes(arrays, _require_mapping(offsets, "offsets"), _require_mapping(shapes, "shapes"))
     firsts = {name: next(iter(shards.values())) for name, shards in arrays.items() if name not in boxes}
-    leaves = [(name, jax.ShapeDtypeStruct(a.shape, DTYPES.get(a.dtype, np.uint8))) for name, a in firsts.items()]
-    if isinstance(specs, Mapping):  # keys are names, not paths, so a "/" in a key is not escaped
-        specs = nested_dicts({leaf.path.replace("~1", "/"): leaf.value for leaf in flatten(specs)[0]})
+    leaves = [
+        (leaf_paths[name], jax.ShapeDtypeStruct(a.shape, DTYPES.get(a.dtype, np.uint8))) for name, a in firsts.items()
+    ]
+    if isinstance(specs, Mapping):  # its keys are names of tensors, not keys of the tree
+        path_by_name = {name_of_path(path): path for path in leaf_paths.values()}
+        by_name = {name_of_path(leaf.path): leaf.value for leaf in flatten(specs)[0]}
+        specs = nested_dicts({path_by_name.get(name, path_of_name(name)): spec for name, spec in by_name.items()})
     chosen = resolve_specs(specs, leaves)
     for name, shards in arrays.items():
         if name in boxes:
             whole[name] = from_boxes(name, shards, boxes[name], tuple((shapes or {})[name]))
         else:
-            whole[name] = from_ranks(name, shards, axes, chosen.get(name, ()))
+            whole[name] = from_ranks(name, shards, axes, chosen.get(leaf_paths[name], ()))
     return whole
 
 

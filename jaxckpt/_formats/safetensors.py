@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -14,28 +15,29 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.export import Data, arrays_of, n_bytes, slabs, write_json
+from jaxckpt._formats.export import Data, arrays_of, n_bytes, names_of, recorded_paths, slabs, tree_of_names, write_json
 from jaxckpt._formats.local_files import (
     Index,
     convert_checked,
     from_json,
+    index_counts,
     list_names,
     opened,
     read_at,
     read_indexed,
     read_json,
+    several_indices_error,
 )
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.shards import FileData
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import DataError, InputError, NotACheckpointError, TreeError, show_path
+from jaxckpt.errors import DataError, NotACheckpointError, show_path
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header that the format allows."""
@@ -137,62 +139,74 @@ INDEX = ".safetensors.index.json"
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    """Whether this is a .safetensors file, or a folder with such files or with an index of them."""
+    """Whether this is a .safetensors file, an index of such files, or a folder with one of these."""
     if not names:
-        return path.endswith(".safetensors")
+        return path.endswith((".safetensors", INDEX))
     return any(name.endswith(INDEX) for name in names) or bool(_tensor_files(names))
 
 
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
-    indices = [name for name in names if name.endswith(INDEX)]
-    files = {file for name in indices for file in read_json(os.path.join(path, name), Index).weight_map.values()}
-    if indices:
-        return {*indices, *files}
-    alone = _tensor_files(names)
-    return set(alone) if len(alone) == 1 else set()
+    chosen = _chosen(path, names)
+    indices = {name for name in names if name.endswith(INDEX)}
+    files = read_json(os.path.join(path, chosen), Index).weight_map.values() if chosen in indices else (chosen,)
+    return {*indices, *files}
 
 
 def open_safetensors(path: str) -> ForeignCheckpoint:
-    """Tensors by name: nested dicts if a name has a "/", as jaxckpt writes them; otherwise a flat dict, as for Hugging
-    Face's files. Raises DataError, InputError, NotACheckpointError."""
-    tensors = {
+    """The tensors in the tree of their names. Raises DataError, InputError, NotACheckpointError."""
+    tensors = _tensors(path)
+    arrays = {
         name: array if array.dtype in DTYPES else unreadable(f"has dtype {array.dtype}, which jaxckpt cannot read")
-        for name, array in _tensors(path).items()
+        for name, (array, _) in tensors.items()
     }
-    return compose(path, _as_tree(tensors), "safetensors")
+    recorded = {name: leaf_path for name, (_, leaf_path) in tensors.items() if leaf_path is not None}
+    return compose(path, tree_of_names(arrays, recorded), "safetensors")
 
 
-def _tensors(path: str) -> dict[str, ForeignArray]:
-    if not os.path.isdir(path):
-        return read_header(path)
-    names = list_names(path)
+_Tensor = tuple[ForeignArray, str | None]
+"""A tensor, and the path of its leaf if the file records it."""
+
+
+def _tensors(path: str) -> dict[str, _Tensor]:
+    if os.path.isdir(path):
+        path = os.path.join(path, _chosen(path, list_names(path)))
+    if path.endswith(INDEX):
+        return read_indexed(os.path.dirname(path), path, _tensors_of_file)
+    return _tensors_of_file(path)
+
+
+def _chosen(path: str, names: Collection[str]) -> str:
+    """The file in a folder that holds its tensors, or the index of the files that do. Raises DataError, InputError,
+    NotACheckpointError."""
     indices = sorted(name for name in names if name.endswith(INDEX))
-    if not indices:
-        first, *others = sorted(_tensor_files(names))
-        if others:
-            raise NotACheckpointError(
-                f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them"
-                f" belong together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
-            )
-        return read_header(os.path.join(path, first))
     if len(indices) > 1:
-        raise InputError(f"{path} has several index files ({', '.join(indices[:5])}): use one folder for each")
-    return read_indexed(path, os.path.join(path, indices[0]), read_header)
+        raise several_indices_error(path, indices)
+    if indices:
+        single = indices[0].removesuffix(".index.json")
+        return indices[0] if index_counts(path, indices[0], single) else single
+    first, *others = sorted(_tensor_files(names))
+    if others:
+        raise NotACheckpointError(
+            f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them belong"
+            f" together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
+        )
+    return first
+
+
+def _tensors_of_file(path: str) -> dict[str, _Tensor]:
+    tensors, metadata = read_header_and_metadata(path)
+    paths = from_json(f"{path}: its {_PATHS}", metadata.get(_PATHS, "{}"), dict[str, str])
+    return {name: (array, paths.get(name)) for name, array in tensors.items()}
+
+
+_PATHS = "jaxckpt.paths"
+"""The metadata with the paths of leaves that do not follow from the names, in JSON."""
 
 
 def _tensor_files(names: Collection[str]) -> list[str]:
     # Names that start with "." are remains of a killed conversion.
     return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
-
-
-def _as_tree(tensors: dict[str, ForeignArray]) -> Tree:
-    if any("/" in name for name in tensors) or [*tensors] == [""]:  # "" is a tree of one leaf
-        try:
-            return nested_dicts(tensors)
-        except TreeError:  # a name is both a leaf and a container of other leaves
-            pass
-    return tensors
 
 
 # Writing --------------------------------------------------------------------------------------------------
@@ -205,8 +219,9 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
     """Write one file if `path` ends in .safetensors, otherwise a folder of shards with an index, which Hugging Face's
     libraries read. Raises TreeError for leaves that the format cannot hold."""
     arrays = arrays_of(source, options, report, _problem)
+    paths = recorded_paths(names_of(source))
     if path.endswith(".safetensors"):
-        _write_tensors(path, arrays)
+        _write_tensors(path, arrays, paths)
         return
     shards: list[dict[str, Data]] = [{}]
     bytes_left = SHARD_BYTES
@@ -220,27 +235,30 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_tensors(os.path.join(path, file), shard)
+        _write_tensors(os.path.join(path, file), shard, paths)
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": sum(map(n_bytes, arrays.values()))}, "weight_map": weight_map}
     write_json(os.path.join(path, f"model{INDEX}"), index, indent=2)
 
 
-def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
+def _problem(name: str, dtype: np.dtype[Any]) -> str | None:
     if dtype.name not in _NAME_OF:
         return f"is {dtype.name}, which jaxckpt does not write to safetensors"
-    return "has a name that safetensors reserves" if path == "__metadata__" else None
+    return "has a name that safetensors reserves" if name == "__metadata__" else None
 
 
 _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 
-def _write_tensors(path: str, arrays: Mapping[str, Data]) -> None:
-    """Write one .safetensors file."""
+def _write_tensors(path: str, arrays: Mapping[str, Data], paths: Mapping[str, str]) -> None:
+    """Write one .safetensors file. `paths` are those to record."""
     # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     # transformers before 5 loads no file with "np" here.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    metadata = {"format": "pt"}
+    if paths := {name: paths[name] for name in arrays if name in paths}:
+        metadata[_PATHS] = json.dumps(paths)
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, data in ordered:
         start, end = end, end + n_bytes(data)

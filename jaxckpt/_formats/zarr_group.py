@@ -1,4 +1,4 @@
-"""Writes plain Zarr v3 groups, with an array for each leaf at its path, and recognizes them for `overwrite=True`."""
+"""Writes plain Zarr v3 groups, with an array for each leaf at its name, and recognizes them for `overwrite=True`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import crc32c
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.export import Data, arrays_of, slabs, write_json
+from jaxckpt._formats.export import Data, arrays_of, names_of, slabs, write_json
 from jaxckpt._formats.local_files import list_names, read_json
 from jaxckpt._model import zarr
 from jaxckpt._model.chunking import chunk_shape, largest_chunk_bytes, object_shape
@@ -30,7 +30,7 @@ _METADATA = "zarr.json"
 
 
 def write_zarr(source: Source, path: str, options: Options, report: Report) -> None:
-    """Write a Zarr v3 group: an array for each leaf at its path, with sharding and crc32c as in jaxckpt's own arrays.
+    """Write a Zarr v3 group: an array for each leaf at its name, with sharding and crc32c as in jaxckpt's own arrays.
 
     bfloat16 and other dtypes that Zarr lacks are stored as unsigned integers of their width; the array's attributes
     name the dtype. Other values of the tree are attributes of the group. Raises TreeError for leaves that Zarr cannot
@@ -43,9 +43,8 @@ def write_zarr(source: Source, path: str, options: Options, report: Report) -> N
     groups = {"", *(head for name in arrays for head in path_prefixes(name.rpartition("/")[0]))}
     if clashing := groups & arrays.keys():
         raise TreeError(f"{show_path(min(clashing))} is both a leaf and a container of others; give rename=")
-    values = {
-        leaf.path: {"kind": leaf.kind, "value": leaf.value} for leaf in source.manifest.leaves if leaf.value is not None
-    }
+    leaves = zip(names_of(source), source.manifest.leaves, strict=True)
+    values = {name: {"kind": leaf.kind, "value": leaf.value} for name, leaf in leaves if leaf.value is not None}
     for name in sorted(groups):
         attributes = {"jaxckpt": {"values": values}} if not name and values else {}
         node = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
@@ -84,15 +83,15 @@ def _write_scalar(folder: str, data: Data) -> None:
         file.write(content + crc32c.crc32c(content).to_bytes(4, "little"))
 
 
-def _problem(path: str, dtype: np.dtype[Any]) -> str | None:
-    """The problem with a leaf's path, if any: Zarr v3 or file systems do not allow a node of such a name."""
+def _problem(name: str, dtype: np.dtype[Any]) -> str | None:
+    """The problem with an array's name, if any: Zarr v3 or file systems do not allow a node of such a name."""
     fine = all(
-        name.strip(".") != ""
-        and not name.startswith("__")
-        and name != _METADATA
-        and {"\0", "\\"}.isdisjoint(name)  # some readers interpret a backslash as a slash
-        and len(name.encode()) <= 255
-        for name in path.split("/")
+        key.strip(".") != ""
+        and not key.startswith("__")
+        and key != _METADATA
+        and {"\0", "\\"}.isdisjoint(key)  # some readers interpret a backslash as a slash
+        and len(key.encode()) <= 255
+        for key in name.split("/")
     )
     return None if fine else "has a name that Zarr does not allow"
 

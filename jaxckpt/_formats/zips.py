@@ -79,6 +79,7 @@ class _Entry:
     """A member's entry in the directory."""
 
     raw_name: bytes
+    comment: bytes
     flags: int
     method: int
     crc32: int
@@ -143,6 +144,10 @@ class Archive:
             raise ValueError(f"{name[:80]!r} cannot hold {count} bytes in the {stored} that are stored")
         return Member(self.path, name, self.start + offset, stored, count, entry.crc32, deflated)
 
+    def comment(self, name: str) -> str:
+        """The comment on a member."""
+        return self._entries[name].comment.decode(errors="replace")
+
     def content(self, member: Member, most: int) -> bytes:
         """At most the first `most` bytes of a member that is not deflated."""
         return self._read(member.offset - self.start, min(member.n_stored, most))
@@ -190,8 +195,9 @@ class Archive:
             name = raw_name.decode("utf-8" if flags & _UTF8 else "cp437")
             if name in entries:
                 raise ValueError(f"{name[:80]!r} appears twice in its directory")
-            entries[name] = _Entry(raw_name, flags, method, crc32, header, stored, length)
             at = name_end + sizes[1] + sizes[2]
+            comment = data[name_end + sizes[1] : at]
+            entries[name] = _Entry(raw_name, comment, flags, method, crc32, header, stored, length)
         if at != size:
             raise ValueError(f"the {count} entries of its directory have {at} bytes, expected {size}")
         return entries

@@ -17,6 +17,24 @@ def unescape_key(component: str) -> str:
     return "" if component == "~2" else component.replace("~1", "/").replace("~0", "~")
 
 
+def path_of_name(name: str) -> str:
+    """The path of the tensor that another library's file calls `name`: each "/" in it separates two keys."""
+    return "/".join(map(escape_key, name.split("/")))
+
+
+def name_of_path(path: str) -> str:
+    """The name of a leaf in another library's file: its keys as they are, joined with "/"."""
+    return "/".join(map(unescape_key, path.split("/"))) if "~" in path else path
+
+
+def path_problem(path: str) -> str | None:
+    """The reason why no keys have this path, as a predicate; None if some have."""
+    if path and "" in path.split("/"):
+        return "has an empty component; the empty key is written '~2'"
+    spelled = path and "/".join(escape_key(unescape_key(component)) for component in path.split("/"))
+    return None if spelled == path else f"must be written {spelled!r}: a '~' in a key is written '~0'"
+
+
 def escape_keys(keys: Sequence[Any]) -> Iterable[str]:
     """Each key as a path component. Keys that need no escaping are returned unchanged."""
     if isinstance(keys, range):

@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from jaxckpt._model.paths import closest_hint, join_paths, path_prefixes, relative_path
+from jaxckpt._model.paths import closest_hint, join_paths, path_of_name, path_prefixes, path_problem, relative_path
 from jaxckpt.errors import InputError, TreeError, show_lines, show_path
 
 Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
@@ -231,17 +231,14 @@ def _new_path(rename: Callable[[str], str], path: str) -> str:
     new = rename(path)
     if not isinstance(new, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"rename returned {reprlib.repr(new)} for leaf {show_path(path)}; expected a path, a str")
-    _require_components(path, new)
+    _require_path(path, new)
     return str.__str__(new)
 
 
-def _require_components(old: str, new: str) -> None:
-    """Raise TreeError if a new path has an empty component, which no key can produce."""
-    if new and "" in new.split("/"):
-        raise TreeError(
-            f"rename gives {show_path(old)} the path {new!r}, which has an empty component; the empty key is written"
-            " '~2'"
-        )
+def _require_path(old: str, new: str) -> None:
+    """Raise TreeError if no keys have the new path."""
+    if problem := path_problem(new):
+        raise TreeError(f"rename gives {show_path(old)} the path {new!r}, which {problem}")
 
 
 def _require_mapping(rename: object) -> Mapping[str, str]:
@@ -254,7 +251,7 @@ def _require_mapping(rename: object) -> Mapping[str, str]:
     for old, new in mapping.items():
         if not isinstance(old, str) or not isinstance(new, str):
             raise InputError(f"rename maps {_abbreviate(old)} to {_abbreviate(new)}; both must be paths, str")
-        _require_components(old, new)
+        _require_path(old, new)
     return cast("Mapping[str, str]", mapping)
 
 
@@ -267,12 +264,13 @@ def _rename_path(mapping: Mapping[str, str], path: str) -> str:
 
 
 def unmatched_hint(pattern: str, paths: Iterable[str]) -> str:
-    """A hint for a glob or path that matches none of these paths: the glob for any depth if it matches, otherwise
-    similar paths."""
+    """A hint for a glob or path that matches none of these paths: the glob with its keys escaped, or for any depth, if
+    it matches; otherwise similar paths."""
     paths = list(paths)
-    deeper = f"**/{pattern}"
-    if pattern and any(map(_glob(deeper).fullmatch, paths)):
-        return f"; did you mean {deeper!r}?"
+    escaped = path_of_name(pattern)
+    for other in (escaped, f"**/{pattern}", f"**/{escaped}") if pattern else ():
+        if other != pattern and any(map(_glob(other).fullmatch, paths)):
+            return f"; did you mean {other!r}?"
     return closest_hint(pattern, paths)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from jaxckpt._pipeline.units import show_bytes
+from jaxckpt.errors import show_count
 
 _log = logging.getLogger("jaxckpt")
 
@@ -34,3 +35,15 @@ def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
 def log_swept(url: str, name: str) -> None:
     """Log that the remains of a save were deleted."""
     _log.info("deleted %s/%s, left by a save that failed or was replaced", url, name)
+
+
+def warn_replicated(url: str, n_arrays: int, n_bytes: int, n_devices: int) -> None:
+    """Log arrays that a restore onto a mesh replicates without being asked to."""
+    _log.warning(
+        "%s: neither specs= nor the checkpoint says how to split %s, %s as stored: each of the %d devices gets a whole"
+        " copy. Pass specs=, or specs=PartitionSpec() to replicate without this warning",
+        url,
+        show_count(n_arrays, "array"),
+        show_bytes(n_bytes),
+        n_devices,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -81,6 +82,9 @@ class Resolved:
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
     """The problem of each leaf, by number, that exists if its cast changes any of its values."""
 
+    unsplit: Sequence[int] = ()
+    """Numbers of the arrays that are replicated because neither `specs=` nor the checkpoint has a spec for them."""
+
 
 @functools.cache
 def host_leaf(kind: str) -> AbstractLeaf:
@@ -129,7 +133,7 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     checked, mismatches = _check(groups)
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
     _raise_problems(manifest, request, match, [*differences, *losses, *mismatches], misfits, unavailable)
-    return _resolved(groups, laid_out, match)
+    return replace(_resolved(groups, laid_out, match), unsplit=_unsplit(request, groups, laid_out))
 
 
 def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf | None], match: Match) -> Resolved:
@@ -523,6 +527,21 @@ def _assign_shardings(
         abstract and replace(abstract, sharding=shardings.get(index)) for index, abstract in enumerate(abstract_leaves)
     ]
     return laid_out, misfits, unavailable
+
+
+def _unsplit(
+    request: RestoreRequest, groups: Sequence[_Group], abstract_leaves: Sequence[AbstractLeaf | None]
+) -> list[int]:
+    """Numbers of the arrays that `mesh=` replicates on several devices without being asked to."""
+    if request.mesh is None or math.prod(mesh_axes(request.mesh).values()) == 1:
+        return []
+    return [
+        group.requests.numbers[index]
+        for group, abstract in zip(groups, abstract_leaves, strict=True)
+        if abstract is not None and abstract.on_devices and _requested_sharding(group.requested) is None
+        if group.spec is None and group.leaf.mesh is None and group.leaf.shape
+        for index in group.indices
+    ]
 
 
 def _try_saved_sharding(manifest: Manifest, layout: int) -> Sharding | LayoutError | None:

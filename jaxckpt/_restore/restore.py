@@ -20,7 +20,7 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
-from jaxckpt._pipeline.events import record_event
+from jaxckpt._pipeline.events import record_event, warn_replicated
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
@@ -66,9 +66,9 @@ def restore(
             has been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
             JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves.
         mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
-            this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory kind. A
-            sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the
-            mesh of jax.set_mesh.
+            this mesh lacks are dropped. Leaves saved without a spec, as in other libraries' files, are replicated, and
+            process 0 logs a warning with their bytes. Each leaf keeps its memory kind. A sharding on an AbstractMesh,
+            as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
             saved specs.
         select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
@@ -78,9 +78,9 @@ def restore(
             target, dicts omit them and the containers that have only them, and sequences have None in their place.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
             must exist, or a function. Without a target, a renamed tree is restored as nested dicts of its leaves,
-            without empty containers and None. A component of a wanted path is never empty: the empty key is written
-            "~2". Or `Rules`, which also transpose, stack, join and cast: the checkpoint then has the leaves that the
-            rules make.
+            without empty containers and None. In a path, the empty key is written "~2", a "~" in a key "~0", and a "/"
+            in a key "~1". Or `Rules`, which also transpose, stack, join and cast: the checkpoint then has the leaves
+            that the rules make.
         strict: Whether leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are
             errors. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
             the tree; a Sharding is still an error), and extra leaves are ignored. These are always errors: a target
@@ -160,6 +160,9 @@ def run_restore(
                 source = view_through(request.rules, source)
                 resolved = resolve(source.manifest, request, options)
             assembly = resolved.assembly
+            if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
+                n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
+                warn_replicated(source.url, len(resolved.unsplit), n_bytes, request.mesh.size)
             initial = request.initial(assembly.to_initialize) if request.initial else []
             with jax.transfer_guard("allow"):  # the caller has asked for these transfers
                 _require_lossless(source, resolved, options, rendezvous)

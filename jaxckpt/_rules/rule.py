@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.paths import closest_hint, path_problem
 from jaxckpt._options import require_whole_number
 from jaxckpt._rules.axis_layouts import AxisLayout, axes_of
 from jaxckpt.errors import InputError
@@ -133,8 +133,8 @@ class Rule:
             paths: tuple[Any, ...] = paths_in(names) if names else ()
             if not all(isinstance(path, str) and path for path in paths) or not (paths or is_optional):
                 raise InputError(f"Rule.{argument} must be a path or a tuple of paths, found {names!r}")
-            if invalid := next((path for path in paths if "" in path.split("/")), None):
-                raise InputError(f"Rule.{argument} {invalid!r} has an empty component; the empty key is written '~2'")
+            if invalid := next(filter(path_problem, paths), None):
+                raise InputError(f"Rule.{argument} {invalid!r} {path_problem(invalid)}")
             if len({frozenset(captures(path)) for path in paths}) > 1:
                 raise InputError(f"{self}: all paths of Rule.{argument} must have the same numbers")
         if self.scales and [set(captures(name)) for name in paths_in(self.scales)] != [

@@ -568,7 +568,7 @@ def test_a_runs_directory_and_its_named_steps(tmp_path: Path) -> None:
 
 def test_messages_name_the_options_of_the_command_line(here: Path) -> None:
     message = run("convert", "run1/00000300", "weights.npz", code=2).stderr
-    assert "leave them out with --select:" in message
+    assert "leave them out with --select, or rename them with --rename:" in message
     message = run("convert", "run1/00000300", "weights.pt", code=2).stderr
     assert "pass --format with one of" in message
     assert "select=" not in message
