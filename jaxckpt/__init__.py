@@ -5,11 +5,12 @@ state = jaxckpt.restore("/checkpoints/run1", mesh=mesh)     # onto any other mes
 weights = jaxckpt.load_numpy("/checkpoints/run1")           # on one host, without devices
 """
 
+import functools
 import importlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from jaxckpt._pipeline import exit_status
+from jaxckpt._pipeline import exit_status, threads
 
 __version__ = "0.1.0"
 
@@ -96,11 +97,17 @@ def _import_name(name: str) -> Any:
     """PEP 562's __getattr__."""
     if name not in _HOMES and name not in _PUBLIC_MODULES:
         raise AttributeError(_missing_name(name), name=name)
+    # Ctrl-C inside an import would leave a lock of the import system held, or half of tensorstore imported, so that
+    # later calls hang or abort. It strikes the main thread only.
+    return threads.run_uninterrupted(functools.partial(_import, name))
+
+
+def _import(name: str) -> Any:
     with _import_lock:
         if name in _PUBLIC_MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+        return value
 
 
 def _missing_name(name: str) -> str:
