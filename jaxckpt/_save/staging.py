@@ -259,6 +259,8 @@ def _stage_pieces(
                 copied += sum(volume(box) for box, _, _ in group) * np.dtype(dtype).itemsize
             elif mode in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
+                if mode == "cast" and hold and value.nbytes <= COPIED_BYTES:
+                    jax.block_until_ready([array for _, array, _ in group])
     arrays = [array for group in sent for _, array, _ in group if isinstance(array, jax.Array)]
     # Arrays that were stacked or exchanged are in device memory only for this.
     is_temporary = group_rows > 1 or hold == "copies"

@@ -137,6 +137,20 @@ def test_small_arrays_that_share_memory_with_numpy_are_copied(
     require_equal(tmp_path / "c", [np.full(4096, number) for number in range(n_leaves)])
 
 
+def test_small_arrays_that_share_memory_with_numpy_are_cast_at_once(tmp_path: Path) -> None:
+    memory = [aligned_empty((4096,), np.dtype(np.float32)) for _ in range(300)]
+    for _ in range(10):  # races between XLA's threads and the next lines
+        for array in memory:
+            array[...] = 1
+        tree = jax.block_until_ready(jax.device_put(memory))
+        options = jaxckpt.Options(sync=False)
+        pending = jaxckpt.save_async(tmp_path / "c", tree, dtype=jnp.bfloat16, overwrite=True, options=options)
+        for array in reversed(memory):
+            array[...] = -1
+        pending.wait()
+        require_equal(tmp_path / "c", [np.ones(4096)] * len(memory))
+
+
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
     held, most = 0, 0
