@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxckpt._arguments.casts import ALLOW_LOSS, Dtypes, Verdict, judge_cast, resolve_policies
+from jaxckpt._arguments.pytree import is_reference
 from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.device_layout import order_problem
@@ -60,6 +62,9 @@ class AbstractLeaf:
 
     weak: bool = False
     """Whether the array gets a weak type, as jnp.asarray(0.5) has."""
+
+    is_reference: bool = False
+    """Whether the leaf is a jax.Ref to the array."""
 
     @property
     def on_devices(self) -> bool:
@@ -303,9 +308,12 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
         return lambda requested: requested
     names = ["shape", "dtype"]
     if issubclass(kind, jax.ShapeDtypeStruct):
-        names += ["sharding", "weak_type", *(["_dll"] if hasattr(kind, "_dll") else [])]
+        others = "_dll", "is_ref", "vma", "manual_axis_type"
+        names += ["sharding", "weak_type", *(name for name in others if hasattr(kind, name))]
     elif issubclass(kind, jax.Array):
         names += ["sharding", "committed", *(["weak_type"] if hasattr(kind, "weak_type") else [])]  # PRNG keys lack it
+    elif is_reference(kind):
+        names.append("sharding")
     return operator.attrgetter(*names)
 
 
@@ -342,18 +350,33 @@ def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype |
         if is_value or (requested is None and not leaf.on_devices):
             return host_leaf(leaf.kind) if dtype is None else AbstractLeaf(leaf.kind, dtype)
         return _ordered(leaf, requested, _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy))
-    if isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+    is_ref = getattr(requested, "is_ref", False) or is_reference(type(requested))
+    if is_ref or isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        if axes := _manual_axes(requested):
+            return _Reason(
+                f"describes an array inside shard_map (manual mesh axes {', '.join(axes)}) in the target: give the"
+                " array outside of shard_map"
+            )
         cast = _cast_dtype(leaf, requested, policy, dtype)
         if isinstance(cast, _Reason):
             return cast
         if isinstance(requested, (np.ndarray, np.generic)):
             return AbstractLeaf("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
         # PRNG keys have no weak type.
-        weak = dtype is None and getattr(requested, "weak_type", False)
-        return _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
+        typed = requested.aval.inner_aval if is_reference(type(requested)) else requested
+        weak = dtype is None and getattr(typed, "weak_type", False)
+        abstract = _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
+        return replace(abstract, is_reference=True) if is_ref and isinstance(abstract, AbstractLeaf) else abstract
     if type(requested) in PYTHON_KINDS:
         return _python_leaf(leaf, PYTHON_KINDS[type(requested)])
     return _Reason(unrestorable_reason(requested, is_container=False))
+
+
+def _manual_axes(requested: Any) -> list[str]:
+    """The mesh axes over which a leaf of a target is manual, as inside shard_map."""
+    manual = getattr(requested, "manual_axis_type", None)
+    groups = (getattr(manual, name, ()) for name in ("varying", "unreduced", "reduced"))
+    return sorted({*(getattr(requested, "vma", None) or ()), *itertools.chain.from_iterable(groups)})
 
 
 def _is_key_impl(impl: str) -> bool:
