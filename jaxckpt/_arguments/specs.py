@@ -165,11 +165,11 @@ def _require_spec(spec: Any, path: str) -> Spec:
             f"specs gives {reprlib.repr(spec)} for leaf {show_path(path)}; expected a jax.sharding.PartitionSpec"
             + (f", such as PartitionSpec({spec!r})" if isinstance(spec, str) else "")
         )
-    if reduced := getattr(spec, "reduced", None):
+    if spec.reduced:
         raise SpecError(
-            f"specs gives {spec} for leaf {show_path(path)}, and stored specs have no reduced mesh axes"
-            f" ({', '.join(map(str, sorted(reduced)))}): leave reduced= out of specs=; for a restore, a"
-            " jax.sharding.NamedSharding in the target keeps it"
+            f"specs gives {spec} for leaf {show_path(path)}, but specs= takes no reduced mesh axes"
+            f" ({', '.join(map(str, sorted(spec.reduced)))}): leave reduced= out; an array that has reduced axes keeps"
+            " them, and a restore takes them from a jax.sharding.NamedSharding in the target"
         )
     try:
         return spec_of(spec)

@@ -24,7 +24,7 @@ from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.device_layout import order_problem
 from jaxckpt._devices.prng_keys import TypedLeaf, key_dtype
-from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, saved_sharding
+from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, reduced_axes, saved_sharding
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
@@ -537,7 +537,7 @@ def _assign_shardings(
         specs, problems = assign_specs(axes, leaf_groups, options)
         misfits.extend(problems)
         for (index, group), spec in zip(by_mesh.items(), [] if problems else specs, strict=not problems):
-            sharding = _on_mesh(request, axes, spec, group.leaf.memory)
+            sharding = _on_mesh(request, axes, spec, group)
             if isinstance(sharding, _Reason):
                 misfits.extend(group.problems(sharding))
             else:
@@ -568,12 +568,13 @@ def _requested_sharding(requested: Any) -> Sharding | None:
 
 
 def _on_mesh(
-    request: RestoreRequest, axes: Mapping[str, int], spec: Spec, memory: str | None
+    request: RestoreRequest, axes: Mapping[str, int], spec: Spec, group: _Group
 ) -> NamedSharding | PlannedSharding | _Reason:
     if not isinstance(request.mesh, Mesh) or request.devices_per_process is not None:
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
     try:
-        return named_sharding(request.mesh, spec, memory)
+        reduced = group.leaf.reduced if group.spec is None else ()
+        return named_sharding(request.mesh, spec, group.leaf.memory, reduced)
     except LayoutError as error:
         return _Reason(f"cannot be laid out: {error}")
 
@@ -608,4 +609,4 @@ def _fit_sharding(
         return _Reason(problems[0].reason, problems[0].remedy)
     if not isinstance(sharding.mesh, Mesh):
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
-    return sharding if spec == requested_spec else sharding.update(spec=partition_spec(spec, sharding.spec))
+    return sharding if spec == requested_spec else sharding.update(spec=partition_spec(spec, reduced_axes(sharding)))

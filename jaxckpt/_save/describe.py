@@ -20,7 +20,7 @@ from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts, 
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
 from jaxckpt._devices.prng_keys import key_dtype
-from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout
+from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout, reduced_axes
 from jaxckpt._model.checks import MAX_TIED
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.grid import Layout, Spec, intersect_holders, spec_of
@@ -304,8 +304,10 @@ def _shardings(
     shardings: list[NamedSharding | None] = []
     for group, spec in zip(groups, specs, strict=True):
         try:
-            memory = memory_kind(leaves[group[0]].value.sharding)
-            shardings.append(None if problems else named_sharding(mesh, spec, memory))
+            first = leaves[group[0]]
+            own = first.value.sharding
+            reduced = () if first.path in requested_specs else reduced_axes(own)
+            shardings.append(None if problems else named_sharding(mesh, spec, memory_kind(own), reduced))
         except LayoutError as error:
             problems.extend(_layout_problem(leaves[number].path, error) for number in group)
     return shardings, problems
