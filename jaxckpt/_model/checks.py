@@ -73,7 +73,9 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
         named = [axis for entry in layout.spec for axis in entry]
         named += layout.reduced
         if len(layout.spec) > MAX_RANK or any(axis not in axes for axis in named) or len(set(named)) != len(named):
-            shown = _abbreviate(layout.spec) + (f" reduced over {_abbreviate(layout.reduced)}" if layout.reduced else "")
+            shown = _abbreviate(layout.spec) + (
+                f" reduced over {_abbreviate(layout.reduced)}" if layout.reduced else ""
+            )
             yield f"layout {number} has spec {shown} on a mesh of axes {_abbreviate(axes)}"
 
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partitio
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
+from jaxckpt._model.tree import numbers_of, user_objects_of
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
 from jaxckpt._restore.assembly import Assembly
@@ -259,9 +260,21 @@ def _requested_specs(manifest: Manifest, requests: LeafRequests, request: Restor
     """The spec of each requested path for which `specs=` has one. Raises SpecError."""
     if request.specs is None:
         return {}
-    pairs = zip(requests.paths, requests.numbers, strict=True)
-    leaves = [(path, TypedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
-    return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
+    asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
+    leaves = [(path, TypedLeaf(manifest, manifest.leaves[number]), value) for path, number, value in asked]
+    states = {number for _, node in user_objects_of(manifest.tree) for number in numbers_of(node)}
+    in_states = {manifest.leaves[number].path for number in states}
+    taking = [(path, leaf, value) for path, leaf, value in leaves if _takes_spec(leaf, value, in_states)]
+    on_host = {path for path, leaf, value in taking if value is None and not leaf.on_devices}
+    return resolve_specs(request.specs, [(path, leaf) for path, leaf, _ in taking], on_host)
+
+
+def _takes_spec(leaf: TypedLeaf, requested: Any, in_states: Container[str]) -> bool:
+    """Whether `specs=` may apply to a leaf: to an array without a target, unless it belongs to the state of an object,
+    and to what the target describes as an array on devices."""
+    if requested is None:
+        return leaf.on_devices or (leaf.kind == "numpy" and leaf.path not in in_states)
+    return is_array_like(type(requested)) and not isinstance(requested, (np.ndarray, np.generic))
 
 
 def _group(
@@ -322,7 +335,10 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 
 def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Problem]]:
     """What each group is restored as, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    abstract_leaves = [_abstract_leaf(group.leaf, group.requested, group.policy, group.dtype) for group in groups]
+    abstract_leaves = [
+        _abstract_leaf(group.leaf, group.requested, group.policy, group.dtype, has_spec=group.spec is not None)
+        for group in groups
+    ]
     problems = [
         problem
         for group, abstract in zip(groups, abstract_leaves, strict=True)
@@ -332,8 +348,11 @@ def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Pr
     return [None if isinstance(abstract, _Reason) else abstract for abstract in abstract_leaves], problems
 
 
-def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> AbstractLeaf | _Reason:
-    """The abstract leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
+def _abstract_leaf(
+    leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None, *, has_spec: bool
+) -> AbstractLeaf | _Reason:
+    """The abstract leaf for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for
+    it. `dtype` overrides the target's."""
     if dtype is not None and (requested is None or isinstance(requested, (Sharding, Format))):
         dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
@@ -347,9 +366,13 @@ def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype |
         if isinstance(requested, Format) and requested.sharding is None:
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
-        if is_value or (requested is None and not leaf.on_devices):
+        if is_value or (requested is None and not leaf.on_devices and not has_spec):
             return host_leaf(leaf.kind) if dtype is None else AbstractLeaf(leaf.kind, dtype)
-        return _ordered(leaf, requested, _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy))
+        abstract = _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy)
+        if isinstance(abstract, _Reason) and requested is None and not leaf.on_devices:
+            keep = "without a spec (None from a function), it comes back as a NumPy array"
+            return abstract._replace(remedy=f"{abstract.remedy}; {keep}")
+        return _ordered(leaf, requested, abstract)
     is_ref = getattr(requested, "is_ref", False) or is_reference(type(requested))
     if is_ref or isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         if axes := _manual_axes(requested):

@@ -419,7 +419,7 @@ def test_no_value_of_64_bits_changes_silently(
 
     def restored(options: jaxckpt.Options) -> Any:
         if asking == "mesh":
-            return jaxckpt.restore(path, mesh=mesh, specs=P(), options=options)["x"]
+            return jaxckpt.restore(path, mesh=mesh, specs={"x": P()}, options=options)["x"]
         wanted = ASKING[asking](values.shape, dtype)
         return jaxckpt.restore(path, None if wanted is None else {"x": wanted}, options=options)["x"]
 
@@ -428,7 +428,7 @@ def test_no_value_of_64_bits_changes_silently(
         found = restored(SMALL)
         assert (found.dtype, np.asarray(found).tobytes()) == (values.dtype, values.tobytes())
     with jax.enable_x64(False):
-        if kind == "numpy" and asking in ("no target", "mesh"):
+        if kind == "numpy" and asking == "no target":
             found = restored(SMALL)
             assert type(found) is np.ndarray
             assert found.tobytes() == values.tobytes()
@@ -546,7 +546,9 @@ def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
         jaxckpt.restore(path, mesh=mesh, specs=P("nope"))
     with pytest.raises(jaxckpt.errors.SpecError, match=r"'params/b'.*2 entries, but the shape .* has 1 dimension"):
         jaxckpt.restore(path, mesh=mesh, specs=lambda path, leaf: P("data", "model") if "params" in path else P())
-    with pytest.raises(jaxckpt.errors.SpecError, match="'param', but no array leaf is at"):
+    with pytest.raises(
+        jaxckpt.errors.SpecError, match="'param', but no leaf at or below that path is an array on devices"
+    ):
         jaxckpt.restore(path, mesh=mesh, specs={"param": P()})
     nested = (
         r"the key 'params/w', but the keys of specs are the keys .* give {\"params\": {\"w\": PartitionSpec\(…\)}}, or"
@@ -1745,7 +1747,11 @@ def test_reduced_axes_come_back(tmp_path: Path) -> None:
     source = tmp_path / "run"
     half = jax.make_mesh((2, 2), ("data", "model"), axis_types=(explicit, auto))
     restored = jaxckpt.restore(source, mesh=half)
-    assert [leaf.sharding.spec for leaf in restored.values()] == [P("data"), P(None, "model", reduced={"data"}), specs["c"]]
+    assert [leaf.sharding.spec for leaf in restored.values()] == [
+        P("data"),
+        P(None, "model", reduced={"data"}),
+        specs["c"],
+    ]
     restored = jaxckpt.restore(source, mesh=mesh, specs=P("data"))
     assert {leaf.sharding.spec for leaf in restored.values()} == {P("data")}
     assert jaxckpt.restore(source, tree)["a"].sharding == tree["a"].sharding
@@ -1753,6 +1759,73 @@ def test_reduced_axes_come_back(tmp_path: Path) -> None:
     assert jaxckpt.restore(source, shapes)["b"].sharding == tree["b"].sharding
     assert jaxckpt.diff(f"{source}@0", f"{source}@1").identical
     assert jaxckpt.verify(source).ok
+
+
+class Counter:
+    """An object with a state that has a NumPy array."""
+
+    def __init__(self) -> None:
+        self.positions = np.arange(8, dtype=np.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"positions": self.positions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert type(state["positions"]) is np.ndarray
+        self.positions = state["positions"]
+
+
+def test_specs_of_arrays_that_were_saved_from_numpy(tmp_path: Path, mesh: Mesh) -> None:
+    """A spec at a leaf's own path, or from a function, always applies, as for dtype=; others are for device arrays."""
+    values = np.arange(8, dtype=np.float32)
+    tree = {"d": {"x": jnp.asarray(values), "w": values}, "n": {"w": values}, "one": np.float32(1), "data": Counter()}
+    jaxckpt.save(tmp_path / "a", tree)
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def found(specs: Any, target: Any = None, **arguments: Any) -> dict[str, Any]:
+        restored = jaxckpt.restore(tmp_path / "a", target, mesh=mesh, specs=specs, **arguments)
+        leaves = {"d/x": restored["d"]["x"], "d/w": restored["d"]["w"], "n/w": restored["n"]["w"]}
+        assert all((np.asarray(leaf) == values).all() for leaf in leaves.values())
+        assert type(restored["one"]) is np.float32
+        return {path: leaf.sharding if isinstance(leaf, jax.Array) else type(leaf) for path, leaf in leaves.items()}
+
+    for specs in (P("data"), {"d": P("data")}):
+        assert found(specs) == {"d/x": split, "d/w": np.ndarray, "n/w": np.ndarray}
+    assert found({"n": {"w": P("data")}}) == {"d/x": whole, "d/w": np.ndarray, "n/w": split}
+    assert found({"d": {"w": P("data"), "x": P()}}) == {"d/x": whole, "d/w": split, "n/w": np.ndarray}
+    asked: list[str] = []
+    function = lambda path, leaf: asked.append(path) or (None if path == "n/w" else P("data"))  # noqa: E731
+    assert found(function) == {"d/x": split, "d/w": split, "n/w": np.ndarray}
+    assert sorted(asked) == ["d/w", "d/x", "n/w"], "not for values, nor for the state of an object"
+    struct = jax.ShapeDtypeStruct((8,), np.float32)
+    target = {"d": {"x": struct, "w": struct}, "n": {"w": struct}, "one": np.float32(0), "data": tree["data"]}
+    for specs in (P("data"), lambda path, leaf: P("data"), {"d": P("data"), "n": P("data")}):
+        assert found(specs, target) == {"d/x": split, "d/w": split, "n/w": split}, (
+            "the target asks for arrays on devices"
+        )
+    hosts = {"d": {"x": values, "w": values}, "n": {"w": values}, "one": np.float32(0), "data": tree["data"]}
+    assert {*found(P("data"), hosts).values()} == {np.ndarray}, "the target asks for NumPy arrays"
+    renamed = jaxckpt.restore(tmp_path / "a", mesh=mesh, specs={"m": {"w": P("data")}}, rename={"n": "m"})
+    assert renamed["m"]["w"].sharding == split
+    for specs, select in ((P("data"), "n"), ({"n": P("data")}, None)):
+        with pytest.raises(jaxckpt.errors.SpecError, match=r"saved from NumPy, such as 'n/w'.*ShapeDtypeStruct in"):
+            jaxckpt.restore(tmp_path / "a", mesh=mesh, specs=specs, select=select)
+    with pytest.raises(jaxckpt.errors.SpecError, match="specs gives None for leaf 'd/x'"):
+        found(lambda path, leaf: None)
+    with pytest.raises(
+        jaxckpt.errors.SpecError, match="'one', but no leaf at or below that path is an array on devices"
+    ):
+        found({"one": P()})
+    plan = jaxckpt.open(tmp_path / "a").plan(mesh=mesh, specs={"n": {"w": P("data")}})
+    assert "n/w" in {leaf.path for leaf in plan.leaves}
+
+
+def test_a_wide_numpy_array_for_which_specs_has_a_spec(tmp_path: Path, mesh: Mesh) -> None:
+    jaxckpt.save(tmp_path / "a", {"n": np.arange(8), "x": jnp.ones(8)})
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'n' would be int64.*without a spec \(None from a function\)"):
+        jaxckpt.restore(tmp_path / "a", mesh=mesh, specs=lambda path, leaf: P("data"))
+    restored = jaxckpt.restore(tmp_path / "a", mesh=mesh, specs=lambda path, leaf: None if path == "n" else P("data"))
+    assert (type(restored["n"]), restored["n"].dtype) == (np.ndarray, np.int64)
 
 
 def test_a_sharding_on_an_abstract_mesh_uses_the_mesh_that_is_set(path: Path) -> None:
