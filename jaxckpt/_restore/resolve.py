@@ -22,7 +22,7 @@ from jaxckpt._arguments.casts import ALLOW_LOSS, Dtypes, Verdict, judge_cast, re
 from jaxckpt._arguments.pytree import is_reference
 from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._devices.current_mesh import mesh_in_context
-from jaxckpt._devices.device_layout import order_problem
+from jaxckpt._devices.device_layout import order_problem, warn_of_orders
 from jaxckpt._devices.prng_keys import TypedLeaf, key_dtype
 from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, reduced_axes, saved_sharding
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
@@ -131,6 +131,10 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
     policies = resolve_policies(options.cast, match.requests.paths, leaves)
     casts, losses = requested_casts(manifest, match, request, policies)
+    warn_of_orders(
+        zip(match.requests.paths, match.requests.values, strict=True),
+        "restores make the default one, and jax.device_put with the target's format changes it",
+    )
     groups = _group(manifest, match.requests, specs, casts, policies)
     checked, mismatches = _check(groups)
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts, resolve_policies
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
+from jaxckpt._devices.device_layout import warn_of_orders
 from jaxckpt._devices.prng_keys import key_dtype
 from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout, reduced_axes
 from jaxckpt._model.checks import MAX_TIED
@@ -90,6 +91,9 @@ def describe(
             draft.values[len(draft.records) - 1] = value
     if problems:
         raise TreeError.of(f"{len(problems)} of {show_count(len(leaves), 'leaf')} cannot be stored", problems)
+    warn_of_orders(
+        ((leaf.path, leaf.value) for leaf in leaves), "checkpoints do not record it, and restores make the default one"
+    )
     if dtype is not None:
         _choose_casts(leaves, draft, dtype, options)
     _set_layouts(leaves, draft, mesh, specs, options)

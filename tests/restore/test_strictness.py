@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import optax
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import PASSED, RunPython
@@ -1759,6 +1760,31 @@ def test_reduced_axes_come_back(tmp_path: Path) -> None:
     assert jaxckpt.restore(source, shapes)["b"].sharding == tree["b"].sharding
     assert jaxckpt.diff(f"{source}@0", f"{source}@1").identical
     assert jaxckpt.verify(source).ok
+
+
+def test_an_order_in_device_memory_is_not_dropped_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mesh: Mesh
+) -> None:
+    columns = Format(Layout((1, 0)), NamedSharding(mesh, P("data")))
+    tree = {"order": {"a": jax.device_put(jnp.arange(32.0).reshape(4, 8), columns), "b": jnp.ones((4, 8))}}
+    assert tree["order"]["a"].format.layout.major_to_minor == (1, 0)
+    for step in range(2):
+        jaxckpt.save(tmp_path / str(step), tree)
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "once"
+    assert (
+        "non-default order in device memory (jax.experimental.layout.Format) of 1 array, such as 'order/a'"
+        in caplog.text
+    )
+    assert "checkpoints do not record it" in caplog.text
+    caplog.clear()
+    restored = jaxckpt.restore(tmp_path / "0", tree)
+    np.testing.assert_array_equal(restored["order"]["a"], tree["order"]["a"])
+    assert "non-default order in device memory" in caplog.text
+    assert "jax.device_put with the target's format" in caplog.text
+    assert jax.device_put(restored["order"]["a"], columns).format == tree["order"]["a"].format
+    caplog.clear()
+    jaxckpt.restore(tmp_path / "0", {"order": {"a": restored["order"]["a"], "b": jnp.ones((4, 8))}})
+    assert not caplog.records
 
 
 class Counter:
