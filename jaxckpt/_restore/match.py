@@ -501,6 +501,11 @@ def unrestorable_reason(value: object, *, is_container: bool) -> str:
     kind = type(value).__qualname__
     if is_class(value):
         return f"is a {kind} in the target, which cannot be restored; give a jax.ShapeDtypeStruct(shape, dtype)"
+    if kind == "AbstractVariable":
+        return (
+            "is an AbstractVariable in the target, which jax.eval_shape makes of a Variable with hijax=True: make the"
+            " target with nnx.eval_shape"
+        )
     if not is_container:
         return f"is a {kind} in the target, which cannot be restored"
     return (

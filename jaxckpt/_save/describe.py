@@ -199,6 +199,8 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _require_storable(np.asarray(value))
     if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise TreeError("is a masked array; save its data and its mask as two leaves")
         if type(value) not in (np.ndarray, np.memmap):
             raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
         return LeafRecord(leaf.path, "numpy"), _require_storable(value)

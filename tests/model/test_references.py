@@ -198,3 +198,7 @@ def test_a_target_without_data_has_variables_of_hijax(tmp_path: Path) -> None:
     restored = jaxckpt.restore(tmp_path / "a", nnx.eval_shape(lambda: network(1, {"hijax": True})))
     require_equal(values(restored), values(module))
     assert restored.layers[0].kernel.hijax
+    if hasattr(jax.experimental, "cur_qdd"):
+        target = jax.eval_shape(lambda: nnx.state(network(1, {"hijax": True})))
+        with pytest.raises(jaxckpt.MismatchError, match=r"(?s)is an AbstractVariable in the target.*nnx\.eval_shape"):
+            jaxckpt.restore(tmp_path / "a", target)

@@ -1647,7 +1647,9 @@ def test_a_mesh_keeps_the_memory_kind(tmp_path: Path, mesh: Mesh) -> None:
         structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         jaxckpt.save(path / "d", tree, mesh=other)
         jaxckpt.save(path / "e", tree, mesh=other, specs=P("data"))
+        jaxckpt.convert(path / "c", path / "f", mesh={"data": 4}, specs=P("data"))
         for restored in (
+            jaxckpt.restore(path / "f", mesh=other),
             jaxckpt.restore(path / "c", mesh=other),
             jaxckpt.restore(path / "c", mesh=other, specs=P("data")),
             jaxckpt.restore(path / "c", structs, mesh=other),
