@@ -377,7 +377,7 @@ def _abstract_leaf(
             keep = "without a spec (None from a function), it comes back as a NumPy array"
             return abstract._replace(remedy=f"{abstract.remedy}; {keep}")
         return _ordered(leaf, requested, abstract)
-    is_ref = getattr(requested, "is_ref", False) or is_reference(type(requested))
+    is_ref = requested.is_ref if isinstance(requested, jax.ShapeDtypeStruct) else is_reference(type(requested))
     if is_ref or isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         if axes := _manual_axes(requested):
             return _Reason(
