@@ -51,7 +51,7 @@ def _warn_once(text: str) -> None:
     _log.warning(text)
 
 
-def _has_default_order(array: jax.Array) -> bool:
+def _has_default_order(array: Any) -> bool:
     if isinstance(array, Tracer) or array.is_deleted():
         return True
     try:
@@ -59,7 +59,7 @@ def _has_default_order(array: jax.Array) -> bool:
             return True
     except (AttributeError, jax.errors.JaxRuntimeError):  # PRNG keys; backends without layouts
         return True
-    layout: Any = array.format.layout
+    layout = array.format.layout
     order, tiling = _order_and_tiling(layout)
     usual_order, usual_tiling = _usual_order_and_tiling(type(layout), array.sharding, array.dtype, array.shape)
     return order == usual_order and tiling in ((), usual_tiling)

@@ -389,8 +389,8 @@ def _abstract_leaf(
             return cast
         if isinstance(requested, (np.ndarray, np.generic)):
             return AbstractLeaf("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
-        # PRNG keys have no weak type.
-        typed = requested.aval.inner_aval if is_reference(type(requested)) else requested
+        # PRNG keys have no weak type, and a jax.Ref has that of its array.
+        typed = getattr(getattr(requested, "aval", None), "inner_aval", requested)
         weak = dtype is None and getattr(typed, "weak_type", False)
         abstract = _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
         return replace(abstract, is_reference=True) if is_ref and isinstance(abstract, AbstractLeaf) else abstract
