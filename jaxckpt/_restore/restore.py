@@ -60,11 +60,12 @@ def restore(
             `mindspore_ranks` or `oneflow_ranks`.
         target: The tree to restore; by default, the saved tree. A pytree, or a pytree prefix, of jax.ShapeDtypeStruct
             (with or without sharding), of jax.sharding.Sharding, or of arrays, of which only shape, dtype, weak type
-            and sharding are used; a jax.Ref restores as a new one. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on
-            `mesh` or on the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object
-            with `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything
-            has been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
-            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves.
+            and sharding are used. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on
+            `mesh` or on the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type, a jax.Ref
+            as a new one. An object with `load_state_dict` or `set_state` stays the same object, and receives its saved
+            state once everything has been read. Functions, which no checkpoint contains, are kept. None is an empty
+            subtree, as everywhere in JAX: nothing is restored there, and leaves that the checkpoint has there are extra
+            leaves.
         mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
             this mesh lacks are dropped. Leaves saved without a spec are replicated. Each leaf keeps its memory kind. A
             sharding on an AbstractMesh, as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the
