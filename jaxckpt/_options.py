@@ -87,12 +87,12 @@ class Options:
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
         reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again. "auto":
             objects of a Checkpointer with the same bytes as in its last save or, for its first save, as in the newest
-            step. If all leaves of an object are the same jax.Array objects as before, nothing is read from the devices.
-            Other objects are compared by a 128-bit digest, which the manifest also records. It is computed in the first
-            save, and later only if a sample of the object has not changed since the last save. "content": the same, but
-            every save computes the digests of all objects; `save` does too, and compares with the checkpoint that it
-            overwrites. "identity": only objects whose leaves are all the same jax.Array objects. None: every object is
-            written, as always on object stores.
+            step. Nothing is read from accelerators if all leaves of an object are the same jax.Array objects as before.
+            Other objects, and all in host memory, which other libraries may change, are compared by a 128-bit digest,
+            which the manifest also records. It is computed in the first save, and later only if a sample of the object
+            has not changed since the last save. "content": every save computes the digests of all objects; `save` does
+            too, and compares with the checkpoint that it overwrites. "identity": only objects whose leaves are all the
+            same jax.Array objects on accelerators. None: every object is written, as always on object stores.
         cast: Which casts to a different dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may
             also lose precision and range, except to float4_e2m1fn, which has no NaN. A restore also casts single
             numbers, and leaves of whole numbers of up to 64 KiB, to a dtype that holds only some values of the saved

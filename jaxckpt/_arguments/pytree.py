@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Collection, Sequence
+import itertools
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -49,17 +51,21 @@ class _Flat:
     """Everything that is found during one walk through a tree."""
 
     states: bool
-    """Whether objects are flattened to their states."""
+    """Whether objects are flattened to their states, and references to their values."""
 
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     variables: dict[int, str] = field(default_factory=dict[int, str])
     """The path of each Variable by its id."""
 
+    referenced: dict[int, Any] = field(default_factory=dict[int, Any])
+    """The array of each reference by its id."""
+
 
 def flatten(tree: Tree, *, states: bool = False) -> tuple[list[Leaf], Structure]:
     """The leaves in JAX's order, and the structure around them.
 
-    With `states`, an object that has a state is a container for the leaves of that state; otherwise it is a leaf.
+    With `states`, an object that has a state is a container for the leaves of that state, and a jax.Ref is the array
+    that it refers to; otherwise they are leaves.
     Raises TreeError for keys that cannot be stored or that a reader would refuse, and for more than 200 nested
     containers.
     """
@@ -80,9 +86,13 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
     if node is None:
         return None
     kind = type(cast("object", node))
-    level = _children(node, path)
+    level = ((), [node.get_raw_value()]) if _is_opaque_variable(kind) else _children(node, path)
     handled = leaf_type(kind) if level is None and flat.states and kind not in _LEAF_TYPES else None
     if level is None and handled is None:
+        if flat.states and is_reference(kind):
+            if id(node) not in flat.referenced:
+                flat.referenced[id(node)] = _referenced(node, path)
+            node = flat.referenced[id(node)]
         flat.leaves.append(Leaf(path, node))
         return len(flat.leaves) - 1
     if depth >= MAX_DEPTH:
@@ -94,7 +104,7 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
         flat.leaves[first:] = [msgspec.structs.replace(leaf, in_state=True) for leaf in flat.leaves[first:]]
         return Container(type="object", name=handled.name, children=(structure,))
     keys, child_nodes = cast("tuple[Sequence[Key], Sequence[Tree]]", level)
-    if _is_variable(kind):
+    if _is_variable(kind) or _is_opaque_variable(kind):
         first = flat.variables.setdefault(id(node), path)
         if first != path:
             raise TreeError(
@@ -121,6 +131,24 @@ def _flatten(node: Tree, path: str, root: bool, depth: int, flat: _Flat) -> Stru
 def _is_variable(kind: type) -> bool:
     """Whether this is a Variable of Flax NNX, whose value has the path of the Variable itself."""
     return any((base.__module__, base.__name__) == ("flax.nnx.variablelib", "Variable") for base in kind.__mro__)
+
+
+def _is_opaque_variable(kind: type) -> bool:
+    """Whether this is a Variable of Flax NNX with `hijax=True`, which JAX treats as a leaf."""
+    return (kind.__module__, kind.__name__) == ("flax.nnx.variablelib", "HijaxVariable")
+
+
+def is_reference(kind: type) -> bool:
+    """Whether this is jax.Ref: a reference to an array that changes in place."""
+    return kind.__name__ == "Ref" and kind is getattr(sys.modules.get("jax"), "Ref", None)
+
+
+def _referenced(reference: Any, path: str) -> Any:
+    """The array that a jax.Ref refers to now: a new array, because a step may change the memory of the reference."""
+    try:
+        return reference[...]
+    except Exception as error:  # no type of error is documented
+        raise TreeError(f"the jax.Ref at {show_path(path)} cannot be read: {error}") from error
 
 
 _HOST_LEAVES = (np.ndarray, np.generic, int, float, complex, str, bytes)
@@ -195,3 +223,50 @@ def _container(node: Tree, path: str, keys: Sequence[Key], children: tuple[Struc
     if is_named and is_namedtuple_restored(kind.__name__, encoded):
         return Container(type="namedtuple", name=kind.__name__, keys=encoded, children=children)
     return Container(type="custom", name=full_name(kind), keys=encoded, children=children)
+
+
+# Rebuilding -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBuilder:
+    """Builds trees of the same structure as another, from leaves as `flatten` returns them."""
+
+    treedef: Any
+    """The structure as JAX has it."""
+
+    variables: Mapping[int, tuple[Any, Any]]
+    """Variables that JAX treats as leaves, by the number of the leaf, each with JAX's structure of its value."""
+
+    def unflatten(self, leaves: Iterable[Any]) -> Tree:
+        """The tree with these leaves."""
+        rest = iter(leaves)
+        if not self.variables:
+            return self.treedef.unflatten(rest)
+        nodes: list[Any] = []
+        for number in range(self.treedef.num_leaves):
+            if number not in self.variables:
+                nodes.append(next(rest))
+                continue
+            variable, value = self.variables[number]
+            nodes.append(variable.replace(value.unflatten(itertools.islice(rest, value.num_leaves))))
+        return self.treedef.unflatten(nodes)
+
+
+def flatten_values(tree: Tree) -> tuple[list[Any], TreeBuilder]:
+    """The values of the leaves that `flatten` returns, and the way back to a tree."""
+    import jax
+
+    nodes, treedef = jax.tree_util.tree_flatten(tree)
+    if not any(map(_is_opaque_variable, {*map(type, nodes)})):
+        return nodes, TreeBuilder(treedef, {})
+    leaves: list[Any] = []
+    variables: dict[int, tuple[Any, Any]] = {}
+    for number, node in enumerate(nodes):
+        if _is_opaque_variable(type(node)):
+            values, structure = jax.tree_util.tree_flatten(node.get_raw_value())
+            variables[number] = node, structure
+            leaves += values
+        else:
+            leaves.append(node)
+    return leaves, TreeBuilder(treedef, variables)

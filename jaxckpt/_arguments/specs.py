@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -98,26 +98,34 @@ def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
 # The caller's specs ---------------------------------------------------------------------------------------
 
 
-def resolve_specs(specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]]) -> dict[str, Spec]:
-    """The spec of each leaf for which `specs` has one. Raises a SpecError that names invalid or unused entries."""
+def resolve_specs(
+    specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]], on_host: Container[str] = ()
+) -> dict[str, Spec]:
+    """The spec of each leaf for which `specs` has one. Leaves `on_host` take only a spec at their own path, or from a
+    function, which may return None for them. Raises a SpecError that names invalid or unused entries."""
     if specs is None:
         return {}
     if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
         raise SpecError("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
     if callable(specs) and not isinstance(specs, PartitionSpec) and _is_leaf(specs):
-        return {path: _require_spec(specs(path, leaf), path) for path, leaf in leaves}
+        returned = ((path, specs(path, leaf)) for path, leaf in leaves)
+        return {path: _require_spec(spec, path) for path, spec in returned if spec is not None or path not in on_host}
     if isinstance(specs, str) or _is_spec_entries(specs):
         entries: Sequence[Any] = (specs,) if isinstance(specs, str) else specs
         raise SpecError(f"specs is {specs!r}: write PartitionSpec({', '.join(map(repr, entries))})")
     entries = flatten(specs)[0]
     _refuse_bare_specs(specs, entries)
     by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in entries}
-    chosen = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
+    chosen = {
+        path: head
+        for path, _ in leaves
+        if (head := longest_prefix(path, by_prefix)) is not None and (head == path or path not in on_host)
+    }
     used = set(chosen.values())
     # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
-        raise _unused_error(unused[0], [path for path, _ in leaves])
+        raise _unused_error(unused[0], [path for path, _ in leaves], on_host)
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
@@ -146,12 +154,20 @@ def _refuse_bare_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
     raise SpecError(f"specs has {entries!r} at {show_path(path)}: write PartitionSpec({', '.join(map(repr, entries))})")
 
 
-def _unused_error(prefix: str, paths: Sequence[str]) -> SpecError:
-    """The error for an entry of `specs` that no array leaf is at or below."""
+def _unused_error(prefix: str, paths: Sequence[str], on_host: Container[str]) -> SpecError:
+    """The error for an entry of `specs` that applies to no leaf."""
+    below = next((path for path in paths if path in on_host and longest_prefix(path, {prefix: None}) is not None), None)
+    if below is not None:
+        where = f"at {show_path(prefix)}" if prefix else "for the whole tree"
+        return SpecError(
+            f"specs has a PartitionSpec {where}, where all arrays were saved from NumPy, such as {show_path(below)}."
+            " They come back as NumPy arrays, unless a function, or an entry at a leaf's own path, gives a spec for"
+            " them; jax.ShapeDtypeStruct in the target puts them on devices too"
+        )
     if problem := key_problem("specs", prefix, "PartitionSpec(…)", paths):
         return SpecError(problem)
     hint = closest_hint(prefix, paths)
-    return SpecError(f"specs has {show_path(prefix)}, but no array leaf is at or below that path{hint}")
+    return SpecError(f"specs has {show_path(prefix)}, but no leaf at or below that path is an array on devices{hint}")
 
 
 def _is_leaf(value: object) -> bool:
@@ -165,11 +181,11 @@ def _require_spec(spec: Any, path: str) -> Spec:
             f"specs gives {reprlib.repr(spec)} for leaf {show_path(path)}; expected a jax.sharding.PartitionSpec"
             + (f", such as PartitionSpec({spec!r})" if isinstance(spec, str) else "")
         )
-    if reduced := getattr(spec, "reduced", None):
+    if spec.reduced:
         raise SpecError(
-            f"specs gives {spec} for leaf {show_path(path)}, and stored specs have no reduced mesh axes"
-            f" ({', '.join(map(str, sorted(reduced)))}): leave reduced= out of specs=; for a restore, a"
-            " jax.sharding.NamedSharding in the target keeps it"
+            f"specs gives {spec} for leaf {show_path(path)}, but specs= takes no reduced mesh axes"
+            f" ({', '.join(map(str, sorted(spec.reduced)))}): leave reduced= out; an array that has reduced axes keeps"
+            " them, and a restore takes them from a jax.sharding.NamedSharding in the target"
         )
     try:
         return spec_of(spec)

@@ -117,7 +117,7 @@ def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequenc
         return None
     from jax.sharding import PartitionSpec
 
-    # Other kinds are never on a device, so they have no spec.
+    # Leaves that were saved from the host stay there.
     paths = [path for path, leaf in selected(checkpoint, select).items() if leaf.kind in ("jax", "key")]
     specs: dict[str, Any] = {}
     for glob, entries in rules:

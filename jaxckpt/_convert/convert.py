@@ -276,7 +276,7 @@ def _drafted(
                 leaf_axes, record = leaf.mesh and leaf.mesh.axes, manifest.leaf_layout(leaf.record)[2]
                 if axes is not None:
                     leaf_axes, spec = axes, chosen[leaf.path]
-                    record = LayoutRecord(0, [list(entry) for entry in spec])
+                    record = LayoutRecord(0, [list(entry) for entry in spec], memory=record.memory)
                 if record not in table.layouts:
                     table.layouts.append(record)
                 layout = table.layouts.index(record)

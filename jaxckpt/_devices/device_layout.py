@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
+from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
+
+from jaxckpt.errors import show_count, show_path
+
+_log = logging.getLogger("jaxckpt")
 
 
 def order_problem(requested: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
@@ -19,14 +27,57 @@ def order_problem(requested: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) 
     if getattr(layout, "major_to_minor", None) is None:  # Layout.AUTO
         return None
     order, tiling = _order_and_tiling(layout)
-    default = _default_layout(type(layout), requested.sharding, dtype, shape)
-    usual_order, usual_tiling = (tuple(range(len(shape))), ()) if default is None else _order_and_tiling(default)
+    usual_order, usual_tiling = _usual_order_and_tiling(type(layout), requested.sharding, dtype, shape)
     if order == usual_order and (not tiling or tiling == usual_tiling):  # as in JAX, no tiling means the default one
         return None
     return (
         f"asks for {layout} in the target; restore makes arrays in the default layout: give only the sharding, and"
         " pass the restored array to jax.device_put with the Format"
     )
+
+
+def warn_of_orders(leaves: Iterable[tuple[str, Any]], consequence: str) -> None:
+    """Log a warning, once, if any of these leaves is an array that has a non-default order in device memory."""
+    paths = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and not _has_default_order(leaf)]
+    if paths and jax.process_index() == 0:
+        _warn_once(
+            f"non-default order in device memory (jax.experimental.layout.Format) of {show_count(len(paths), 'array')},"
+            f" such as {show_path(paths[0])}: {consequence}"
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
+def _has_default_order(array: Any) -> bool:
+    if isinstance(array, Tracer) or array.is_deleted():
+        return True
+    try:
+        if _is_row_major(array._pjrt_layout):  # ten times faster than `format`, for 20,000 leaves
+            return True
+    except (AttributeError, jax.errors.JaxRuntimeError):  # PRNG keys; backends without layouts
+        return True
+    layout = array.format.layout
+    order, tiling = _order_and_tiling(layout)
+    usual_order, usual_tiling = _usual_order_and_tiling(type(layout), array.sharding, array.dtype, array.shape)
+    return order == usual_order and tiling in ((), usual_tiling)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_row_major(layout: Any) -> bool:
+    """Whether this is the order of most arrays: by dimension, without tiles."""
+    order, tiling = _order_and_tiling(Layout.from_pjrt_layout(layout))
+    return not tiling and order == tuple(range(len(order)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _usual_order_and_tiling(
+    kind: Any, sharding: Any, dtype: Any, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    default = _default_layout(kind, sharding, dtype, shape)
+    return (tuple(range(len(shape))), ()) if default is None else _order_and_tiling(default)
 
 
 def _order_and_tiling(layout: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt._model.grid import (
     Box,
@@ -30,17 +30,23 @@ Placement = tuple[tuple[Any, int, Box], ...]
 """(device, its process, its box) for every device of a sharding."""
 
 
-def partition_spec(spec: Spec, like: PartitionSpec | None = None) -> PartitionSpec:
-    """The PartitionSpec of a spec, with the reduced axes of another PartitionSpec, if given."""
+def partition_spec(spec: Spec, reduced: Iterable[str] = ()) -> PartitionSpec:
+    """The PartitionSpec of a spec and of reduced axes."""
     entries = (None if not entry else entry[0] if len(entry) == 1 else entry for entry in spec)
-    reduced = getattr(like, "reduced", None)  # jax before 0.8 has none
-    return PartitionSpec(*entries, **({"reduced": reduced} if reduced else {}))
+    return PartitionSpec(*entries, reduced=frozenset(reduced))
 
 
-def named_sharding(mesh: Mesh, spec: Spec, memory: str | None) -> NamedSharding:
-    """A spec on a mesh, in a non-default memory kind. Raises LayoutError if the devices lack that memory kind."""
+def reduced_axes(sharding: Sharding) -> list[str]:
+    """The reduced mesh axes of a sharding, sorted."""
+    return sorted(sharding.spec.reduced) if isinstance(sharding, NamedSharding) else []
+
+
+def named_sharding(mesh: Mesh, spec: Spec, memory: str | None, reduced: Iterable[str] = ()) -> NamedSharding:
+    """A spec on a mesh, in a non-default memory kind. Of the axes that were reduced on another mesh, those are reduced
+    that this mesh has as explicit axes. Raises LayoutError if the devices lack that memory kind."""
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
     try:
-        return NamedSharding(mesh, partition_spec(spec), memory_kind=memory)
+        return NamedSharding(mesh, partition_spec(spec, explicit.intersection(reduced)), memory_kind=memory)
     except ValueError as error:
         raise LayoutError(
             f"it is in memory of kind {memory!r}, which the devices of the mesh do not have: {error}"
@@ -151,7 +157,7 @@ class LayoutTable:
                 types = [getattr(kind, "name", "Auto") for kind in mesh.axis_types]
                 self.meshes.append(MeshRecord(dict(mesh.shape), ids, types))
             spec = [list(entry) for entry in spec_of(sharding.spec)]
-            return LayoutRecord(mesh=self._meshes[mesh], spec=spec, memory=memory)
+            return LayoutRecord(self._meshes[mesh], spec, reduced_axes(sharding), memory=memory)
         if len(sharding.device_set) == 1:
             return LayoutRecord(device=next(iter(sharding.device_set)).id, memory=memory)
         return LayoutRecord(memory=memory, opaque=True)
@@ -188,8 +194,11 @@ def saved_sharding(manifest: Manifest, layout: int) -> Sharding | None:
         grid = np.array([devices[number] for number in saved.devices]).reshape(tuple(saved.axes.values()))
         types = tuple(getattr(jax.sharding.AxisType, name) for name in saved.types)
         mesh = Mesh(grid, tuple(saved.axes), axis_types=types)
-        spec = partition_spec(tuple(tuple(entry) for entry in record.spec))
-        sharding: Sharding = NamedSharding(mesh, spec)
+        spec = partition_spec(tuple(tuple(entry) for entry in record.spec), record.reduced)
+        try:
+            sharding: Sharding = NamedSharding(mesh, spec)
+        except ValueError as error:
+            raise LayoutError(f"JAX refuses: {error}") from error
     elif record.device is not None:
         if record.device not in devices:
             raise LayoutError(_missing_devices([record.device], devices))

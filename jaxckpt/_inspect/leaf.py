@@ -67,7 +67,7 @@ class LazyLeaf:
         """The jax.sharding.PartitionSpec at the time of the save; empty if there was none."""
         from jaxckpt._devices.shardings import partition_spec  # imports JAX
 
-        return partition_spec(self._leaf.spec)
+        return partition_spec(self._leaf.spec, self._leaf.reduced)
 
     @property
     def mesh(self) -> Mapping[str, int]:

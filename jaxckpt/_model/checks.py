@@ -71,8 +71,12 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
             continue
         axes = manifest.meshes[layout.mesh].axes if layout.mesh is not None else {}
         named = [axis for entry in layout.spec for axis in entry]
+        named += layout.reduced
         if len(layout.spec) > MAX_RANK or any(axis not in axes for axis in named) or len(set(named)) != len(named):
-            yield f"layout {number} has spec {_abbreviate(layout.spec)} on a mesh of axes {_abbreviate(axes)}"
+            shown = _abbreviate(layout.spec) + (
+                f" reduced over {_abbreviate(layout.reduced)}" if layout.reduced else ""
+            )
+            yield f"layout {number} has spec {shown} on a mesh of axes {_abbreviate(axes)}"
 
 
 def _abbreviate(items: Collection[Any]) -> str:

@@ -79,6 +79,11 @@ class SavedLeaf:
         return self.manifest.leaf_layout(self.record)[1]
 
     @property
+    def reduced(self) -> list[str]:
+        """The reduced mesh axes at the time of the save."""
+        return self.manifest.leaf_layout(self.record)[2].reduced
+
+    @property
     def mesh(self) -> MeshRecord | None:
         """The mesh at the time of the save, if any."""
         return self.manifest.leaf_layout(self.record)[0]
@@ -97,7 +102,8 @@ class SavedLeaf:
 def show_layout(mesh: MeshRecord | None, spec: Spec, record: LayoutRecord) -> str:
     """A short description of a saved layout."""
     if mesh is not None:
-        return f"{show_spec(spec)} on {show_axes(mesh.axes)}"
+        reduced = f" reduced over {', '.join(record.reduced)}" if record.reduced else ""
+        return f"{show_spec(spec)}{reduced} on {show_axes(mesh.axes)}"
     if record.device is not None:
         return f"device {record.device}"
     return "unrecorded" if record.opaque else "default device"

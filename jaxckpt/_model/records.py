@@ -55,6 +55,9 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     spec: list[list[str]] = []
     """For each leading dimension, the mesh axes that split it."""
 
+    reduced: list[str] = []
+    """The reduced mesh axes, sorted: the array is replicated over them, and gradients of it are not yet summed."""
+
     device: Size | None = None
     """Id of the single device."""
 

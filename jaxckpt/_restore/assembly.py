@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
+from jaxckpt._arguments.pytree import TreeBuilder, flatten_values
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Selector
 from jaxckpt._model.tree import Structure, Tree, prune, unflatten
@@ -47,8 +46,8 @@ class Assembly:
     """The restored tree, without the values of its leaves."""
 
     manifest: Manifest
-    treedef: Any
-    """The structure of the tree, as JAX has it."""
+    builder: TreeBuilder
+    """Builds the tree from its leaves."""
 
     origins: Sequence[LeafOrigin]
     """Where each leaf comes from."""
@@ -61,7 +60,7 @@ class Assembly:
         `select` selects; `chosen` are the numbers of these leaves."""
         if select is not None:
             structure = prune(structure, {number: number for number in chosen}, select)
-        return cls(manifest, jax.tree_util.tree_structure(0), [SavedSubtree(structure)])  # the tree of a single leaf
+        return cls(manifest, flatten_values(0)[1], [SavedSubtree(structure)])  # the tree of a single leaf
 
     @property
     def to_initialize(self) -> list[int]:
@@ -80,7 +79,7 @@ class Assembly:
             values[origin] if type(origin) is int else self._leaf(origin, values, initialized)
             for origin in self.origins
         ]
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+        return self.builder.unflatten(leaves)
 
     def _leaf(self, origin: LeafOrigin, values: Mapping[int, Any], initialized: Mapping[int, Any]) -> Any:
         match origin:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import display_progress
@@ -74,6 +76,8 @@ def fetch(
     for number, abstract in abstract_leaves.items():
         if abstract.weak:
             values[number] = _weakly_typed(values[number])
+        if abstract.is_reference:
+            values[number] = jax.new_ref(values[number])
     return values | {number: values[first_number] for number, first_number in representative.items()}
 
 

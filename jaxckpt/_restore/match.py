@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts
 from jaxckpt._arguments.leaf_types import LeafType, leaf_type
-from jaxckpt._arguments.pytree import Leaf, flatten
+from jaxckpt._arguments.pytree import Leaf, flatten, flatten_values, is_reference
 from jaxckpt._arguments.specs import Specs, mesh_axes
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.prng_keys import TypedLeaf
@@ -240,7 +240,7 @@ class _Comparison:
             Kept(leaf.value) if isinstance(outcome, (_Missing, _Refused)) else outcome
             for leaf, outcome in zip(leaves, outcomes, strict=True)
         ]
-        assembly = Assembly(self.manifest, jax.tree_util.tree_structure(self.request.target), origins)
+        assembly = Assembly(self.manifest, flatten_values(self.request.target)[1], origins)
         requests = self._requests(leaves, origins)
         extra = self._extra_paths(requests, refused)
         problems = [
@@ -482,7 +482,8 @@ def _is_abstract(value: Any) -> bool:
 @functools.cache
 def is_array_like(kind: type) -> bool:
     """Whether leaves of this type in a target describe arrays."""
-    return issubclass(kind, (Sharding, Format, jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic))
+    types = Sharding, Format, jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic
+    return issubclass(kind, types) or is_reference(kind)
 
 
 def _is_restorable(value: Any) -> bool:
@@ -500,6 +501,11 @@ def unrestorable_reason(value: object, *, is_container: bool) -> str:
     kind = type(value).__qualname__
     if is_class(value):
         return f"is a {kind} in the target, which cannot be restored; give a jax.ShapeDtypeStruct(shape, dtype)"
+    if kind == "AbstractVariable":
+        return (
+            "is an AbstractVariable in the target, which jax.eval_shape makes of a Variable with hijax=True: make the"
+            " target with nnx.eval_shape"
+        )
     if not is_container:
         return f"is a {kind} in the target, which cannot be restored"
     return (

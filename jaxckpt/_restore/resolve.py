@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,14 +20,16 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxckpt._arguments.casts import ALLOW_LOSS, Dtypes, Verdict, judge_cast, resolve_policies
+from jaxckpt._arguments.pytree import is_reference
 from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._devices.current_mesh import mesh_in_context
-from jaxckpt._devices.device_layout import order_problem
+from jaxckpt._devices.device_layout import order_problem, warn_of_orders
 from jaxckpt._devices.prng_keys import TypedLeaf, key_dtype
-from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, saved_sharding
+from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, reduced_axes, saved_sharding
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest
+from jaxckpt._model.tree import numbers_of, user_objects_of
 from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options
 from jaxckpt._restore.assembly import Assembly
@@ -61,6 +64,9 @@ class AbstractLeaf:
 
     weak: bool = False
     """Whether the array gets a weak type, as jnp.asarray(0.5) has."""
+
+    is_reference: bool = False
+    """Whether the leaf is a jax.Ref to the array."""
 
     @property
     def on_devices(self) -> bool:
@@ -129,6 +135,10 @@ def resolve(manifest: Manifest, request: RestoreRequest, options: Options) -> Re
     leaves = (TypedLeaf(manifest, manifest.leaves[number]) for number in match.requests.numbers)
     policies = resolve_policies(options.cast, match.requests.paths, leaves)
     casts, losses = requested_casts(manifest, match, request, policies)
+    warn_of_orders(
+        zip(match.requests.paths, match.requests.values, strict=True),
+        "restores make the default one, and jax.device_put with the target's format changes it",
+    )
     groups = _group(manifest, match.requests, specs, casts, policies)
     checked, mismatches = _check(groups)
     laid_out, misfits, unavailable = _assign_shardings(request, groups, checked, options)
@@ -258,9 +268,21 @@ def _requested_specs(manifest: Manifest, requests: LeafRequests, request: Restor
     """The spec of each requested path for which `specs=` has one. Raises SpecError."""
     if request.specs is None:
         return {}
-    pairs = zip(requests.paths, requests.numbers, strict=True)
-    leaves = [(path, TypedLeaf(manifest, manifest.leaves[number])) for path, number in pairs]
-    return resolve_specs(request.specs, [(path, leaf) for path, leaf in leaves if leaf.on_devices])
+    asked = zip(requests.paths, requests.numbers, requests.values, strict=True)
+    leaves = [(path, TypedLeaf(manifest, manifest.leaves[number]), value) for path, number, value in asked]
+    states = {number for _, node in user_objects_of(manifest.tree) for number in numbers_of(node)}
+    in_states = {manifest.leaves[number].path for number in states}
+    taking = [(path, leaf, value) for path, leaf, value in leaves if _takes_spec(leaf, value, in_states)]
+    on_host = {path for path, leaf, value in taking if value is None and not leaf.on_devices}
+    return resolve_specs(request.specs, [(path, leaf) for path, leaf, _ in taking], on_host)
+
+
+def _takes_spec(leaf: TypedLeaf, requested: Any, in_states: Container[str]) -> bool:
+    """Whether `specs=` may apply to a leaf: to an array without a target, unless it belongs to the state of an object,
+    and to what the target describes as an array on devices."""
+    if requested is None:
+        return leaf.on_devices or (leaf.kind == "numpy" and leaf.path not in in_states)
+    return is_array_like(type(requested)) and not isinstance(requested, (np.ndarray, np.generic))
 
 
 def _group(
@@ -307,9 +329,12 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
         return lambda requested: requested
     names = ["shape", "dtype"]
     if issubclass(kind, jax.ShapeDtypeStruct):
-        names += ["sharding", "weak_type", *(["_dll"] if hasattr(kind, "_dll") else [])]
+        others = "_dll", "is_ref", "vma", "manual_axis_type"
+        names += ["sharding", "weak_type", *(name for name in others if hasattr(kind, name))]
     elif issubclass(kind, jax.Array):
         names += ["sharding", "committed", *(["weak_type"] if hasattr(kind, "weak_type") else [])]  # PRNG keys lack it
+    elif is_reference(kind):
+        names.append("sharding")
     return operator.attrgetter(*names)
 
 
@@ -318,7 +343,10 @@ def _attributes(kind: type) -> Callable[[Any], Hashable] | None:
 
 def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Problem]]:
     """What each group is restored as, without a sharding yet; None and a problem if the request cannot be satisfied."""
-    abstract_leaves = [_abstract_leaf(group.leaf, group.requested, group.policy, group.dtype) for group in groups]
+    abstract_leaves = [
+        _abstract_leaf(group.leaf, group.requested, group.policy, group.dtype, has_spec=group.spec is not None)
+        for group in groups
+    ]
     problems = [
         problem
         for group, abstract in zip(groups, abstract_leaves, strict=True)
@@ -328,8 +356,11 @@ def _check(groups: Sequence[_Group]) -> tuple[list[AbstractLeaf | None], list[Pr
     return [None if isinstance(abstract, _Reason) else abstract for abstract in abstract_leaves], problems
 
 
-def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None) -> AbstractLeaf | _Reason:
-    """The abstract leaf for a leaf of a target, or for None: as it was saved. `dtype` overrides the target's."""
+def _abstract_leaf(
+    leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype | None, *, has_spec: bool
+) -> AbstractLeaf | _Reason:
+    """The abstract leaf for a leaf of a target, or for None: as it was saved, but on devices if `specs=` has a spec for
+    it. `dtype` overrides the target's."""
     if dtype is not None and (requested is None or isinstance(requested, (Sharding, Format))):
         dtype = None if leaf.dtype == dtype else dtype
     if isinstance(requested, Tracer):
@@ -343,21 +374,40 @@ def _abstract_leaf(leaf: TypedLeaf, requested: Any, policy: str, dtype: _Dtype |
         if isinstance(requested, Format) and requested.sharding is None:
             return _Reason("is a Format without a sharding in the target")
         is_value = not leaf.is_array or leaf.kind in ("str", "bytes")
-        if is_value or (requested is None and not leaf.on_devices):
+        if is_value or (requested is None and not leaf.on_devices and not has_spec):
             return host_leaf(leaf.kind) if dtype is None else AbstractLeaf(leaf.kind, dtype)
-        return _ordered(leaf, requested, _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy))
-    if isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        abstract = _device_leaf(leaf, dtype, leaf.record.weak and dtype is None, policy)
+        if isinstance(abstract, _Reason) and requested is None and not leaf.on_devices:
+            keep = "without a spec (None from a function), it comes back as a NumPy array"
+            return abstract._replace(remedy=f"{abstract.remedy}; {keep}")
+        return _ordered(leaf, requested, abstract)
+    is_ref = requested.is_ref if isinstance(requested, jax.ShapeDtypeStruct) else is_reference(type(requested))
+    if is_ref or isinstance(requested, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        if axes := _manual_axes(requested):
+            return _Reason(
+                f"describes an array inside shard_map (manual mesh axes {', '.join(axes)}) in the target: give the"
+                " array outside of shard_map"
+            )
         cast = _cast_dtype(leaf, requested, policy, dtype)
         if isinstance(cast, _Reason):
             return cast
         if isinstance(requested, (np.ndarray, np.generic)):
             return AbstractLeaf("numpy" if isinstance(requested, np.ndarray) else "numpy_scalar", cast)
-        # PRNG keys have no weak type.
-        weak = dtype is None and getattr(requested, "weak_type", False)
-        return _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
+        # PRNG keys have no weak type, and a jax.Ref has that of its array.
+        typed = getattr(getattr(requested, "aval", None), "inner_aval", requested)
+        weak = dtype is None and getattr(typed, "weak_type", False)
+        abstract = _ordered(leaf, requested, _device_leaf(leaf, cast, weak, policy))
+        return replace(abstract, is_reference=True) if is_ref and isinstance(abstract, AbstractLeaf) else abstract
     if type(requested) in PYTHON_KINDS:
         return _python_leaf(leaf, PYTHON_KINDS[type(requested)])
     return _Reason(unrestorable_reason(requested, is_container=False))
+
+
+def _manual_axes(requested: Any) -> list[str]:
+    """The mesh axes over which a leaf of a target is manual, as inside shard_map."""
+    manual = getattr(requested, "manual_axis_type", None)
+    groups = (getattr(manual, name, ()) for name in ("varying", "unreduced", "reduced"))
+    return sorted({*(getattr(requested, "vma", None) or ()), *itertools.chain.from_iterable(groups)})
 
 
 def _is_key_impl(impl: str) -> bool:
@@ -518,7 +568,7 @@ def _assign_shardings(
         specs, problems = assign_specs(axes, leaf_groups, options)
         misfits.extend(problems)
         for (index, group), spec in zip(by_mesh.items(), [] if problems else specs, strict=not problems):
-            sharding = _on_mesh(request, axes, spec, group.leaf.memory)
+            sharding = _on_mesh(request, axes, spec, group)
             if isinstance(sharding, _Reason):
                 misfits.extend(group.problems(sharding))
             else:
@@ -564,12 +614,13 @@ def _requested_sharding(requested: Any) -> Sharding | None:
 
 
 def _on_mesh(
-    request: RestoreRequest, axes: Mapping[str, int], spec: Spec, memory: str | None
+    request: RestoreRequest, axes: Mapping[str, int], spec: Spec, group: _Group
 ) -> NamedSharding | PlannedSharding | _Reason:
     if not isinstance(request.mesh, Mesh) or request.devices_per_process is not None:
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
     try:
-        return named_sharding(request.mesh, spec, memory)
+        reduced = group.leaf.reduced if group.spec is None else ()
+        return named_sharding(request.mesh, spec, group.leaf.memory, reduced)
     except LayoutError as error:
         return _Reason(f"cannot be laid out: {error}")
 
@@ -604,4 +655,4 @@ def _fit_sharding(
         return _Reason(problems[0].reason, problems[0].remedy)
     if not isinstance(sharding.mesh, Mesh):
         return PlannedSharding(tuple(axes.items()), spec, request.devices_per_process or 1)
-    return sharding if spec == requested_spec else sharding.update(spec=partition_spec(spec, sharding.spec))
+    return sharding if spec == requested_spec else sharding.update(spec=partition_spec(spec, reduced_axes(sharding)))

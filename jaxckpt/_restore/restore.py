@@ -61,16 +61,18 @@ def restore(
         target: The tree to restore; by default, the saved tree. A pytree, or a pytree prefix, of jax.ShapeDtypeStruct
             (with or without sharding), of jax.sharding.Sharding, or of arrays, of which only shape, dtype, weak type
             and sharding are used. As for jax.device_put, a jax.Device is a sharding too, and a PartitionSpec is one on
-            `mesh` or on the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type. An object
-            with `load_state_dict` or `set_state` stays the same object, and receives its saved state once everything
-            has been read. Functions, which no checkpoint contains, are kept. None is an empty subtree, as everywhere in
-            JAX: nothing is restored there, and leaves that the checkpoint has there are extra leaves.
+            `mesh` or on the mesh of jax.set_mesh. A NumPy array or Python scalar restores as the same type, a jax.Ref
+            as a new one. An object with `load_state_dict` or `set_state` stays the same object, and receives its saved
+            state once everything has been read. Functions, which no checkpoint contains, are kept. None is an empty
+            subtree, as everywhere in JAX: nothing is restored there, and leaves that the checkpoint has there are extra
+            leaves.
         mesh: The mesh for leaves whose sharding `target` does not give. Saved specs are mapped by axis name; axes that
             this mesh lacks are dropped. Leaves saved without a spec, as in other libraries' files, are replicated, and
             process 0 logs a warning with their bytes. Each leaf keeps its memory kind. A sharding on an AbstractMesh,
             as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
-            saved specs.
+            saved specs. Without a target, an array that was saved from NumPy is restored as one, unless it has a spec
+            at its own path, or from a function (which may return None for it).
         select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
             ("params/**"; "params/**/w" matches "params/w" too; a container's path selects everything below it), a
             compiled regular expression, a list of these, or a function of the path that returns a bool. Each pattern

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from jaxckpt._arguments.pytree import flatten_values
 from jaxckpt._model.tree import Tree
 from jaxckpt._restore.match import Uncommitted
 
@@ -19,11 +20,11 @@ def target_of(init: Callable[[], Tree]) -> tuple[Tree, Callable[[Sequence[int]],
         shapes = jax.eval_shape(init)
         if all(leaf.sharding is not None for leaf in jax.tree.leaves(shapes)):
             return shapes, functools.partial(_compute_leaves, init, jax.tree.leaves(shapes))
-    leaves, treedef = jax.tree.flatten(init())
-    target = jax.tree.unflatten(treedef, map(_abstract, leaves))
+    leaves, builder = flatten_values(init())
+    target = builder.unflatten(map(_abstract, leaves))
 
     def initial(numbers: Sequence[int]) -> Sequence[Any]:
-        made = [*leaves] or jax.tree.leaves(init())  # called again if a local step was damaged
+        made = [*leaves] or flatten_values(init())[0]  # called again if a local step was damaged
         leaves.clear()
         return [made[number] for number in numbers]
 

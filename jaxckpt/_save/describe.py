@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts, resolve_policies
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
+from jaxckpt._devices.device_layout import warn_of_orders
 from jaxckpt._devices.prng_keys import key_dtype
-from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout
+from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout, reduced_axes
 from jaxckpt._model.checks import MAX_TIED
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.grid import Layout, Spec, intersect_holders, spec_of
@@ -90,6 +91,9 @@ def describe(
             draft.values[len(draft.records) - 1] = value
     if problems:
         raise TreeError.of(f"{len(problems)} of {show_count(len(leaves), 'leaf')} cannot be stored", problems)
+    warn_of_orders(
+        ((leaf.path, leaf.value) for leaf in leaves), "checkpoints do not record it, and restores make the default one"
+    )
     if dtype is not None:
         _choose_casts(leaves, draft, dtype, options)
     _set_layouts(leaves, draft, mesh, specs, options)
@@ -195,6 +199,8 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _require_storable(np.asarray(value))
     if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise TreeError("is a masked array; save its data and its mask as two leaves")
         if type(value) not in (np.ndarray, np.memmap):
             raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
         return LeafRecord(leaf.path, "numpy"), _require_storable(value)
@@ -304,8 +310,10 @@ def _shardings(
     shardings: list[NamedSharding | None] = []
     for group, spec in zip(groups, specs, strict=True):
         try:
-            memory = memory_kind(leaves[group[0]].value.sharding)
-            shardings.append(None if problems else named_sharding(mesh, spec, memory))
+            first = leaves[group[0]]
+            own = first.value.sharding
+            reduced = () if first.path in requested_specs else reduced_axes(own)
+            shardings.append(None if problems else named_sharding(mesh, spec, memory_kind(own), reduced))
         except LayoutError as error:
             problems.extend(_layout_problem(leaves[number].path, error) for number in group)
     return shardings, problems

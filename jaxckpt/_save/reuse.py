@@ -1,10 +1,13 @@
 """Reuse: objects that are unchanged since an earlier save are linked instead of written.
 
-    the caller's thread:       own objects ─▶ their contents, by array identity ─▶ originals that still exist
+    the caller's thread:       own objects ─▶ arrays on accelerators, by identity ─▶ originals that still exist
     the thread that writes:    original ─▶ link; else data ─▶ sample ─▶ digest ─▶ link; else write
     after publication:         contents, lengths and digests of the objects are kept for the next save
 
 Each process decides this for its own objects, independently of the others.
+
+Identity proves equality only for arrays in the memory of accelerators. In host memory, another library may have changed
+a jax.Array in place (see `may_be_shared`), so there only digests prove it.
 
 With `reuse="auto"`, the digest of an object is computed only where it may be useful: in the first save of a
 Checkpointer, and later if a sample of the object has not changed since the last save. Objects are linked only if their
@@ -32,7 +35,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, submit
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.staging import StagedObject
+from jaxckpt._save.staging import StagedObject, may_be_shared
 from jaxckpt._save.write_plan import Object, SavePlan
 from jaxckpt._store.arrays import ArrayWriter, ObjectRecord
 from jaxckpt._store.load_manifest import load_manifest
@@ -42,6 +45,7 @@ from jaxckpt.errors import JaxckptError, StorageError
 _NO_LINKS = "object stores have no links"
 _LOST = "their files of the last save are missing or have changed"
 _NO_DIGEST = "the last save did not compute their digests; the next save can link them"
+_HOST_MEMORY = 'arrays in host memory may have been changed in place, and reuse="identity" does not compare them'
 
 _ContentKey = tuple[Any, ...]
 """What determines the bytes of an object: its stack's dtype and sides, and either its box and the identities of the
@@ -216,7 +220,8 @@ class Reuse:
                 f"{original.key} was to be reused but can no longer be linked, and the arrays that"
                 " would be written instead were donated or deleted in the meantime: save again",
             ) from error
-        return _await_write(record, writer.write(index, source, False))
+        # The digest again, of the bytes that are written: another library may change the memory in the meantime.
+        return _await_write(record, writer.write(index, source, bool(record.content)))
 
     def keep(self, data: str, stacks: Sequence[Stack], written: Iterable[tuple[Object, WrittenObject]]) -> None:
         """After publication, keep what this process wrote for the next save."""
@@ -249,31 +254,36 @@ def plan_reuse(store: Store, draft: Draft, plan: SavePlan, options: Options, las
     if options.reuse is None or last is None:
         return Reuse(store, options, compares=compares)
     base = last.base
-    if not last.has_links:
+    if options.reuse == "content" or not last.has_links:
         return Reuse(store, options, last, base, compares=compares and options.reuse == "content")
     values = draft.values
     array_types = {kind for kind in {*map(type, values.values())} if issubclass(kind, jax.Array)}
     originals, holds = dict[Object, Original](), dict[Object, tuple[_ContentKey, _Arrays]]()
+    unlinked = dict[Object, str]()
     for obj in plan.objects:
         rows = [values[leaf] for leaf in plan.leaves[obj.stack][slice(*obj.box[0])]]
         if plan.exchanged[obj.stack] or not array_types.issuperset(map(type, rows)):
+            continue
+        is_proof = not any(map(may_be_shared, rows))
+        if not is_proof and compares:
             continue
         content_key = (*_stack_key(plan.stacks[obj.stack]), obj.box[1:], *map(id, rows))
         entry = base.by_arrays.get(content_key) if base else None
         if entry and all(map(operator.is_, [array() for array in entry[1]], rows)):
             originals[obj], arrays = entry
+            if not is_proof:
+                unlinked[obj] = _HOST_MEMORY
         else:
             arrays = [*map(weakref.ref, rows)]
         holds[obj] = content_key, arrays
-    unlinked = dict[Object, str]()
-    if base and originals and store.can_link:
-        try:
-            problems = base.store.check_lengths({original.key: original.length for original in originals.values()})
-        except JaxckptError:
-            problems = {original.key: "" for original in originals.values()}  # the store cannot be read
-        unlinked = {obj: _LOST for obj, original in originals.items() if original.key in problems}
-    elif not store.can_link:
+    if not store.can_link:
         unlinked = dict.fromkeys(originals, _NO_LINKS)
+    elif base and (lengths := {entry.key: entry.length for obj, entry in originals.items() if obj not in unlinked}):
+        try:
+            problems = base.store.check_lengths(lengths)
+        except JaxckptError:
+            problems = dict.fromkeys(lengths, "")  # the store cannot be read
+        unlinked |= {obj: _LOST for obj, original in originals.items() if original.key in problems}
     originals = {obj: original for obj, original in originals.items() if obj not in unlinked}
     by_index_key = base.by_index_key if base and compares and base.stacks == plan.stacks else {}
     return Reuse(store, options, last, base, compares, originals, unlinked, holds, by_index_key)

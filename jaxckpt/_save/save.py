@@ -71,9 +71,10 @@ def save(
     Args:
         path: A local path, or a URL that tensorstore accepts ("gs://…", "s3://…", "memory://…", "file://…").
         tree: A pytree. Leaves: jax.Array of any sharding and dtype, typed PRNG keys, NumPy arrays and scalars, int,
-            float, complex, bool, str, bytes; None; objects with `state_dict` and `load_state_dict`, or `get_state` and
-            `set_state`, whose state is saved; and types that `register_leaf` adds. Host leaves (all but jax.Array) are
-            written by process 0; the state of an object must be the same in every process.
+            float, complex, bool, str, bytes; None; jax.Ref, whose array is saved; objects with `state_dict` and
+            `load_state_dict`, or `get_state` and `set_state`, whose state is saved; and types that `register_leaf`
+            adds. Host leaves (NumPy arrays and Python values) are written by process 0; the state of an object must be
+            the same in every process.
         mesh: Store each jax.Array in its layout on this mesh. By default each array keeps its current layout.
         specs: With `mesh`, the PartitionSpec of each leaf: one for all, a pytree prefix of them, or a function of
             (path, leaf). By default each leaf keeps its own spec, mapped by axis name.
@@ -133,8 +134,9 @@ def save_async(
     """Start saving a pytree, and return as soon as it is safe to donate, delete or overwrite its arrays.
 
     A background thread writes the data. Every process makes this call too; see `save` for the other arguments. On CPU
-    devices, the arrays' memory is kept alive and not copied: a step that would donate it gets new memory instead. From
-    other devices, the arrays are copied to host memory, at most `options.staging_bytes` ahead of the writing.
+    devices, the arrays' memory is kept alive and, above 16 KiB, not copied: a step that would donate it gets new memory
+    instead, and other libraries that share it must not write to it yet. NumPy arrays are copied, and the data of other
+    devices, at most `options.staging_bytes` ahead of the writing.
 
     Args:
         on_done: Called once the checkpoint is published, with the result of `wait()` (its times so far), in every

@@ -5,7 +5,8 @@ copied, asynchronously and in the order of the objects, so that later copies ove
 Held data is safe from everything that the caller does to the leaves next:
 
 - JAX on CPU: a NumPy view of a shard outlives `delete()`, and makes XLA copy the memory instead of reusing it if the
-  array is donated. Nothing is copied here, but creating a view costs about 5 µs. If an object packs hundreds of pieces,
+  array is donated. Only arrays of up to `COPIED_BYTES` are copied, because their memory may belong to a NumPy array or
+  a torch tensor, which XLA does not protect. Creating a view costs about 5 µs. If an object packs hundreds of pieces,
   one jitted call stacks them: it costs 1 µs per piece to start, and copies in XLA's threads.
 - Other devices: the copies are queued on the device before anything that the caller starts later (see host_copies).
   Many small leaves are first stacked on the devices, so that one transfer moves 32 of them.
@@ -61,6 +62,10 @@ a transfer. On an H100, stacking saves the caller 22 to 27 µs per leaf of 64 Ki
 SEND_ROWS = 32
 """Leaves per call on such devices. XLA's compiler for TPUs takes 0.5 s of CPU for this many, 1.5 to 3 s for 128. On an
 H100, a leaf then takes 4.9 µs, or 3.8 µs with 128, but compiling takes 0.1 or 0.4 s."""
+
+COPIED_BYTES = 16 << 10
+"""On CPU devices, `save_async` copies arrays of up to this size, such as counters and statistics. A copy takes 5 to
+15 µs more than a view. Copying everything would take 1 s per GiB (2 cores)."""
 
 Protection = Literal["views", "copies"] | None
 """How pieces are protected from later changes by the caller: as views of arrays if these suffice, as copies, or not at
@@ -156,7 +161,7 @@ def stage(
                 yield StagedObject(obj, dtype, 1, [], 0, late)
             elif obj.n_bytes <= stack_bytes and _can_stack(values, dtype if cast else None):
                 stack_bytes -= obj.n_bytes if hold else 0
-                yield _stage_stacked(obj, values, dtype, copies)
+                yield _stage_stacked(obj, values, dtype, "views" if hold else None, copies)
             else:
                 sources = _by_row(obj, values)
                 yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
@@ -259,6 +264,8 @@ def _stage_pieces(
                 copied += sum(volume(box) for box, _, _ in group) * np.dtype(dtype).itemsize
             elif mode in ("copy", "cast"):
                 copied += sum(array.nbytes for _, array, _ in group)
+                if mode == "cast" and hold and value.nbytes <= COPIED_BYTES:
+                    jax.block_until_ready([array for _, array, _ in group])
     arrays = [array for group in sent for _, array, _ in group if isinstance(array, jax.Array)]
     # Arrays that were stacked or exchanged are in device memory only for this.
     is_temporary = group_rows > 1 or hold == "copies"
@@ -318,7 +325,9 @@ def _piece_mode(value: Value, hold: Protection, dtype: np.dtype[Any]) -> PieceMo
         return "send" if memory_kind(value.sharding) is None and not _is_numpy_cast(value, dtype) else "copy"
     if value.dtype != dtype:
         return "copy" if _is_numpy_cast(value, dtype) else "cast"
-    return "view" if hold == "views" else "copy" if hold == "copies" else "leave"
+    if hold == "views":
+        return "copy" if value.nbytes <= COPIED_BYTES else "view"
+    return "copy" if hold == "copies" else "leave"
 
 
 def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
@@ -339,6 +348,17 @@ def _is_numpy_cast(value: Value, dtype: np.dtype[Any]) -> bool:
 def is_in_host_memory(value: jax.Array) -> bool:
     """Whether NumPy can access an array in place."""
     return _on_cpu(value.sharding)
+
+
+def may_be_shared(value: jax.Array) -> bool:
+    """Whether another library may change the memory of an array. In host memory, an array may be a NumPy array or a
+    torch tensor (`device_put`, `from_dlpack`), or be exported to one; JAX does not know which ones are."""
+    return is_in_host_memory(value) or not _in_default_memory(value.sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_default_memory(sharding: Sharding) -> bool:
+    return memory_kind(sharding) is None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -417,7 +437,9 @@ def _can_stack_in_layout(value: jax.Array) -> bool:
     )
 
 
-def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any], copies: HostCopies) -> StagedObject:
+def _stage_stacked(
+    obj: Object, values: Sequence[Any], dtype: np.dtype[Any], hold: Protection, copies: HostCopies
+) -> StagedObject:
     """An object of packed rows, whose leaves are stacked on their devices."""
     first: jax.Array = values[0]
     local_boxes = _boxes_of(first)
@@ -438,6 +460,8 @@ def _stage_stacked(obj: Object, values: Sequence[Any], dtype: np.dtype[Any], cop
             # Padded with the last leaf, so that all calls share one program.
             stacked = stack_leaves([*leaves, *[leaves[-1]] * (rows - len(leaves))])
             sources.append((stacked, stacked_boxes, ((begun + start, begun + start + rows), *obj.box[1:])))
+        if _piece_mode(first, hold, first.dtype) == "copy":
+            jax.block_until_ready([stacked for stacked, _, _ in sources])
     staged = _stage_pieces(obj, ((0, rows), *obj.box[1:]), sources, rows, sources[0][0].dtype, None, copies)
     staged.dtype = dtype
     return staged

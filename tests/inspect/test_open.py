@@ -380,12 +380,16 @@ def mixture(tmp_path: Path, mesh: Mesh) -> Path:
     return tmp_path / "c"
 
 
+def columns(path: str, leaf: Any) -> P | None:
+    return None if path == "host" else P(*[None] * (len(leaf.shape) - 1), "model")
+
+
 @pytest.mark.parametrize(
     "request_of",
     {
         "as saved": lambda mesh: {},
         "replicated": lambda mesh: {"mesh": mesh, "specs": P()},
-        "columns": lambda mesh: {"mesh": mesh, "specs": lambda path, leaf: P(*[None] * (len(leaf.shape) - 1), "model")},
+        "columns": lambda mesh: {"mesh": mesh, "specs": columns},
         "some leaves": lambda mesh: {"select": ["small/1*", "host"]},
         # Whether these values fit a narrower dtype is checked first, so they are read twice.
         "a cast": lambda mesh: {"select": "step", "target": {"step": jax.ShapeDtypeStruct((4,), jnp.int8)}},

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._model.pieces import aligned_empty
 from jaxckpt._save import staging as _staging
 
 
@@ -115,6 +116,39 @@ def test_numpy_arrays_overwritten_right_after(tmp_path: Path, gate: threading.Ev
     gate.set()
     pending.wait()
     require_equal(tmp_path / "c", wanted)
+
+
+@pytest.mark.parametrize("n_leaves", [3, 600], ids=["views", "stacked"])
+@pytest.mark.parametrize("spec", [None, P("x"), P()], ids=str)
+def test_small_arrays_that_share_memory_with_numpy_are_copied(
+    tmp_path: Path, gate: threading.Event, n_leaves: int, spec: P | None
+) -> None:
+    memory = [aligned_empty((4096,), np.dtype(np.float32)) for _ in range(n_leaves)]
+    for number, array in enumerate(memory):
+        array[...] = number
+    sharding = None if spec is None else NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), spec)
+    tree = jax.block_until_ready(jax.device_put(memory, sharding))
+    pending = jaxckpt.save_async(tmp_path / "c", tree)
+    for array in reversed(memory):
+        array[...] = -1
+    assert float(tree[1].addressable_data(0)[0]) == -1, "JAX shares the memory"
+    gate.set()
+    pending.wait()
+    require_equal(tmp_path / "c", [np.full(4096, number) for number in range(n_leaves)])
+
+
+def test_small_arrays_that_share_memory_with_numpy_are_cast_at_once(tmp_path: Path) -> None:
+    memory = [aligned_empty((4096,), np.dtype(np.float32)) for _ in range(300)]
+    for _ in range(10):  # races between XLA's threads and the next lines
+        for array in memory:
+            array[...] = 1
+        tree = jax.block_until_ready(jax.device_put(memory))
+        options = jaxckpt.Options(sync=False)
+        pending = jaxckpt.save_async(tmp_path / "c", tree, dtype=jnp.bfloat16, overwrite=True, options=options)
+        for array in reversed(memory):
+            array[...] = -1
+        pending.wait()
+        require_equal(tmp_path / "c", [np.ones(4096)] * len(memory))
 
 
 def test_copies_stay_within_staging_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt._model import chunks as _chunks
 from jaxckpt._model.chunking import SMALL_CHUNK_BYTES
+from jaxckpt._model.pieces import aligned_empty
+from jaxckpt._save import staging as _staging
 from jaxckpt._store import codec as _codec
 from jaxckpt._store import files as _files
 from jaxckpt._store.load_manifest import load_manifest
@@ -47,6 +50,18 @@ def run(tmp_path: Path) -> Iterator[jaxckpt.Checkpointer]:
         yield checkpoints
 
 
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices simulate devices with their own memory, where identity proves that an array is unchanged."""
+    monkeypatch.setattr(_staging, "is_in_host_memory", lambda value: False)
+
+
+@pytest.fixture(params=["host memory", "accelerators"])
+def either_memory(request: pytest.FixtureRequest) -> None:
+    if request.param == "accelerators":
+        request.getfixturevalue("accelerators")
+
+
 def saved(run: jaxckpt.Checkpointer, step: int, tree: Any, **how: Any) -> jaxckpt.SaveInfo:
     assert run.save(step, tree, **how)
     assert run.pending is not None
@@ -64,6 +79,7 @@ def require_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.one_device
+@pytest.mark.usefixtures("either_memory")
 def test_a_frozen_base_is_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     base = frozen()
     trees = [{"base": base, "lora": jnp.full((4, 8), step), "step": step} for step in range(4)]
@@ -132,6 +148,7 @@ def test_old_leaves_of_a_tree_that_grew_are_linked(run: jaxckpt.Checkpointer) ->
     require_equal(run.restore(1)["base"]["m1"], base["m1"])
 
 
+@pytest.mark.usefixtures("accelerators")
 def test_another_dtype_or_sharding_is_another_object(tmp_path: Path) -> None:
     base = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(jax.make_mesh((4,), ("x",)), P("x")))
     with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse="identity")) as run:
@@ -142,6 +159,7 @@ def test_another_dtype_or_sharding_is_another_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_device
+@pytest.mark.usefixtures("either_memory")
 def test_objects_of_a_failed_save_are_not_linked(run: jaxckpt.Checkpointer, tmp_path: Path) -> None:
     tree = {"w": jnp.arange(1000.0)}
     saved(run, 0, tree)
@@ -154,6 +172,7 @@ def test_objects_of_a_failed_save_are_not_linked(run: jaxckpt.Checkpointer, tmp_
 
 
 @pytest.mark.one_device
+@pytest.mark.usefixtures("either_memory")
 @pytest.mark.parametrize("harm", ["deleted", "cut", "a link", "deleted during the save"])
 def test_a_deleted_original_is_written_again(
     run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
@@ -179,6 +198,7 @@ def test_a_deleted_original_is_written_again(
 
 
 @pytest.mark.one_device
+@pytest.mark.usefixtures("either_memory")
 def test_without_links_all_data_is_written(run: jaxckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(old: str, *_: Any, **__: Any) -> None:
         tries.extend(["object"] if "/c/" in old else [])  # otherwise a manifest
@@ -193,6 +213,7 @@ def test_without_links_all_data_is_written(run: jaxckpt.Checkpointer, monkeypatc
 
 
 @pytest.mark.one_device
+@pytest.mark.usefixtures("either_memory")
 def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpointer) -> None:
     tree = {"w": jnp.arange(100_000.0), "v": jnp.zeros(3)}
     expected = jax.tree.map(np.array, tree)
@@ -206,6 +227,7 @@ def test_arrays_may_be_donated_as_soon_as_the_save_returns(run: jaxckpt.Checkpoi
 
 
 @pytest.mark.one_device
+@pytest.mark.usefixtures("accelerators")
 def test_a_lost_original_of_donated_arrays_is_an_error(
     run: jaxckpt.Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +275,90 @@ def test_tensorstores_objects_are_linked_too(tmp_path: Path, options: jaxckpt.Op
         infos = [saved(run, step, tree) for step in range(2)]
     assert infos[1].reused_bytes == infos[1].stored_bytes
     require_equal(jaxckpt.load_numpy(tmp_path / "run"), tree)
+
+
+# Memory that another library shares -----------------------------------------------------------------------
+
+
+def from_numpy(values: Any) -> tuple[jax.Array, Any]:
+    memory = aligned_empty(values.shape, values.dtype)
+    memory[...] = values
+    return jax.device_put(memory), memory
+
+
+def from_dlpack(values: Any) -> tuple[jax.Array, Any]:
+    _, memory = from_numpy(values)
+    return jnp.from_dlpack(memory), memory
+
+
+def over_devices(values: Any) -> tuple[jax.Array, Any]:
+    _, memory = from_numpy(values)
+    return jax.device_put(memory, NamedSharding(jax.make_mesh((2,), ("x",)), P("x"))), memory
+
+
+def from_torch(values: Any) -> tuple[jax.Array, Any]:
+    torch = pytest.importorskip("torch")
+    memory = torch.from_numpy(from_numpy(values)[1])
+    return jnp.from_dlpack(memory), memory
+
+
+def to_torch(values: Any) -> tuple[jax.Array, Any]:
+    """XLA allocated the memory, and torch changes it."""
+    torch = pytest.importorskip("torch")
+    array = jnp.array(values) + 0
+    return array, torch.from_dlpack(array)
+
+
+def mapped(values: Any) -> tuple[jax.Array, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        np.save(file, values)
+        file.flush()
+        memory = np.load(file.name, mmap_mode="r+")
+    return jax.device_put(memory), memory
+
+
+SHARED = [from_numpy, from_dlpack, over_devices, from_torch, to_torch, mapped]
+
+
+@pytest.mark.parametrize("share", SHARED)
+@pytest.mark.parametrize("reuse", ["auto", "content", "identity"])
+def test_an_array_that_was_changed_in_place_is_written(tmp_path: Path, share: Any, reuse: Any) -> None:
+    """No jax.Array says whether its memory is shared: even memory that XLA allocated may be exported."""
+    count, count_memory = share(np.zeros(32, np.float32))
+    large, large_memory = share(np.zeros((1100, 1024), np.float32))  # changed outside of the sample
+    options = jaxckpt.Options(reuse=reuse, sync=False)
+    with jaxckpt.Checkpointer(tmp_path / "run", options=options) as run:
+        for step in range(4):
+            count_memory[:] += step
+            large_memory[step * 77 + 7, 501] += 1
+            saved(run, step, {"count": count, "large": large, "frozen": (frozen := jnp.ones(3))})
+    expected = np.zeros((1100, 1024), np.float32)
+    for step in range(4):
+        expected[step * 77 + 7, 501] += 1
+        restored = jaxckpt.load_numpy(f"{tmp_path}/run@{step}")
+        require_equal(restored, {"count": np.full(32, step * (step + 1) / 2), "large": expected, "frozen": frozen})
+    assert jaxckpt.verify(tmp_path / "run").ok
+
+
+def test_identity_links_nothing_in_host_memory_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxckpt")
+    tree = {"w": jnp.arange(1000.0)}
+    with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse="identity")) as run:
+        assert [saved(run, step, tree).reused_bytes for step in range(3)] == [0] * 3
+    assert "again that seem unchanged since the last save: arrays in host memory may have been changed" in caplog.text
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize(("reuse", "digests"), [("content", True), ("auto", False)])
+def test_content_reads_every_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: Any, digests: bool) -> None:
+    tree = {"w": jnp.arange(1000.0)}
+    with jaxckpt.Checkpointer(tmp_path / "run", options=jaxckpt.Options(reuse=reuse)) as run:
+        saved(run, 0, tree)
+        computed: list[Any] = []
+        digest = _chunks.chunk_digest
+        monkeypatch.setattr(_chunks, "chunk_digest", lambda *args: computed.append(args) or digest(*args))
+        assert saved(run, 1, tree).reused_bytes
+    assert bool(computed) == digests
 
 
 # After jax.jit --------------------------------------------------------------------------------------------
