@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import re
 from collections.abc import Iterable
 from typing import Any, cast
 
-from jaxckpt._model.paths import path_prefixes, unescape_key
+from jaxckpt._model.paths import closest_paths, path_prefixes, unescape_key
 from jaxckpt._model.select import parse_select
 
 _WILDCARD = re.compile(r"[*?]|\[.*\]")
@@ -31,7 +30,7 @@ def key_problem(argument: str, prefix: str, value: str, paths: Iterable[str]) ->
     if outer in heads:
         near = [outer]
     else:
-        near = [] if _WILDCARD.search(outer) else difflib.get_close_matches(outer, filter(None, heads), n=1)
+        near = [] if _WILDCARD.search(outer) else closest_paths(outer, filter(None, heads))
     instead = _nested(near[0], value) if near and near[0] else "nested dicts"
     shown = key if kind == "tuples" else repr(key)
     return (

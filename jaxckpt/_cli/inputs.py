@@ -16,6 +16,7 @@ from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._cli.terminal import is_special, printable
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._model.paths import paths_and_heads
 from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
@@ -124,7 +125,7 @@ def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequenc
         matched = list(filter(parse_select(glob), paths))
         if not matched:
             raise InputError(
-                f"--specs {glob or PartitionSpec(*entries)}: matches no array{unmatched_hint(glob or '', paths)}"
+                f"--specs {glob or PartitionSpec(*entries)}: matches no array{unmatched_hint(glob or '', paths_and_heads(paths))}"
             )
         for path in matched:
             specs.setdefault(path, PartitionSpec(*entries))

@@ -7,8 +7,9 @@ memory.
 
 from __future__ import annotations
 
+import re
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule
-from jaxckpt._rules.rule import Rule, matching_paths, paths_in
+from jaxckpt._rules.rule import Rule, captures, matching_paths, paths_in
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.source import Source
@@ -81,9 +82,7 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
     for rule in rules.rules:
         matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
         if not any(matches):
-            problems.append(
-                Problem(None, f"{rule} matches nothing{closest_hint(paths_in(rule.source)[0], leaves.paths)}")
-            )
+            problems.append(Problem(None, f"{rule} matches nothing{_hint(paths_in(rule.source)[0], leaves.paths)}"))
             continue
         scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
         copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
@@ -106,7 +105,7 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
         matched = matching_paths(name, leaves.paths).values()
         dropped.update(matched)
         if not matched:
-            problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
+            problems.append(Problem(None, f"drop {name!r} matches nothing{_hint(name, leaves.paths)}"))
     problems += [
         Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
     ]
@@ -118,3 +117,10 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
     manifest = source.manifest
     view = compose(source.url, nested_dicts(targets), manifest.format, metadata=manifest.metadata)
     return replace(view, origin=source)
+
+
+def _hint(name: str, paths: Iterable[str]) -> str:
+    """A hint for a name that matches no path: if it has a capture, a similar path with the capture for each number."""
+    for capture in captures(name)[:1]:
+        paths = dict.fromkeys(re.sub(r"\d+", f"{{{capture}}}", path) for path in paths)
+    return closest_hint(name, paths)

@@ -90,7 +90,7 @@ def test_extra_leaves_of_a_container_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.MismatchError) as caught:
         jaxckpt.restore(tmp_path / "c", {"params": {"w0": np.zeros(2), "w1": np.zeros(2), "W2": np.zeros(2)}})
     assert str(caught.value).splitlines()[1:5] == [
-        "  'params/W2' is not in the checkpoint; did you mean 'params/w2' or 'params/w1' or 'params/w0'?",
+        "  'params/W2' is not in the checkpoint; did you mean 'params/w2'?",
         "  'opt/count' and 30 more leaves below 'opt' are in the checkpoint but not in the target",
         "  'params/w2' is in the checkpoint but not in the target",
         "  'step' is in the checkpoint but not in the target",
@@ -1209,7 +1209,7 @@ def test_rename_by_mapping_and_function(path: Path, tree: Any) -> None:
 
 
 SELECTS: list[tuple[Any, str]] = [
-    ("parms/**", r"'parms/\*\*' matches none of the 5 leaves.*did you mean 'params/"),
+    ("parms/**", r"'parms/\*\*' matches none of the 5 leaves.*did you mean 'params'"),
     ("w", r"'w' matches none of the 5 leaves.*; did you mean '\*\*/w'\?"),
     (["params/w", "layer"], "'layer' matches none of the 5 leaves.*did you mean 'layers"),
     (["params", "stepp", re.compile("laye")], r"(?s)'stepp' .*'step'.*re\.compile\('laye'\) matches none"),
