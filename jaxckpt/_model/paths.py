@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import itertools
 import operator
 import os
 import re
@@ -123,9 +124,15 @@ def path_prefixes(path: str) -> Iterator[str]:
         yield path
 
 
-def paths_and_heads(paths: Iterable[str]) -> Iterable[str]:
-    """These paths and those of all containers above them, except the root."""
-    return dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
+def containers_of(paths: Iterable[str]) -> set[str]:
+    """The paths of all containers of these leaves, up to the root."""
+    containers = set[str]()
+    for path in paths:
+        for head in itertools.islice(path_prefixes(path), 1, None):
+            if head in containers:
+                break
+            containers.add(head)
+    return containers
 
 
 def relative_path(head: str, path: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from jaxckpt._model.paths import closest_hint, join_paths, path_prefixes, paths_and_heads, relative_path
+from jaxckpt._model.paths import closest_hint, containers_of, join_paths, path_prefixes, relative_path
 from jaxckpt.errors import InputError, TreeError, show_lines, show_path
 
 Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
@@ -279,7 +279,7 @@ def unmatched_hint(pattern: str, paths: Iterable[str]) -> str:
 def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
     """The error for entries of an argument that match nothing, with hints."""
     texts = list(entries)
-    candidates = paths_and_heads(paths)
+    candidates = {*paths, *containers_of(paths)}
     # Each hint needs a scan of all paths.
     hints = [unmatched_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
     if len(paths) == 1:

@@ -20,6 +20,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
@@ -310,7 +311,7 @@ class Run:
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> Tree:
