@@ -81,10 +81,11 @@ def restore(
             must match a leaf or an empty container of the checkpoint. Other leaves keep the target's value; without a
             target, dicts omit them and the containers that have only them, and sequences have None in their place.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
-            must exist, or a function. Without a target, a renamed tree is restored as nested dicts of its leaves,
-            without empty containers and None. A component of a wanted path is never empty: the empty key is written
-            "~2". Or `Rules`, which also transpose, stack, join and cast: the checkpoint then has the leaves that the
-            rules make.
+            must exist, or a function. No two leaves may get the same path, unless `select` is given: then a container
+            that the mapping names replaces another, as in rename={"ema": "params"}, select="params". Without a target,
+            a renamed tree is restored as nested dicts of its leaves, without empty containers and None. A component of
+            a wanted path is never empty: the empty key is written "~2". Or `Rules`, which also transpose, stack, join
+            and cast: the checkpoint then has the leaves that the rules make.
         strict: Whether leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are
             errors: a bool, or by subtree a pytree prefix of bools, such as {"opt_state": False}; what has no entry is
             strict. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
