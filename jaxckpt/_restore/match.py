@@ -176,7 +176,7 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
         selected = {path: number for path, number in numbers.items() if number in chosen_numbers}
     if request.target is None:
         require_single_root(manifest, numbers, chosen)
-        Strictness.of(request.strict).require_used({path for path, _ in nodes_of(structure)})
+        Strictness.of(request.strict).require_used(structure)
         requests = LeafRequests([*selected], [*selected.values()], [None] * len(selected))
         return Match(requests, Assembly.of_saved(manifest, structure, chosen, select)), []
     return _Comparison(manifest, request, select, structure, numbers, selected).match()
@@ -238,8 +238,7 @@ class _Comparison:
 
     def match(self) -> tuple[Match, list[Problem]]:
         leaves, target_structure = flatten(self.request.target)
-        if self.strict.by_prefix.keys() - {""}:
-            self.strict.require_used({path for path, _ in (*nodes_of(target_structure), *nodes_of(self.structure))})
+        self.strict.require_used(target_structure, self.structure)
         leaves = _with_shardings(leaves, self.request.mesh)
         types = {kind: registered for kind in {type(leaf.value) for leaf in leaves} if (registered := leaf_type(kind))}
         outcomes = [

@@ -10,7 +10,7 @@ from typing import Any
 from jaxckpt._arguments.prefix_keys import key_problem
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._model.paths import closest_hint, containers_of, longest_prefix, path_prefixes
-from jaxckpt._model.tree import nested_dicts
+from jaxckpt._model.tree import Structure, nested_dicts, nodes_of
 from jaxckpt._options import require_bool
 from jaxckpt.errors import InputError, show_count, show_path
 
@@ -45,16 +45,15 @@ class Strictness:
         head = longest_prefix(path, self.by_prefix)
         return head is None or self.by_prefix[head]
 
-    def require_used(self, paths: Collection[str]) -> None:
-        """Raise InputError for an entry at whose path neither the target nor the checkpoint has anything."""
-        for prefix, value in self.by_prefix.items():
-            if prefix and prefix not in paths:
+    def require_used(self, *structures: Structure) -> None:
+        """Raise InputError for an entry at whose path none of these trees, of target and checkpoint, has anything."""
+        entries = {prefix: value for prefix, value in self.by_prefix.items() if prefix}
+        paths = {path for structure in structures for path, _ in nodes_of(structure)} if entries else set[str]()
+        for prefix, value in entries.items():
+            if prefix not in paths:
                 problem = key_problem("strict", prefix, repr(value), paths, "")
-                hint = closest_hint(prefix, paths)
-                raise InputError(
-                    problem
-                    or f"strict has {show_path(prefix)}, at which neither target nor checkpoint has anything{hint}"
-                )
+                nothing = f"strict has {show_path(prefix)}, at which neither target nor checkpoint has anything"
+                raise InputError(problem or f"{nothing}{closest_hint(prefix, paths)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class AcceptedDifferences:
 def accepting(paths: Collection[str], restored: Iterable[str]) -> str:
     """The argument that accepts differences only at these paths, such as `strict={'opt_state': False}`; empty if there
     are none, or if the argument would be long."""
-    heads = dict.fromkeys(_outermost_without(paths, restored))
+    heads = dict.fromkeys(_outermost_without(paths, restored)) if paths else {}
     is_short = 0 < len(heads) <= _LISTED and "" not in heads
     return f"strict={nested_dicts(dict.fromkeys(heads, False))}" if is_short else ""
 
