@@ -23,6 +23,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from processes import PASSED, RunPython
 
 import jaxckpt
 from jaxckpt.rules import Rule, Rules
@@ -784,3 +785,29 @@ def test_advice_works_when_followed(name: str, tmp_path: Path) -> None:
         call()
     with pytest.raises(StopIteration):
         steps.send(str(caught.value))
+
+
+def test_advice_for_a_layout_of_more_devices_works_when_followed(run_python: RunPython, tmp_path: Path) -> None:
+    """In a process with fewer devices."""
+    on_eight = NamedSharding(mesh(8), P("x"))
+    tree = {"a//b": jax.device_put(jnp.arange(8.0), on_eight), "n": 7, "key": jax.random.key(1)}
+    jaxckpt.save(tmp_path / "c", tree)
+    run_python(
+        f"""
+        import jax; jax.config.update("jax_num_cpu_devices", 2)
+        import jaxckpt
+        path = {str(tmp_path / "c")!r}
+        try:
+            jaxckpt.restore(path)
+        except jaxckpt.errors.LayoutError as error:
+            text = str(error)
+        assert "Pass mesh= to carry their specs over to another mesh by axis name, or target= with the shard" in text
+        assert "or use jaxckpt.load_numpy for host arrays" in text
+        on_mesh = jaxckpt.restore(path, mesh=jax.make_mesh((2,), ("x",)))
+        on_one = jaxckpt.restore(path, jax.sharding.SingleDeviceSharding(jax.devices()[1]))
+        for tree in (on_mesh, on_one, jaxckpt.load_numpy(path)):
+            assert tree["a//b"].tolist() == [*range(8)] and tree["n"] == 7, tree
+        print("all checks passed")
+        """,
+        word=PASSED,
+    )

@@ -454,12 +454,12 @@ class _Comparison:
 
     def _moved_remedy(self, leaves: Sequence[Leaf]) -> str:
         """How to find leaves that have other paths in the checkpoint, if their containers moved; otherwise empty."""
-        if self.request.rename is None and self.select is None:
-            records = self.manifest.leaves
-            saved = {path: _saved_shape(SavedLeaf(self.manifest, records[n])) for path, n in self.numbers.items()}
-            target = {leaf.path: getattr(leaf.value, "shape", None) for leaf in leaves if not callable(leaf.value)}
-            return moved_remedy(saved, target)
-        return ""
+        if self.request.rename is not None:
+            return ""
+        records = self.manifest.leaves
+        saved = {path: _saved_shape(SavedLeaf(self.manifest, records[n])) for path, n in self.selected.items()}
+        wanted = (leaf for leaf in leaves if not callable(leaf.value) and self._is_selected(leaf.path))
+        return moved_remedy(saved, {leaf.path: getattr(leaf.value, "shape", None) for leaf in wanted})
 
 
 _RENAME = "rename= maps leaves that have other names in the checkpoint"

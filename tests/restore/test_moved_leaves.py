@@ -85,6 +85,25 @@ def test_another_optimizer_is_not_taken_for_a_moved_one(old: Any, new: Any, tmp_
     assert "found with" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "layers"])
+def test_selected_leaves_are_found_too(kind: str, tmp_path: Path) -> None:
+    select: Any = ["opt_state"]
+    old, new = (
+        (state_of(adam, 5.0)["opt_state"], state_of(WRAPPED_TARGET[0], 0.0)["opt_state"])
+        if kind == "optimizer"
+        else (layers(), scanned(0)["layers"])
+    )
+    jaxckpt.save(tmp_path / "c", {"opt_state": old, "params": {"w": 1}})
+    target = {"opt_state": new, "params": {"w": 3}}
+    with pytest.raises(jaxckpt.MismatchError) as caught:
+        jaxckpt.restore(tmp_path / "c", target, select=select)
+    restored = jaxckpt.restore(tmp_path / "c", target, select=select, **advised_arguments(caught.value))
+    assert restored["params"] == {"w": 3}
+    opt_state = restored["opt_state"]
+    values = opt_state.inner_opt_state[0].mu["//"]["w"] if kind == "optimizer" else opt_state["mlp"]["b"][5]
+    assert set(values.tolist()) == ({5.0} if kind == "optimizer" else {5.5})
+
+
 def test_a_checkpointer_resumes_with_the_advised_arguments(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, state_of(adam, 5.0))
