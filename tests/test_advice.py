@@ -15,6 +15,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from processes import PASSED, RunPython
 
 import jaxckpt
+import jaxckpt.weights
 from jaxckpt.rules import Rule, Rules
 
 Case = Callable[[Path], Generator[Callable[[], object], str, None]]
@@ -771,6 +773,221 @@ def a_rule_that_scales_integers(path: Path) -> Any:
     yield lambda: jaxckpt.load_numpy(path, rename=Rules([Rule(source="w", target="w", scale=0.5)]))
     rule = Rule(source="w", target="w", scale=0.5, dtype="float32")
     assert jaxckpt.load_numpy(path, rename=Rules([rule]))["w"].tolist() == [0.5, 0.5]
+
+
+# Other arguments ------------------------------------------------------------------------------------------
+
+
+@advice("specs is a mesh: pass it as mesh=, and PartitionSpecs as specs=")
+def a_mesh_as_specs(path: Path) -> Any:
+    yield lambda: jaxckpt.save(path, {"w//": jnp.zeros(2)}, mesh=mesh(), specs=mesh())
+    jaxckpt.save(path, {"w//": jnp.zeros(2)}, mesh=mesh(), specs={"w//": P("x")})
+
+
+@advice("specs is ('x',): write PartitionSpec('x')")
+def axis_names_as_specs(path: Path) -> Any:
+    message = yield lambda: jaxckpt.save(path, {"w//": jnp.zeros(2)}, mesh=mesh(), specs=("x",))
+    jaxckpt.save(path, {"w//": jnp.zeros(2)}, mesh=mesh(), specs=run(message, r"write (.*)"))
+
+
+@advice("pass specs=, or specs=PartitionSpec() to replicate every leaf")
+def a_mesh_of_other_axes(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jax.device_put(jnp.zeros(2), NamedSharding(mesh(), P("x"))), "n": 7})
+    other = Mesh(np.array(jax.devices()[:2]), ("data",))
+    yield lambda: jaxckpt.restore(path, mesh=other)
+    assert jaxckpt.restore(path, mesh=other, specs={"w//": P("data")})["w//"].sharding.spec == P("data")
+    assert jaxckpt.restore(path, mesh=other, specs=P())["w//"].sharding.is_fully_replicated
+
+
+@advice("omit it to select everything")
+def an_empty_selection(path: Path) -> Any:
+    jaxckpt.save(path, ODD)
+    yield lambda: jaxckpt.load_numpy(path, select=[])
+    assert equal(jaxckpt.load_numpy(path), ODD)
+
+
+@advice("needs no register_leaf: save and restore take it as it is")
+def a_known_leaf(path: Path) -> Any:
+    yield lambda: jaxckpt.register_leaf(np.float32, to_state=float, from_state=np.float32)
+    jaxckpt.save(path, {"x": np.float32(1.5)})
+    assert type(jaxckpt.restore(path)["x"]) is np.float32
+
+
+@advice("needs from_state=, set_state= or both, to restore it")
+def a_leaf_that_cannot_be_restored(path: Path) -> Any:
+    class Counter:
+        n = 3
+
+    name = "test_advice.Counter"
+    yield lambda: jaxckpt.register_leaf(Counter, to_state=lambda leaf: leaf.n)
+    jaxckpt.register_leaf(
+        Counter, to_state=lambda leaf: leaf.n, set_state=lambda leaf, n: setattr(leaf, "n", n), name=name
+    )
+    counter = Counter()
+    jaxckpt.save(path, {"c": counter})
+    counter.n = 0
+    assert jaxckpt.restore(path, {"c": counter})["c"].n == 3
+
+
+@advice("save jax.random.key_data of them")
+def keys_of_an_implementation_without_a_name(path: Path) -> Any:
+    base = jax.extend.random.threefry_prng_impl
+    functions = {"seed": base.seed, "split": base.split, "random_bits": base.random_bits, "fold_in": base.fold_in}
+    mine = jax.extend.random.define_prng_impl(key_shape=(2,), name="advice", tag="ad", **functions)
+    key = jax.random.key(5, impl=mine)
+    yield lambda: jaxckpt.save(path, {"k": key})
+    jaxckpt.save(path, {"k": jax.random.key_data(key)})
+    assert jax.random.wrap_key_data(jaxckpt.restore(path)["k"], impl=mine) == key
+
+
+@advice("convert(specs=…) needs mesh=")
+def a_conversion_with_specs(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jnp.zeros(4)})
+    yield lambda: jaxckpt.convert(path, path.with_name("d"), specs=P("x"))
+    jaxckpt.convert(path, path.with_name("d"), specs=P("x"), mesh={"x": 2})
+
+
+@advice("looks like a URL: write it to a local path, then copy it")
+def a_file_in_a_bucket(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jnp.zeros(4)})
+    yield lambda: jaxckpt.convert(path, "memory://advice/w.npz")
+    jaxckpt.convert(path, path.with_name("w.npz"))
+    assert path.with_name("w.npz").is_file()
+
+
+@advice("has no effect on format 'npz': leave it out")
+def chunks_of_a_format_without_chunks(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jnp.zeros(4)})
+    yield lambda: jaxckpt.convert(path, path.with_name("w.npz"), chunk_bytes=1 << 20)
+    jaxckpt.convert(path, path.with_name("w.npz"))
+
+
+@advice("overwrite=True does not delete them; give another path")
+def a_destination_with_other_files(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jnp.zeros(4)})
+    (path.with_name("mine")).mkdir()
+    (path.with_name("mine") / "notes.txt").write_text("mine")
+    yield lambda: jaxckpt.convert(path, path.with_name("mine"), format="orbax", rename={"w~1~1": "w"}, overwrite=True)
+    jaxckpt.convert(path, path.with_name("theirs"), format="orbax", rename={"w~1~1": "w"})
+
+
+@advice("give the path of one file, such as ")
+def files_without_an_index(path: Path) -> Any:
+    path.mkdir()
+    for name in ("a", "b"):
+        jaxckpt.save(path / "c", {"w//": np.zeros(2), name: np.ones(1)}, overwrite=True)
+        jaxckpt.convert(path / "c", path / f"{name}.safetensors")
+    message = yield lambda: jaxckpt.open(path)
+    match = re.search(r"such as (.*), or add the index", message)
+    assert match is not None
+    assert len(jaxckpt.open(match[1])) == 2
+
+
+@advice("by a signal handler or a callback: set a flag there, and make the call after the other has returned")
+def a_call_in_a_callback(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": np.zeros(1 << 20)})
+    reported: list[object] = []
+
+    def call_inside(progress: object) -> None:
+        jaxckpt.save(path.with_name("inner"), ODD)
+
+    yield lambda: jaxckpt.restore(path, options=jaxckpt.Options(progress=call_inside))
+    jaxckpt.restore(path, options=jaxckpt.Options(progress=reported.append))
+    assert reported
+    jaxckpt.save(path.with_name("inner"), ODD)
+
+
+@advice("was skipped because another was in progress; check `.skipped` first")
+def a_skipped_save(path: Path) -> Any:
+    pending: list[jaxckpt.PendingSave] = []
+    skip = jaxckpt.Options(when_busy="skip")
+    slow = jaxckpt.Options(max_bytes_per_second=1 << 20)
+    running = jaxckpt.save_async(path, {"w//": np.zeros(1 << 18)}, options=slow)
+    pending.append(jaxckpt.save_async(path.with_name("other"), ODD, options=skip))
+    yield lambda: pending[0].wait()
+    assert pending[0].skipped
+    running.wait()
+    pending.append(jaxckpt.save_async(path.with_name("other"), ODD, options=skip))
+    if not pending[1].skipped:
+        pending[1].wait()
+    assert equal(jaxckpt.load_numpy(path.with_name("other")), ODD)
+
+
+@advice("without local=: there is no local folder to save to")
+def a_local_argument_without_a_folder(path: Path) -> Any:
+    yield lambda: jaxckpt.Checkpointer(path, local_every=2)
+    with jaxckpt.Checkpointer(path, every=2, local_every=1, local=path.with_name("l"), copies=0) as checkpointer:
+        assert checkpointer.save(1, ODD)
+    jaxckpt.Checkpointer(path.with_name("plain")).close()
+
+
+@advice("are in only 1: pass copies=0")
+def copies_without_other_hosts(path: Path) -> Any:
+    message = yield lambda: jaxckpt.Checkpointer(path, local=path.with_name("l"), every=2)
+    assert "local_domains" not in message, "one process is in one domain"
+    jaxckpt.Checkpointer(path, local=path.with_name("l"), every=2, copies=0).close()
+
+
+@advice("give another local=, or remove them")
+def a_local_folder_with_other_files(path: Path) -> Any:
+    local = path.with_name("local")
+
+    def create(folder: Path) -> None:
+        with jaxckpt.Checkpointer(path, local=folder, every=2, copies=0) as checkpointer:
+            checkpointer.save(1, ODD, force=True)
+
+    (local / "process-0").mkdir(parents=True)
+    (local / "notes.txt").write_text("mine")
+    (local / "process-0/notes.txt").write_text("mine")
+    yield lambda: create(local)
+    create(path.with_name("elsewhere"))
+
+
+@advice("names no bucket or folder: give a URL such as memory://bucket/run")
+def a_url_without_a_bucket(path: Path) -> Any:
+    message = yield lambda: jaxckpt.save("memory://", ODD)
+    match = re.search(r"such as (memory://\S*)$", message)
+    assert match is not None
+    jaxckpt.save(match[1], ODD, overwrite=True)
+
+
+@advice("has a query or a fragment: pass its settings in Options.storage")
+def a_url_with_a_query(path: Path) -> Any:
+    yield lambda: jaxckpt.save("memory://advice/q?region=x", ODD)
+    jaxckpt.save("memory://advice/q", ODD)
+
+
+@advice("or write %7C for a '|' in a name")
+def a_url_with_a_bar(path: Path) -> Any:
+    yield lambda: jaxckpt.save("memory://advice/a|b", ODD)
+    jaxckpt.save("memory://advice/a%7Cb", ODD)
+    assert equal(jaxckpt.load_numpy("memory://advice/a%7Cb"), ODD)
+
+
+@advice("trash=True needs a file system")
+def trash_in_a_bucket(path: Path) -> Any:
+    message = yield lambda: jaxckpt.Checkpointer("memory://advice/trash", trash=True)
+    assert "Omit it" in message
+    jaxckpt.Checkpointer("memory://advice/trash").close()
+
+
+@advice("pass a mapping or a function, or apply the rules to the weights before they are published")
+def rules_of_a_subscriber(path: Path) -> Any:
+    with jaxckpt.weights.Publisher(path) as publisher:
+        publisher.publish(1, {"a//b": jnp.ones(2, jnp.bfloat16)})
+    rules = Rules([Rule(source="a~1~1b", target="w")])
+    yield lambda: next(iter(jaxckpt.weights.subscribe(path, rename=rules)))
+    _, weights = next(iter(jaxckpt.weights.subscribe(path, rename={"a~1~1b": "w"})))
+    assert weights["w"].tolist() == [1, 1]
+
+
+@advice("call np.asarray on what subscribe yields")
+def numpy_weights_of_a_subscriber(path: Path) -> Any:
+    with jaxckpt.weights.Publisher(path) as publisher:
+        publisher.publish(1, {"a//b": jnp.ones(2, jnp.bfloat16)})
+    yield lambda: next(iter(jaxckpt.weights.subscribe(path, {"a//b": np.zeros(2, "bfloat16")})))
+    _, weights = next(iter(jaxckpt.weights.subscribe(path, {"a//b": jnp.zeros(2, "bfloat16")})))
+    assert np.asarray(weights["a//b"]).tolist() == [1, 1]
 
 
 # The test -------------------------------------------------------------------------------------------------

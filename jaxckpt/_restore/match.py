@@ -268,7 +268,9 @@ class _Comparison:
             return Match(requests, assembly, has_any_match=False), displaced
         if not (has_any_match or problems or all(callable(leaf.value) for leaf in leaves)):
             problems = [replace(problem, remedy="") for problem in self._missing_problems(leaves)]
-            return Match(requests, assembly, [self._moved_remedy(leaves) or _RENAME], has_any_match=False), problems
+            return Match(
+                requests, assembly, [self._moved_remedy(leaves) or _RENAME] if self.numbers else [], has_any_match=False
+            ), problems
         accepted = self._accepted(leaves, origins, requests, unrequested) if self.strict.is_loose else NONE_ACCEPTED
         return Match(requests, assembly, [*self._remedies(leaves, missing, extra, requests)], accepted), problems
 
