@@ -1086,7 +1086,7 @@ def test_meshes_and_specs_that_cannot_be_recorded_are_refused_by_leaf(tmp_path: 
 def test_functions_in_a_target_are_kept_and_functions_are_not_saved(tmp_path: Path) -> None:
     module = {"weight": jnp.ones(3), "activation": jax.nn.gelu}
     with pytest.raises(
-        jaxckpt.errors.TreeError, match=r"'activation' is of type .*; leave functions out, as eqx\.filter"
+        jaxckpt.errors.TreeError, match=r"'activation' is of type .*; leave functions out, as jax\.tree\.map"
     ):
         jaxckpt.save(tmp_path / "ckpt", module)
     jaxckpt.save(tmp_path / "ckpt", {**module, "activation": None})
