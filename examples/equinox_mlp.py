@@ -1,4 +1,4 @@
-"""Equinox and Optax: a module with functions among its leaves, saved on one mesh and resumed on another."""
+"""Equinox and Optax: a module with functions and numbers among its leaves, saved on one mesh and resumed on another."""
 
 import tempfile
 
@@ -19,14 +19,23 @@ other = Mesh(np.reshape(devices[:6], (3, 2)), ("data", "model"))
 optimizer = optax.adam(1e-2)
 
 
+class Model(eqx.Module):
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        return self.mlp(self.dropout(x, key=key))
+
+
 class Training(eqx.Module):
-    model: eqx.nn.MLP
+    model: Model
     opt_state: optax.OptState
     key: jax.Array
 
 
 def create() -> Training:
-    model = eqx.nn.MLP(12, 12, width_size=48, depth=1, activation=jax.nn.gelu, key=jax.random.key(0))
+    mlp = eqx.nn.MLP(12, 12, width_size=48, depth=1, activation=jax.nn.gelu, key=jax.random.key(0))
+    model = Model(mlp, eqx.nn.Dropout(0.1))
     return Training(model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), jax.random.key(1))
 
 
@@ -39,9 +48,10 @@ def place(training: Training, mesh: Mesh) -> Training:
 
 @eqx.filter_jit
 def train_step(training: Training, mesh: Mesh) -> tuple[Training, jax.Array]:
-    key, next_key = jax.random.split(training.key)
+    key, dropout_key, next_key = jax.random.split(training.key, 3)
     x = eqx.filter_shard(jax.random.normal(key, (96, 12)), NamedSharding(mesh, P("data")))
-    loss_of = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2))
+    keys = jax.random.split(dropout_key, len(x))
+    loss_of = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x, keys) - jnp.sin(x)) ** 2))
     loss, grads = loss_of(training.model)
     updates, opt_state = optimizer.update(grads, training.opt_state)
     return place(Training(eqx.apply_updates(training.model, updates), opt_state, next_key), mesh), loss
@@ -56,7 +66,7 @@ def train(training: Training, mesh: Mesh, steps: int, label: str) -> Training:
 
 with tempfile.TemporaryDirectory() as folder:
     training = train(place(create(), mesh), mesh, 20, "at step 20 on 2×4, saved")
-    jaxckpt.save(f"{folder}/step-20", eqx.filter(training, eqx.is_array))
+    jaxckpt.save(f"{folder}/step-20", eqx.filter(training, callable, inverse=True))  # everything except functions
 
     abstract = eqx.filter_eval_shape(create)  # the module with shapes instead of arrays, and its functions
     restored = jaxckpt.restore(f"{folder}/step-20", abstract, mesh=other)  # keeps each leaf's PartitionSpec

@@ -209,10 +209,10 @@ def require_whole_number(value: object, what: str, *, minimum: int, maximum: int
     return number
 
 
-def require_bool(value: object, what: str) -> bool:
+def require_bool(value: object, what: str, where: str = "") -> bool:
     """A bool, including NumPy's, as a Python bool. Raises InputError for any other value, such as "no"."""
     if not isinstance(value, (bool, np.bool_)):
-        raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}")
+        raise InputError(f"{what} must be True or False, found {reprlib.repr(value)}{where}")
     return bool(value)
 
 

@@ -141,7 +141,7 @@ class Handler(ocp.AsyncCheckpointHandler):
             return restore(
                 directory, args.item, mesh=args.mesh, specs=args.specs, strict=args.strict, options=self._options
             )
-        if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or not args.strict):
+        if isinstance(args, Restore) and (args.mesh is not None or args.specs is not None or args.strict is not True):
             raise InputError("Restore takes mesh=, specs= and strict=, or Orbax's own arguments, not both")
         source = source_at(directory, self._options)
         target, kept_paths = _translated(args, source.manifest)
@@ -368,7 +368,7 @@ class Restore(_args.PyTreeRestore):
 
     mesh: Any = None
     specs: Any = None
-    strict: bool = True
+    strict: Any = True
 
     @property
     def is_orbax(self) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxckpt._arguments.prefix_keys import is_meant_for, key_problem
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._model.dtypes import DTYPES, NAN_LESS, dtype_name, is_lossless
-from jaxckpt._model.paths import closest_hint, longest_prefix, relative_path
+from jaxckpt._model.paths import closest_hint, containers_of, longest_prefix, relative_path
 from jaxckpt._model.pieces import Array, assign
 from jaxckpt._options import CAST_POLICIES, CastPolicies
 from jaxckpt.errors import InputError, Problem, show_path
@@ -106,7 +106,7 @@ def _unused_error(prefix: str, dtype: np.dtype[Any], paths: Sequence[str]) -> In
         return InputError(problem)
     if any(relative_path(prefix, path) is not None for path in paths) or not prefix:
         return InputError(f"dtype= gives {dtype} for {show_path(prefix)}, but no leaf there has that kind of number")
-    hint = closest_hint(prefix, paths)
+    hint = closest_hint(prefix, {*paths, *containers_of(paths)})
     return InputError(f"dtype= gives {dtype} for {show_path(prefix)}, but no leaf is at or below that path{hint}")
 
 

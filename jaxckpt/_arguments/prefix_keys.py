@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import re
 from collections.abc import Iterable
 from typing import Any, cast
 
-from jaxckpt._model.paths import path_prefixes, unescape_key
+from jaxckpt._model.paths import closest_paths, path_prefixes, unescape_key
 from jaxckpt._model.select import parse_select
 
 _WILDCARD = re.compile(r"[*?]|\[.*\]")
 
 
-def key_problem(argument: str, prefix: str, value: str, paths: Iterable[str]) -> str:
+def key_problem(
+    argument: str, prefix: str, value: str, paths: Iterable[str], other: str = ", or a function of (path, leaf)"
+) -> str:
     """The message for an entry of a pytree prefix that no leaf is at or below, if one of its keys is a path, a glob or
     a tuple of keys instead of a key of the tree; otherwise empty.
 
-    `value` is the entry's value as the suggestion writes it, and `paths` are those of the leaves.
+    `value` is the entry's value as the suggestion writes it, `paths` are those of the leaves, and `other` is what else
+    the argument may be.
     """
     kinds = {key: kind for component in prefix.split("/") if (kind := _kind(key := unescape_key(component)))}
     heads = dict.fromkeys(head for path in paths for head in path_prefixes(path))
@@ -28,15 +30,14 @@ def key_problem(argument: str, prefix: str, value: str, paths: Iterable[str]) ->
     key, kind = next(iter(kinds.items()))
     intended = _intended_path(prefix)
     outer = re.sub(r"(/\*\*?)+$", "", intended)
-    if outer in heads:
-        near = [outer]
-    else:
-        near = [] if _WILDCARD.search(outer) else difflib.get_close_matches(outer, filter(None, heads), n=1)
+    near = [outer]
+    if outer not in heads:
+        near = [] if _WILDCARD.search(outer) else closest_paths(outer, filter(None, heads))
     instead = _nested(near[0], value) if near and near[0] else "nested dicts"
     shown = key if kind == "tuples" else repr(key)
     return (
         f"{argument} has the key {shown}, but the keys of {argument} are the keys of the tree, not {kind}: give"
-        f" {instead}, or a function of (path, leaf)"
+        f" {instead}{other}"
     )
 
 

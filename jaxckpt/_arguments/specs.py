@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxckpt._arguments.prefix_keys import key_problem
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._model.paths import closest_hint, longest_prefix
+from jaxckpt._model.paths import closest_hint, containers_of, longest_prefix
 from jaxckpt._options import Options
 from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
 
@@ -166,7 +166,7 @@ def _unused_error(prefix: str, paths: Sequence[str], on_host: Container[str]) ->
         )
     if problem := key_problem("specs", prefix, "PartitionSpec(…)", paths):
         return SpecError(problem)
-    hint = closest_hint(prefix, paths)
+    hint = closest_hint(prefix, {*paths, *containers_of(paths)})
     return SpecError(f"specs has {show_path(prefix)}, but no leaf at or below that path is an array on devices{hint}")
 
 

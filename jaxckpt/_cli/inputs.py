@@ -16,6 +16,7 @@ from jaxckpt._cli.arguments import SpecRule
 from jaxckpt._cli.terminal import is_special, printable
 from jaxckpt._inspect.leaf import LazyLeaf
 from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._model.paths import containers_of
 from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
@@ -123,9 +124,8 @@ def spec_tree(checkpoint: Checkpoint, rules: Sequence[SpecRule], select: Sequenc
     for glob, entries in rules:
         matched = list(filter(parse_select(glob), paths))
         if not matched:
-            raise InputError(
-                f"--specs {glob or PartitionSpec(*entries)}: matches no array{unmatched_hint(glob or '', paths)}"
-            )
+            hint = unmatched_hint(glob or "", {*paths, *containers_of(paths)})
+            raise InputError(f"--specs {glob or PartitionSpec(*entries)}: matches no array{hint}")
         for path in matched:
             specs.setdefault(path, PartitionSpec(*entries))
     return nested_dicts(specs)

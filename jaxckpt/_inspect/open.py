@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
     from jaxckpt._arguments.casts import Dtypes
     from jaxckpt._arguments.specs import Specs
     from jaxckpt._inspect.restore_plan import RestorePlan
+    from jaxckpt._restore.strictness import Strict
 
 
 @explain_keywords
@@ -241,7 +242,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
         options: Options | None = None,
@@ -265,7 +266,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
         devices_per_process: int = 8,

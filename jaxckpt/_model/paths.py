@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import heapq
+import itertools
+import operator
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -56,14 +61,77 @@ def are_strings(keys: Iterable[Any]) -> bool:
     return True
 
 
+_SHORT_LIST = 40
+"""The most candidates that are compared letter by letter."""
+
+_NUMBER = re.compile(r"\d+")
+
+
 def closest_hint(path: str, candidates: Iterable[str]) -> str:
     """A hint for a path that was not found."""
-    by_lower_case: dict[str, list[str]] = {}
-    for candidate in candidates:
-        by_lower_case.setdefault(candidate.lower(), []).append(candidate)
-    close = difflib.get_close_matches(path.lower(), by_lower_case, n=3, cutoff=0.5)
-    near = [candidate for lower in close for candidate in by_lower_case[lower]][:3]
+    near = closest_paths(path, candidates)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def closest_paths(path: str, candidates: Iterable[str]) -> list[str]:
+    """Up to three candidates that may have been meant by a path, the closest first. Takes linear time.
+
+    They have the same parent or the same last key, and the same numbers, because a leaf of another layer is no typing
+    error; only a name without a parent, such as that of a pin, may have other numbers. "a.b" counts as "a/b".
+    """
+    wanted = _plain(path)
+    parent, slash, key = wanted.rpartition("/")
+    numbers = _NUMBER.findall(wanted)
+    below, ending = parent + slash, f"/{key}"
+    equal: list[str] = []
+    related: list[tuple[bool, int, str, str]] = []  # whether the numbers agree, the common length, and the candidate
+    for candidate in candidates:
+        plain = _plain(candidate)
+        if plain == wanted:
+            equal.append(candidate)
+        elif plain == key or plain.endswith(ending) or (plain.startswith(below) and "/" not in plain[len(below) :]):
+            agrees = _agree(numbers, _NUMBER.findall(plain))
+            if agrees or not slash:
+                related.append((agrees, _common_length(wanted, plain), plain, candidate))
+    if equal:
+        return equal[:3]
+    short_list = heapq.nlargest(_SHORT_LIST, related, key=operator.itemgetter(1))
+    scored = [(_similarity(wanted, plain) - 0.1 * (not agrees), name) for agrees, _, plain, name in short_list]
+    best = max((score for score, _ in scored), default=0.0)
+    near = sorted((pair for pair in scored if pair[0] >= max(0.5, best - 0.1)), key=lambda pair: (-pair[0], pair[1]))
+    return [candidate for _, candidate in near[:3]]
+
+
+def _plain(path: str) -> str:
+    """A path without differences that are easily overlooked."""
+    return path.lower().replace(".", "/")
+
+
+def _agree(numbers: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether the numbers of two paths are the same, or one path has additional ones."""
+    shorter, longer = sorted((numbers, others), key=len)
+    rest = iter(longer)
+    return all(number in rest for number in shorter)
+
+
+def _common_length(a: str, b: str) -> int:
+    """The number of characters that two texts share at their start and at their end."""
+    start = len(os.path.commonprefix((a, b)))  # noqa: RUF071 - of characters, not of components
+    return start + len(os.path.commonprefix((a[start:][::-1], b[start:][::-1])))  # noqa: RUF071
+
+
+def _similarity(a: str, b: str) -> float:
+    """How much two paths resemble each other, from 0 to 1: only by the components in which they differ, because long
+    paths share most of their letters in any case."""
+    left, right = a.split("/"), b.split("/")
+    while left and right and left[0] == right[0]:
+        del left[0], right[0]
+    has_same_key = bool(left and right and left[-1] == right[-1])
+    while left and right and left[-1] == right[-1]:
+        del left[-1], right[-1]
+    own = difflib.SequenceMatcher(None, "/".join(left), "/".join(right)).ratio()
+    # With the same key at its end, another container is enough to suggest it.
+    return max(own, difflib.SequenceMatcher(None, a, b).ratio() - 0.1) if has_same_key else own
 
 
 def path_prefixes(path: str) -> Iterator[str]:
@@ -72,6 +140,17 @@ def path_prefixes(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition("/")[0]
         yield path
+
+
+def containers_of(paths: Iterable[str]) -> set[str]:
+    """The paths of all containers of these leaves, up to the root."""
+    containers = set[str]()
+    for path in paths:
+        for head in itertools.islice(path_prefixes(path), 1, None):
+            if head in containers:
+                break
+            containers.add(head)
+    return containers
 
 
 def relative_path(head: str, path: str) -> str | None:

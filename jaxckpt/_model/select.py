@@ -12,7 +12,16 @@ from typing import cast
 
 import numpy as np
 
-from jaxckpt._model.paths import closest_hint, join_paths, path_of_name, path_prefixes, path_problem, relative_path
+from jaxckpt._model.paths import (
+    closest_hint,
+    containers_of,
+    join_paths,
+    longest_prefix,
+    path_of_name,
+    path_prefixes,
+    path_problem,
+    relative_path,
+)
 from jaxckpt.errors import InputError, TreeError, show_lines, show_path
 
 Select = str | re.Pattern[str] | Callable[[str], bool] | Iterable["str | re.Pattern[str]"]
@@ -207,23 +216,63 @@ def rename_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
 
     Raises InputError for anything else, and TreeError if a name matches no path or two leaves get the same path.
     """
+    new = new_paths(rename, paths)
+    require_distinct(rename, paths, new)
+    return new
+
+
+def new_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
+    """As `rename_paths`, but several leaves may get the same path."""
     if rename is None:
         return list(paths)
     if callable(rename):
-        new = [_new_path(rename, path) for path in paths]
-    else:
-        mapping = _require_mapping(rename)
-        new = [_rename_path(mapping, path) for path in paths]
-        unused = mapping.keys() - {head for path in paths for head in path_prefixes(path)}
-        if unused and paths:
-            raise TreeError(_unmatched("rename", map(repr, sorted(unused)), paths, "the checkpoint"))
-    if len(set(new)) != len(new):
-        olds: dict[str, str] = {}
-        for old, path in zip(paths, new, strict=True):
-            if path in olds:
-                raise TreeError(f"rename= gives {show_path(olds[path])} and {show_path(old)} the same path {path!r}")
-            olds[path] = old
-    return new
+        return [_new_path(rename, path) for path in paths]
+    mapping = _require_mapping(rename)
+    unused = mapping.keys() - {head for path in paths for head in path_prefixes(path)}
+    if unused and paths:
+        raise TreeError(_unmatched("rename", map(repr, sorted(unused)), paths, "the checkpoint"))
+    return [_rename_path(mapping, path) for path in paths]
+
+
+def require_distinct(rename: Rename | None, paths: Collection[str], new: Sequence[str]) -> None:
+    """Raise TreeError if two leaves get the same path."""
+    if len(set(new)) == len(new):
+        return
+    olds: dict[str, str] = {}
+    for old, path in zip(paths, new, strict=True):
+        if path in olds:
+            both = f"{show_path(olds[path])} and {show_path(old)}"
+            raise TreeError(f"rename= gives {both} the same path {path!r}{_distinct_hint(rename, (olds[path], old))}")
+        olds[path] = old
+
+
+def _distinct_hint(rename: Rename | None, olds: tuple[str, str]) -> str:
+    """How to give two leaves different paths, if `rename` is a mapping that names only one of them."""
+    mapping: Mapping[str, str] = {} if rename is None or callable(rename) else rename
+    kept = [old for old in olds if longest_prefix(old, mapping) is None]
+    if len(kept) != 1:
+        return ""
+    (renamed,) = (head for old in olds if (head := longest_prefix(old, mapping)) is not None)
+    head = mapping[renamed] or kept[0]
+    both = {**mapping, head: f"replaced/{head}"}
+    return (
+        f": give {show_path(head)} another path too, as in rename={both}, or choose leaves with select=, which leaves"
+        " out what the renamed leaves replace"
+    )
+
+
+def replaced_leaves(rename: Rename | None, paths: Sequence[str], new: Sequence[str]) -> set[int]:
+    """The numbers of the leaves that renamed containers replace: if a leaf that a mapping names gets the path of one
+    that it does not name, all that it does not name in the new container is replaced, so that a container never mixes
+    the two."""
+    if rename is None or callable(rename) or len(set(new)) == len(new):
+        return set()
+    named = {number: head for number, path in enumerate(paths) if (head := longest_prefix(path, rename)) is not None}
+    others = {path for number, path in enumerate(paths) if number not in named}
+    heads = {rename[head] for number, head in named.items() if new[number] in others}
+    return {
+        n for n, path in enumerate(paths) if n not in named and longest_prefix(path, dict.fromkeys(heads)) is not None
+    }
 
 
 def _new_path(rename: Callable[[str], str], path: str) -> str:
@@ -271,13 +320,13 @@ def unmatched_hint(pattern: str, paths: Iterable[str]) -> str:
     for other in (escaped, f"**/{pattern}", f"**/{escaped}") if pattern else ():
         if other != pattern and any(map(_glob(other).fullmatch, paths)):
             return f"; did you mean {other!r}?"
-    return closest_hint(pattern, paths)
+    return closest_hint(pattern.removesuffix("/**"), paths)
 
 
 def _unmatched(what: str, entries: Iterable[str], paths: Collection[str], where: str) -> str:
     """The error for entries of an argument that match nothing, with hints."""
     texts = list(entries)
-    candidates = dict.fromkeys(head for path in paths for head in path_prefixes(path) if head)
+    candidates = {*paths, *containers_of(paths)}
     # Each hint needs a scan of all paths.
     hints = [unmatched_hint(text.strip("'\""), candidates) if number < 3 else "" for number, text in enumerate(texts)]
     if len(paths) == 1:

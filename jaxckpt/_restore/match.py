@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from jaxckpt._arguments.pytree import Leaf, flatten, flatten_values, is_referenc
 from jaxckpt._arguments.specs import Specs, mesh_axes
 from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.prng_keys import TypedLeaf
+from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.paths import (
     closest_hint,
+    containers_of,
     escape_key,
     join_paths,
     longest_prefix,
@@ -47,7 +49,9 @@ from jaxckpt._model.tree import (
 )
 from jaxckpt._options import Options, require_bool
 from jaxckpt._restore.assembly import Assembly, Initialized, Kept, LeafOrigin, SavedSubtree
+from jaxckpt._restore.moved_leaves import moved_remedy
 from jaxckpt._restore.stateful_objects import TargetObject, shardings_below
+from jaxckpt._restore.strictness import NONE_ACCEPTED, AcceptedDifferences, Strict, Strictness, accepting
 from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, selected_from, split_rename
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt.errors import InputError, Problem, show_path
@@ -65,7 +69,7 @@ class RestoreRequest:
     specs: Specs = None
     select: Select | None = None
     rename: Renaming | None = None
-    strict: bool = True
+    strict: Strict = True
     devices_per_process: int | None = None
     """For a plan on a mesh that this machine does not have; None if the arrays will be created."""
 
@@ -98,7 +102,7 @@ class Uncommitted(jax.ShapeDtypeStruct):
 
 def require_request(request: RestoreRequest) -> None:
     """Raise InputError for arguments that are invalid for every checkpoint."""
-    require_bool(request.strict, "strict")
+    Strictness.of(request.strict)
     require_bool(request.tied, "tied")
     if isinstance(request.target, (Mesh, AbstractMesh)):
         raise InputError("target is a mesh: pass it as mesh=, restore(path, mesh=…)")
@@ -131,6 +135,9 @@ class Match:
 
     remedies: Sequence[str] = ()
     """Remedies for the problems as a whole."""
+
+    accepted: AcceptedDifferences = NONE_ACCEPTED
+    """The differences that `strict` accepts."""
 
     has_any_match: bool = True
     """False if the target has leaves that a checkpoint can contain, and none of them is in this one."""
@@ -169,6 +176,7 @@ def match_paths(manifest: Manifest, request: RestoreRequest) -> tuple[Match, lis
         selected = {path: number for path, number in numbers.items() if number in chosen_numbers}
     if request.target is None:
         require_single_root(manifest, numbers, chosen)
+        Strictness.of(request.strict).require_used(structure)
         requests = LeafRequests([*selected], [*selected.values()], [None] * len(selected))
         return Match(requests, Assembly.of_saved(manifest, structure, chosen, select)), []
     return _Comparison(manifest, request, select, structure, numbers, selected).match()
@@ -204,6 +212,11 @@ class _Comparison:
     """The same for the selected leaves."""
 
     @functools.cached_property
+    def strict(self) -> Strictness:
+        """Whether a difference at a path is an error."""
+        return Strictness.of(self.request.strict)
+
+    @functools.cached_property
     def path_of(self) -> dict[int, str]:
         """New path of each selected leaf by its number."""
         return {number: path for path, number in self.selected.items()}
@@ -211,12 +224,12 @@ class _Comparison:
     @functools.cached_property
     def containers(self) -> set[str]:
         """The paths of all containers of selected leaves."""
-        return _containers_of(self.selected)
+        return containers_of(self.selected)
 
     @functools.cached_property
     def all_containers(self) -> set[str]:
         """The paths of all containers of leaves, selected or not."""
-        return self.containers if self.selected is self.numbers else _containers_of(self.numbers)
+        return self.containers if self.selected is self.numbers else containers_of(self.numbers)
 
     @functools.cached_property
     def nodes(self) -> dict[str, Structure]:
@@ -225,6 +238,7 @@ class _Comparison:
 
     def match(self) -> tuple[Match, list[Problem]]:
         leaves, target_structure = flatten(self.request.target)
+        self.strict.require_used(target_structure, self.structure)
         leaves = _with_shardings(leaves, self.request.mesh)
         types = {kind: registered for kind in {type(leaf.value) for leaf in leaves} if (registered := leaf_type(kind))}
         outcomes = [
@@ -242,7 +256,8 @@ class _Comparison:
         ]
         assembly = Assembly(self.manifest, flatten_values(self.request.target)[1], origins)
         requests = self._requests(leaves, origins)
-        extra = self._extra_paths(requests, refused)
+        unrequested = self._unrequested_paths(requests, refused)
+        extra = list(filter(self.strict, unrequested))
         problems = [
             *self._missing_problems(missing),
             *self._extra_problems(extra, target_structure),
@@ -253,9 +268,11 @@ class _Comparison:
             return Match(requests, assembly, has_any_match=False), displaced
         if not (has_any_match or problems or all(callable(leaf.value) for leaf in leaves)):
             problems = [replace(problem, remedy="") for problem in self._missing_problems(leaves)]
-            remedies = ["rename= maps leaves that have other names in the checkpoint"]
-            return Match(requests, assembly, remedies, has_any_match=False), problems
-        return Match(requests, assembly, [*self._remedies(missing, extra)]), problems
+            return Match(
+                requests, assembly, [self._moved_remedy(leaves) or _RENAME] if self.numbers else [], has_any_match=False
+            ), problems
+        accepted = self._accepted(leaves, origins, requests, unrequested) if self.strict.is_loose else NONE_ACCEPTED
+        return Match(requests, assembly, [*self._remedies(leaves, missing, extra, requests)], accepted), problems
 
     def _match_leaf(self, number: int, leaf: Leaf) -> LeafOrigin | _Missing | _Refused:
         """Where a leaf comes from. `number` is its number in the target."""
@@ -279,7 +296,7 @@ class _Comparison:
         saved = self.nodes.get(leaf.path)
         if saved is None:
             left_out = leaf.path in self.numbers or leaf.path in self.all_containers
-            is_missing = self.request.strict and not left_out and self._is_selected(leaf.path)
+            is_missing = self.strict(leaf.path) and not left_out and self._is_selected(leaf.path)
             return _Missing() if is_missing else Kept(leaf.value)
         numbers = [*numbers_of(saved)]
         left_out = [number for number in numbers if number not in self.path_of]
@@ -313,12 +330,24 @@ class _Comparison:
                 requested.extend(shardings_below(self.manifest, below, leaf.value))
         return LeafRequests([self.path_of[number] for number in numbers], numbers, requested)
 
-    def _extra_paths(self, requests: LeafRequests, refused: Sequence[_Refused]) -> list[str]:
-        """Paths of saved leaves that a strict restore should request, and does not."""
-        if not self.request.strict or len(requests.paths) == len(self.selected):
+    def _unrequested_paths(self, requests: LeafRequests, refused: Sequence[_Refused]) -> list[str]:
+        """Paths of saved leaves that are selected, and that the target does not request."""
+        if len(requests.paths) == len(self.selected):
             return []
         requested = {*requests.paths, *(path for outcome in refused for path in outcome.saved_paths)}
         return [path for path in self.selected if path not in requested]
+
+    def _accepted(
+        self, leaves: Sequence[Leaf], origins: Sequence[LeafOrigin], requests: LeafRequests, unrequested: Sequence[str]
+    ) -> AcceptedDifferences:
+        """The differences that are no errors."""
+        missing = [
+            leaf.path
+            for leaf, origin in zip(leaves, origins, strict=True)
+            if isinstance(origin, (Kept, Initialized)) and self._is_absent(leaf) and not self.strict(leaf.path)
+        ]
+        extra = [path for path in unrequested if not self.strict(path)]
+        return AcceptedDifferences(requests.paths, missing, extra, self._owner)
 
     def _numbers_below(self, path: str) -> list[int]:
         """The numbers of the selected leaves below a path that exists."""
@@ -337,15 +366,21 @@ class _Comparison:
         keeps = None if self.select is None else lambda tail: self._is_selected(join_paths(path, tail))
         return prune(structure, dict(zip(numbers, numbers, strict=True)), keeps)
 
+    def _is_absent(self, leaf: Leaf) -> bool:
+        """Whether the checkpoint should have a leaf of the target, and lacks it."""
+        # A function, such as an activation in an Equinox module, is not state that a checkpoint could lack.
+        return (
+            not callable(leaf.value)
+            and leaf.path not in self.numbers
+            and self._is_selected(leaf.path)
+            and not (isinstance(leaf.value, (Sharding, Format)) and leaf.path in self.all_containers)
+        )
+
     def _is_missing(self, leaf: Leaf) -> bool:
         """Whether a leaf of the target that does not come from the checkpoint is a problem."""
-        # A function, such as an activation in an Equinox module, is not state that a checkpoint could lack.
-        if callable(leaf.value) or leaf.path in self.numbers or not self._is_selected(leaf.path):
-            return False
-        if isinstance(leaf.value, (Sharding, Format)) and leaf.path in self.all_containers:
-            return False
         # A sharding has neither a value nor a shape, so the caller could not complete the tree.
-        return self.request.strict or (isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None)
+        has_no_value = isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None
+        return self._is_absent(leaf) and (has_no_value or self.strict(leaf.path))
 
     def _is_selected(self, path: str) -> bool:
         """Whether `select` selects a leaf of the target that the checkpoint lacks."""
@@ -354,9 +389,13 @@ class _Comparison:
     # Problems ---------------------------------------------------------------------------------------------
 
     @property
+    def _owner(self) -> str:
+        """What has the values of leaves that the checkpoint lacks."""
+        return "target" if self.request.initial is None else "init"
+
+    @property
     def _strict_remedy(self) -> str:
-        owner = "target" if self.request.initial is None else "init"
-        return f"strict=False keeps the {owner}'s value for missing leaves and leaves out extra ones"
+        return f"strict=False keeps the {self._owner}'s value for missing leaves and leaves out extra ones"
 
     def _missing_problems(self, leaves: Sequence[Leaf]) -> Iterator[Problem]:
         """Leaves of the target that the checkpoint lacks, the first of them with hints."""
@@ -368,7 +407,7 @@ class _Comparison:
                     hint = "; None was saved there" if saved is None else "; a container was saved there"
                 except KeyError:
                     hint = closest_hint(leaf.path, self.selected)
-            remedy = self._strict_remedy if self.request.strict else ""
+            remedy = self._strict_remedy if self.strict(leaf.path) else ""
             if isinstance(leaf.value, (Sharding, Format)) and self.request.initial is None:
                 remedy = "a Sharding has no value to keep: give an array, or leave it out"
             yield Problem(leaf.path, f"is not in the checkpoint{hint}", remedy)
@@ -406,9 +445,30 @@ class _Comparison:
             hint = "" if head is None else f", which has {empty[head]} at {show_path(head)}"
             yield Problem(path, f"is {EXTRA}{hint}", self._strict_remedy)
 
-    def _remedies(self, missing: Sequence[Leaf], extra: Sequence[str]) -> Iterator[str]:
+    def _remedies(
+        self, leaves: Sequence[Leaf], missing: Sequence[Leaf], extra: Sequence[str], requests: LeafRequests
+    ) -> Iterator[str]:
+        remedy = self._moved_remedy(leaves) if missing and extra else ""
         if missing and extra:
-            yield "rename= maps leaves that have other names in the checkpoint"
+            yield remedy or _RENAME
+        if not remedy and (accepted := accepting([*(leaf.path for leaf in missing), *extra], requests.paths)):
+            yield f"{accepted} accepts only these missing and extra leaves"
+
+    def _moved_remedy(self, leaves: Sequence[Leaf]) -> str:
+        """How to find leaves that have other paths in the checkpoint, if their containers moved; otherwise empty."""
+        if self.request.rename is not None:
+            return ""
+        records = self.manifest.leaves
+        saved = {path: _saved_shape(SavedLeaf(self.manifest, records[n])) for path, n in self.selected.items()}
+        wanted = (leaf for leaf in leaves if not callable(leaf.value) and self._is_selected(leaf.path))
+        return moved_remedy(saved, {leaf.path: getattr(leaf.value, "shape", None) for leaf in wanted})
+
+
+_RENAME = "rename= maps leaves that have other names in the checkpoint"
+
+
+def _saved_shape(leaf: SavedLeaf) -> tuple[int, ...] | None:
+    return leaf.shape if leaf.is_array and leaf.kind in CASTABLE else None
 
 
 def _missing_heads(paths: Sequence[str], saved: Mapping[str, int]) -> list[str]:
@@ -512,14 +572,3 @@ def unrestorable_reason(value: object, *, is_container: bool) -> str:
         f"is a {kind} in the target, and a container in the checkpoint: JAX treats {kind} as a leaf. Register it as a"
         " pytree, or give a dict"
     )
-
-
-def _containers_of(paths: Iterable[str]) -> set[str]:
-    """The paths of all containers of these leaves."""
-    containers = set[str]()
-    for path in paths:
-        for head in itertools.islice(path_prefixes(path), 1, None):
-            if head in containers:
-                break
-            containers.add(head)
-    return containers

@@ -44,6 +44,7 @@ from jaxckpt._restore.match import (
     requested_casts,
     unrestorable_reason,
 )
+from jaxckpt._restore.strictness import NONE_ACCEPTED, AcceptedDifferences
 from jaxckpt.errors import LayoutError, MismatchError, Problem, SpecError, show_count, show_path
 
 _Dtype = np.dtype[Any]
@@ -84,6 +85,9 @@ class Resolved:
 
     paths: Mapping[int, str]
     """The path of each of these leaves in the restored tree, by number."""
+
+    accepted: AcceptedDifferences = NONE_ACCEPTED
+    """The differences between target and checkpoint that `strict` accepts."""
 
     unproven: Mapping[int, Problem] = field(default_factory=dict[int, Problem])
     """The problem of each leaf, by number, that exists if its cast changes any of its values."""
@@ -161,7 +165,8 @@ def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf
         if abstract and (reason := _doubt(group, abstract))
         for index, problem in zip(group.indices, group.problems(reason), strict=True)
     }
-    return Resolved(abstract_leaves, match.assembly, dict(zip(numbers, match.requests.paths, strict=True)), unproven)
+    paths = dict(zip(numbers, match.requests.paths, strict=True))
+    return Resolved(abstract_leaves, match.assembly, paths, match.accepted, unproven)
 
 
 def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,11 +26,14 @@ from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
+from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import InputError, PeersDisagreeError, Problem, show_count
+
+_log = logging.getLogger("jaxckpt")
 
 
 @explain_keywords
@@ -41,7 +45,7 @@ def restore(
     specs: Specs = None,
     select: Select | None = None,
     rename: Renaming | None = None,
-    strict: bool = True,
+    strict: Strict = True,
     dtype: Dtypes = None,
     tied: bool = False,
     manifest_sha256: str | None = None,
@@ -79,15 +83,18 @@ def restore(
             must match a leaf or an empty container of the checkpoint. Other leaves keep the target's value; without a
             target, dicts omit them and the containers that have only them, and sequences have None in their place.
         rename: Saved path → wanted path: a mapping of leaf or container paths ("" is the tree itself), each of which
-            must exist, or a function. Without a target, a renamed tree is restored as nested dicts of its leaves,
-            without empty containers and None. In a path, the empty key is written "~2", a "~" in a key "~0", and a "/"
-            in a key "~1". Or `Rules`, which also transpose, stack, join and cast: the checkpoint then has the leaves
-            that the rules make.
+            must exist, or a function. No two leaves may get the same path, unless `select` is given: then a container
+            that the mapping names replaces another, as in rename={"ema": "params"}, select="params". Without a target,
+            a renamed tree is restored as nested dicts of its leaves, without empty containers and None. In a path, the
+            empty key is written "~2", a "~" in a key "~0", and a "/" in a key "~1". Or `Rules`, which also transpose,
+            stack, join and cast: the checkpoint then has the leaves that the rules make.
         strict: Whether leaves that are missing from the checkpoint, and leaves that only the checkpoint has, are
-            errors. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
-            the tree; a Sharding is still an error), and extra leaves are ignored. These are always errors: a target
-            with no leaf in the checkpoint, a different shape, a class, and an object that JAX treats as a leaf in place
-            of a container. For a different dtype, `options.cast` decides.
+            errors: a bool, or by subtree a pytree prefix of bools, such as {"opt_state": False}; what has no entry is
+            strict. With False, a missing leaf keeps what the target has there (a jax.ShapeDtypeStruct itself stays in
+            the tree; a Sharding is still an error), extra leaves are left out, and process 0 logs a warning that counts
+            both by subtree. These are always errors: a target with no leaf in the checkpoint, a different shape, a
+            class, and an object that JAX treats as a leaf in place of a container. For a different dtype,
+            `options.cast` decides.
         dtype: Restore leaves in a dtype other than the target's or the saved one: as for `save`, by wanted paths.
         tied: Restore leaves that were saved as one array as one shared array, if the target requests the same dtype and
             sharding at each of their paths. By default each leaf is a separate array, so that all of them can be
@@ -187,6 +194,8 @@ def run_restore(
         log=call.index == 0,
         leaves=len(resolved.leaves),
     )
+    if resolved.accepted and call.index == 0:
+        _log.warning("%s: %s", source.url, resolved.accepted)
     return result
 
 

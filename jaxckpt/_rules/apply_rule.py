@@ -34,10 +34,18 @@ class SourceLeaves:
 
     def array(self, path: str) -> ForeignArray:
         """A leaf. Raises MisfitError if a rule cannot use it."""
+        leaf = self.leaf(path)
+        if not isinstance(leaf, ForeignArray) or leaf.kind in ("key", "str", "bytes"):
+            kind = self._source.manifest.leaves[self._numbers[path]].kind
+            raise MisfitError(f"{show_path(path)} is a {kind}, not a numeric array")
+        return leaf
+
+    def leaf(self, path: str) -> Any:
+        """A leaf as it is: an array, or a Python value."""
         manifest = self._source.manifest
         record = manifest.leaves[self._numbers[path]]
-        if record.stack is None or record.row is None or record.kind in ("key", "str", "bytes"):
-            raise MisfitError(f"{show_path(path)} is a {record.kind}, not a numeric array")
+        if record.stack is None or record.row is None:
+            return SavedLeaf(manifest, record).value
         if isinstance(self._source, ForeignCheckpoint):
             block = self._source.row_data[record.stack][record.row]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,7 +12,15 @@ import msgspec
 
 from jaxckpt._model.paths import path_prefixes, relative_path
 from jaxckpt._model.records import Manifest
-from jaxckpt._model.select import Rename, Select, Selector, parse_select, rename_paths
+from jaxckpt._model.select import (
+    Rename,
+    Select,
+    Selector,
+    new_paths,
+    parse_select,
+    replaced_leaves,
+    require_distinct,
+)
 from jaxckpt._model.tree import (
     Structure,
     empty_positions,
@@ -79,16 +87,24 @@ def renamed_tree(
     """The renamed structure, the number of each leaf by its new path, and the numbers of the selected leaves.
 
     A renamed structure lacks the leaves that are not selected, because their new paths may clash with those of selected
-    leaves. Objects keep all of their leaves. `where` names the tree before `rename` in errors. Raises TreeError.
+    leaves; with `select`, it also lacks those that renamed leaves replace. Objects keep all of their leaves. `where`
+    names the tree before `rename` in errors. Raises TreeError.
     """
     if rename is None:
         empty_paths = (path for path, _ in empty_positions(manifest.tree))
         return manifest.tree, manifest.numbers, _selected(manifest, manifest.numbers, empty_paths, select, where)
     empty = {path: node for path, node in user_objects_of(manifest.tree) if next(numbers_of(node), None) is None}
-    paths = rename_paths(rename, [*manifest.numbers, *empty])
-    numbers = {path: number for number, path in enumerate(paths[: len(manifest.leaves)])}
-    units = _structures_by_path(manifest, [*numbers]) | dict(zip(paths[len(numbers) :], empty.values(), strict=True))
-    chosen = _selected(manifest, numbers, paths[len(numbers) :], select, where)
+    saved = [*manifest.numbers, *empty]
+    paths = new_paths(rename, saved)
+    replaced = set[int]() if select is None else replaced_leaves(rename, saved, paths)
+    remaining = [number for number in range(len(saved)) if number not in replaced]
+    require_distinct(rename, [saved[number] for number in remaining], [paths[number] for number in remaining])
+    numbers = {paths[number]: number for number in remaining if number < len(manifest.leaves)}
+    units = _structures_by_path(manifest, paths, replaced)
+    for number, node in enumerate(empty.values(), len(manifest.leaves)):
+        if number not in replaced:
+            units[paths[number]] = node
+    chosen = _selected(manifest, numbers, paths[len(manifest.leaves) :], select, where)
     among = set(chosen)
     units = {path: unit for path, unit in units.items() if not isinstance(unit, int) or unit in among}
     return structure_of(nested_dicts(units)), numbers, chosen
@@ -100,9 +116,10 @@ def _selected(
     """Numbers of the leaves that are selected by their new paths. Raises TreeError if an entry selects neither a leaf
     nor an empty container."""
     if select is None:
-        return range(len(numbers))
-    chosen = select.choose(numbers, where, saved=manifest.numbers, empty_paths=empty_paths)
-    return [*itertools.compress(range(len(numbers)), chosen)]
+        return [*numbers.values()]
+    saved = [manifest.leaves[number].path for number in numbers.values()]
+    chosen = select.choose(numbers, where, saved=saved, empty_paths=empty_paths)
+    return [*itertools.compress(numbers.values(), chosen)]
 
 
 def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: Sequence[int]) -> None:
@@ -115,18 +132,22 @@ def require_single_root(manifest: Manifest, numbers: Mapping[str, int], chosen: 
         )
 
 
-def _structures_by_path(manifest: Manifest, paths: Sequence[str]) -> dict[str, Structure]:
-    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object.
+def _structures_by_path(manifest: Manifest, paths: Sequence[str], replaced: Set[int]) -> dict[str, Structure]:
+    """Leaf numbers by new path, and objects whose leaves have moved together, by the new path of the object, without
+    leaves that are replaced.
 
     An object that would share its new path with other leaves is left as its leaves.
     """
-    units: dict[str, Structure] = {path: number for number, path in enumerate(paths)}
+    kept = [number for number in range(len(manifest.leaves)) if number not in replaced]
+    units: dict[str, Structure] = {paths[number]: number for number in kept}
     objects = [*user_objects_of(manifest.tree)]
     if not objects:
         return units
-    counts = collections.Counter(head for path in paths for head in path_prefixes(path))
+    counts = collections.Counter(head for number in kept for head in path_prefixes(paths[number]))
     for path, node in objects:
         numbers = [*numbers_of(node)]
+        if not replaced.isdisjoint(numbers):
+            continue
         heads = {
             _strip_tail(paths[number], relative_path(path, manifest.leaves[number].path) or "") for number in numbers
         }

@@ -6,8 +6,8 @@ import math
 import numbers
 import re
 import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.paths import closest_hint, path_problem
 from jaxckpt._options import require_whole_number
-from jaxckpt._rules.axis_layouts import AxisLayout, axes_of
-from jaxckpt.errors import InputError
+from jaxckpt._rules.axis_layouts import AxisLayout, MisfitError, axes_of
+from jaxckpt.errors import InputError, show_path
 
 Paths = str | tuple[str, ...]
 
@@ -50,7 +50,9 @@ class Rule:
     """
 
     source: Paths
-    """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`."""
+    """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`. If source and
+    target end with "/**", the rule is for all leaves below a container, of any shape; it has neither layout nor sizes,
+    and layers are stacked or unstacked along `axis`."""
 
     target: Paths
     """The path of the target leaf. If only the source has a number such as `{i}`, the leaves are stacked along the axis
@@ -174,8 +176,9 @@ class Rule:
                     f"{self}: the layout has axes {sorted(only)} on one side only, and the paths have numbers"
                     f" {sorted(one_sided)} on one side only; they must be the same"
                 )
-        elif one_sided:
+        elif one_sided and not self.is_for_container:
             raise InputError(f"{self} stacks or unstacks leaves, so it needs a layout that names the axis")
+        self._require_container_rule(one_sided)
         alone = {dim for side in (layout.source, layout.target) for dim in side if len(dim) == 1} if layout else set()
         for axis in self.resized:
             if several or (axis,) not in alone or axis not in self.sizes:
@@ -187,6 +190,37 @@ class Rule:
             raise InputError(
                 f"{self}: sizes= names {unknown[0]!r}, which is not an axis{closest_hint(unknown[0], known_axes)}"
             )
+
+    def _require_container_rule(self, one_sided: Set[str]) -> None:
+        """Raise InputError for "**" in a rule that is not for a container, and for what such a rule cannot have."""
+        paths = [*paths_in(self.source), *paths_in(self.target)]
+        wild = [path for path in paths if "**" in path.split("/")]
+        if wild and not (self.is_for_container and all(path.split("/").count("**") == 1 for path in wild)):
+            raise InputError(f'{self}: "**" is the last component of one source and one target, or of neither')
+        if wild and (self.layout or self.sizes or self.resized or self.parts or self.scales or self.copies):
+            raise InputError(f'{self}: "**" is for leaves of any shape, so layout=, sizes= and the like are for others')
+        if wild and len(one_sided) > 1:
+            raise InputError(f'{self}: with "**", only one number may be on one side, found {sorted(one_sided)}')
+
+    @property
+    def is_for_container(self) -> bool:
+        """Whether it is for all leaves below a container."""
+        return all(isinstance(name, str) and name.split("/")[-1] == "**" for name in (self.source, self.target))
+
+    def for_leaf(self, tail: str, ndim: int) -> Rule:
+        """The rule for the leaves with this path below the containers of a rule, and this rank in the source."""
+        source, target = (f"{str(name)[:-2]}{tail}" for name in (self.source, self.target))
+        numbers = captures((source, target))
+        layers = [name for name in numbers if (f"{{{name}}}" in source) != (f"{{{name}}}" in target)]
+        if not layers:
+            return replace(self, source=source, target=target)
+        stacks = f"{{{layers[0]}}}" in source
+        dims = [f"d{number}_" for number in range(ndim if stacks else ndim - 1)]
+        whole = [*dims[: self.axis], layers[0], *dims[self.axis :]]
+        sides = (dims, whole) if stacks else (whole, dims)
+        if self.axis > len(dims) or (not stacks and not ndim):
+            raise MisfitError(f"{show_path(source)} has {ndim} dimensions, too few for axis={self.axis}")
+        return replace(self, source=source, target=target, layout=" -> ".join(map(" ".join, sides)), axis=0)
 
     def __repr__(self) -> str:
         values = ((own.name, getattr(self, own.name)) for own in fields(self))
@@ -238,6 +272,15 @@ def matching_paths(name: str, paths: Collection[str]) -> dict[CaptureValues, str
         pattern = pattern.replace(escaped, f"(?P={capture})")
     matches = filter(None, map(re.compile(pattern).fullmatch, paths))
     return {tuple(sorted((key, int(value)) for key, value in match.groupdict().items())): match[0] for match in matches}
+
+
+def tails_below(name: str, paths: Collection[str]) -> dict[str, str]:
+    """For each path below the containers that a name with "**" matches: a whole path that has it."""
+    head = re.escape(name[:-2])
+    for capture in captures(name):
+        head = head.replace(re.escape(f"{{{capture}}}"), "(?:0|[1-9][0-9]{0,17})")
+    matches = filter(None, map(re.compile(f"{head}(.+)", re.DOTALL).fullmatch, paths))
+    return {match[1]: match[0] for match in matches}
 
 
 def fill_captures(name: str, numbers: Mapping[str, int]) -> str:

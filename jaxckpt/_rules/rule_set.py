@@ -7,16 +7,19 @@ memory.
 
 from __future__ import annotations
 
+import re
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.tree import nested_dicts
+from jaxckpt._options import require_bool
 from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule
-from jaxckpt._rules.rule import Rule, matching_paths, paths_in
+from jaxckpt._rules.axis_layouts import MisfitError
+from jaxckpt._rules.rule import Rule, captures, matching_paths, paths_in, tails_below
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.source import Source
@@ -31,8 +34,9 @@ class Rules:
     """A mapping between two trees: `restore`, `load_numpy`, `open`, `plan`, `diff` and `convert` take it as `rename=`.
 
     A checkpoint read through rules has only the leaves that the rules make, in nested dicts by path. Every leaf of the
-    source must match a rule or `drop`. Data is read only when a value is needed, and only the data for that value. If
-    the rules do not fit a checkpoint, these functions raise one MismatchError that lists all problems.
+    source must match a rule or `drop`, unless `keep` is set. Data is read only when a value is needed, and only the
+    data for that value. If the rules do not fit a checkpoint, these functions raise one MismatchError that lists all
+    problems.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -50,7 +54,11 @@ class Rules:
     drop: Sequence[str] = ()
     """Paths of source leaves that the target lacks; `{i}` matches a whole number."""
 
+    keep: bool = False
+    """Whether the other leaves of the source, including PRNG keys and Python values, keep their paths and values."""
+
     def __post_init__(self) -> None:
+        require_bool(self.keep, "Rules.keep")
         if not isinstance(self.rules, Sequence) or not all(isinstance(rule, Rule) for rule in self.rules):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Rules takes a list of Rule, found {reprlib.repr(self.rules)}")
         drop: Any = self.drop
@@ -67,7 +75,7 @@ class Rules:
             dtype: The dtype of the source, for rules that cast. None keeps the dtype of the target.
         """
         tied = [name for rule in self.rules if rule.tied for name in paths_in(rule.target)]
-        return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied)
+        return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied, self.keep)
 
 
 def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheckpoint:
@@ -75,15 +83,13 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
     if rules is None:
         return source
     leaves = SourceLeaves(source)
-    problems: list[Problem] = []
     targets: dict[str, ForeignArray] = {}
     claimed: dict[str, Rule] = {}
-    for rule in rules.rules:
+    rules_of_leaves, problems = _rules_of_leaves(rules.rules, leaves)
+    for rule in rules_of_leaves:
         matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
         if not any(matches):
-            problems.append(
-                Problem(None, f"{rule} matches nothing{closest_hint(paths_in(rule.source)[0], leaves.paths)}")
-            )
+            problems.append(Problem(None, f"{rule} matches nothing{_hint(paths_in(rule.source)[0], leaves.paths)}"))
             continue
         scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
         copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
@@ -106,15 +112,44 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
         matched = matching_paths(name, leaves.paths).values()
         dropped.update(matched)
         if not matched:
-            problems.append(Problem(None, f"drop {name!r} matches nothing{closest_hint(name, leaves.paths)}"))
+            problems.append(Problem(None, f"drop {name!r} matches nothing{_hint(name, leaves.paths)}"))
     problems += [
         Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
     ]
     named = claimed.keys() | dropped
-    remedy = "list unwanted leaves in Rules.drop"
-    problems += [Problem(path, "matches no rule", remedy) for path in leaves.paths if path not in named]
+    others = [path for path in leaves.paths if path not in named]
+    if rules.keep:
+        problems += [Problem(path, "is made by a rule, and also kept") for path in others if path in targets]
+        kept = {path: leaves.leaf(path) for path in others}
+    else:
+        remedy = "list unwanted leaves in Rules.drop, or keep all others with Rules(…, keep=True)"
+        problems += [Problem(path, "matches no rule", remedy) for path in others]
+        kept = {}
     if problems:
         raise MismatchError.of(f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}", problems)
     manifest = source.manifest
-    view = compose(source.url, nested_dicts(targets), manifest.format, metadata=manifest.metadata)
+    view = compose(source.url, nested_dicts({**targets, **kept}), manifest.format, metadata=manifest.metadata)
     return replace(view, origin=source)
+
+
+def _rules_of_leaves(rules: Sequence[Rule], leaves: SourceLeaves) -> tuple[list[Rule], list[Problem]]:
+    """The rules, with a rule for each leaf in place of those for all leaves below a container; and problems."""
+    made: list[Rule] = []
+    problems: list[Problem] = []
+    for rule in rules:
+        tails = tails_below(str(rule.source), leaves.paths) if rule.is_for_container else {}
+        if not tails:
+            made.append(rule)
+        for tail, path in tails.items():
+            try:
+                made.append(rule.for_leaf(tail, len(leaves.array(path).shape)))
+            except MisfitError as misfit:
+                problems.append(Problem(None, f"{rule}: {misfit}"))
+    return made, problems
+
+
+def _hint(name: str, paths: Iterable[str]) -> str:
+    """A hint for a name that matches no path: if it has a capture, a similar path with the capture for each number."""
+    for capture in captures(name)[:1]:
+        paths = dict.fromkeys(re.sub(r"\d+", f"{{{capture}}}", path) for path in paths)
+    return closest_hint(name, paths)

@@ -28,6 +28,7 @@ from jaxckpt._options import Options, options_or_default, require_bool, require_
 from jaxckpt._pipeline.threads import run_uninterrupted
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._run_folder.added_metrics import metrics_of
@@ -481,7 +482,7 @@ class Checkpointer(Run):
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> Tree:
@@ -547,14 +548,14 @@ class Checkpointer(Run):
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> tuple[int | None, Tree]:
         """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
 
-        With strict=False, `init` makes the leaves that the checkpoint lacks: a run can continue with a new optimizer,
-        or with an average of the weights that was not saved.
+        With strict={"opt_state": False}, `init` makes the leaves of this subtree that the checkpoint lacks: a run can
+        continue with a new optimizer, or with an average of the weights that was not saved.
 
         Args:
             init: Makes the initial tree. The restored tree has the same structure, dtypes and shardings. A function
@@ -565,7 +566,7 @@ class Checkpointer(Run):
             specs: As for `jaxckpt.restore`.
             rename: As for `jaxckpt.restore`.
             select: As for `jaxckpt.restore`; `init` makes the other leaves.
-            strict: As for `jaxckpt.restore`. With False, `init` makes the leaves that the checkpoint lacks.
+            strict: As for `jaxckpt.restore`. Where it is False, `init` makes the leaves that the checkpoint lacks.
             dtype: As for `jaxckpt.restore`. It applies to restored leaves, also instead of the dtypes of `init`. Leaves
                 that `init` makes keep their dtypes.
             tied: As for `jaxckpt.restore`.

@@ -208,9 +208,12 @@ class Directory:
         (verdict,) = [verdict for verdict in self.policy.decide(with_it, now) if verdict.step is candidate]
         older = f"step {record.number} is older than step {steps[-1]}, the newest in {self.url}"
         if not verdict.kept and record.number not in pinned_steps(self.store):
+            # The last step of a run cannot be deleted.
+            remedy = "save into another directory"
+            if steps[0] < record.number:
+                remedy = f"first delete the newer steps with delete(step), or {remedy}"
             raise InputError(
-                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step,"
-                " first delete the newer steps with delete(step), or save into another directory"
+                f"{older}, and would be deleted immediately: {verdict.why}. To go back to an older step, {remedy}"
             )
         if record.number not in steps:
             _log.warning(

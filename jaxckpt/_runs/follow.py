@@ -22,6 +22,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, require_seconds, require_whole_number
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
@@ -63,7 +64,7 @@ class Step:
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> Tree:

@@ -20,6 +20,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
+from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
@@ -95,7 +96,7 @@ class Run:
         """The numbers of the published steps, oldest first. One listing of the directory.
 
         Empty if the directory does not exist: a program that follows a run may start before the training does. `open`,
-        `restore`, `path` and `best_step` raise NotACheckpointError instead.
+        `restore` and `path` raise NotACheckpointError instead.
 
         Raises:
             InputError: The directory is itself a checkpoint.
@@ -112,7 +113,8 @@ class Run:
         return max(self.steps(), default=None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """The best step by a metric; of equal values, the newest. None if the run has no step with a value.
+        """The best step by a metric; of equal values, the newest. None if the run has no step with a value, as before
+        its first step.
 
         Args:
             metric: The name of the metric. None: the first of `Checkpointer(keep_best=…)`.
@@ -121,15 +123,15 @@ class Run:
         Raises:
             InputError: No metric is given and the run does not record one, or no mode is given for this metric; or the
                 steps have metrics, but none of this name.
-            NotACheckpointError: The directory does not exist, or is empty.
+            NotACheckpointError: No metric or no mode is given, and the directory does not exist, or is empty.
         """
         if mode not in ("min", "max", None):
             raise InputError(f'mode must be "min" or "max", found {mode!r}')
         by_step = self._metrics_by_step()
-        if not by_step:
-            require_directory(self._store)
         recorded_metric = None
         if metric is None or mode is None:
+            if not by_step:
+                require_directory(self._store)
             recorded_metric, recorded_mode = best_rule(self._store)
             if metric not in (None, recorded_metric):
                 raise InputError(
@@ -311,7 +313,7 @@ class Run:
         specs: Specs = None,
         select: Select | None = None,
         rename: Renaming | None = None,
-        strict: bool = True,
+        strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
     ) -> Tree:

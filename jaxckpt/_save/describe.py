@@ -199,18 +199,21 @@ def _record(leaf: Leaf) -> tuple[LeafRecord, jax.Array | Array | None]:
     if isinstance(value, np.generic):
         return LeafRecord(leaf.path, "numpy_scalar"), _require_storable(np.asarray(value))
     if isinstance(value, np.ndarray):
+        array = _require_storable(value)
         if isinstance(value, np.ma.MaskedArray):
-            raise TreeError("is a masked array; save its data and its mask as two leaves")
+            raise TreeError("is a MaskedArray; save its .data and its .mask as two leaves")
         if type(value) not in (np.ndarray, np.memmap):
             raise TreeError(f"is a {type(value).__name__}; make it a plain array with np.asarray")
-        return LeafRecord(leaf.path, "numpy"), _require_storable(value)
+        return LeafRecord(leaf.path, "numpy"), array
     if type(value) not in PYTHON_KINDS:
         raise TreeError(
             f"is of type {type(value).__module__}.{type(value).__qualname__}; leaves may be jax.Array, NumPy arrays"
             " and scalars, bool, int, float, complex, str, bytes"
             + (
-                "; leave functions out, as eqx.filter(tree, eqx.is_array) does"
+                "; leave functions out, as jax.tree.map(lambda leaf: None if callable(leaf) else leaf, tree) does"
                 if callable(value)
+                else "; a jax.ShapeDtypeStruct has no values: save the arrays themselves"
+                if isinstance(value, jax.ShapeDtypeStruct)
                 else ", or objects with state_dict and load_state_dict; jaxckpt.register_leaf adds other types"
             )
         )
@@ -239,12 +242,25 @@ def _impl(keys: jax.Array) -> str:
 
 def _require_storable(value: Any) -> Any:
     if dtype_name(value.dtype) not in DTYPES:
-        raise TreeError(f"has dtype {value.dtype}; supported dtypes are {', '.join(DTYPES)}")
+        raise TreeError(f"has dtype {value.dtype}, which cannot be stored: {_instead_of_dtype(value.dtype)}")
     if value.ndim > MAX_RANK:
         raise TreeError(f"has {value.ndim} dimensions; at most {MAX_RANK} can be stored")
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
         return value.astype(value.dtype.newbyteorder("="))
     return value
+
+
+def _instead_of_dtype(dtype: Any) -> str:
+    """What to do instead of storing an array of another dtype."""
+    if dtype == jax.dtypes.float0:
+        return "it is the gradient of integers, which has no values; leave it out"
+    if dtype.kind in "SUO":
+        return "leaf.tolist() makes leaves of its items"
+    if dtype.kind in "mM":
+        return "save leaf.astype(np.int64), and the unit"
+    if dtype.names:
+        return "save {name: leaf[name] for name in leaf.dtype.names}"
+    return f"cast it to one of {', '.join(DTYPES)}"
 
 
 def _set_layouts(leaves: Sequence[Leaf], draft: Draft, mesh: Mesh | None, specs: Specs, options: Options) -> None:

@@ -132,7 +132,11 @@ class RunningSave:
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
             )
         if not self.done and threading.get_ident() in (_writer_thread, self._thread):
-            raise InputError(f"wait() for the save to {self.path} was called from its own callback")
+            raise InputError(
+                f"this call waits for the save to {self.path}, and one of that save's own callbacks makes the call, so"
+                " neither would end: call it after that save has ended, from your program's thread or, in a job of one"
+                " process, from a thread that the callback starts"
+            )
         given = timeout_seconds
         is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and given == given  # pyright: ignore
         if given is not None and not is_number:

@@ -141,7 +141,8 @@ def save_async(
     Args:
         on_done: Called once the checkpoint is published, with the result of `wait()` (its times so far), in every
             process, in the background thread, before `done` is true. It is not called if the save fails or is skipped.
-            It may call `open` and `load_numpy`, but not `wait()`, nor a function that every process must call. If it
+            It may call `open` and `load_numpy`, but nothing that waits for this save or that every process must call,
+            such as `wait()`, a save or a conversion; in a job of one process, a thread that it starts may. If it
             raises, `wait()` raises the same error, with a note that the checkpoint was published.
 
     Returns:

@@ -687,3 +687,58 @@ def test_a_quantized_leaf_passes_through_memory_in_parts() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 24 << 20  # for each of two threads: 4 MiB of float32, its stored bytes and its scales
+
+
+# All leaves below a container -----------------------------------------------------------------------------
+
+
+def test_a_rule_for_a_container_stacks_leaves_of_any_shape_and_inverts(tmp_path: Path) -> None:
+    tree = {f"h_{n}": {"w": np.full((2, 3), n, np.int32), "b": np.full((), n)} for n in range(11)}
+    jaxckpt.save(tmp_path / "c", {**tree, "step": 5, "key": jax.random.key(3), "text": "x" * 5000})
+    rules = Rules([Rule(source="h_{i}/**", target="h/**")], keep=True)
+    stacked = jaxckpt.load_numpy(tmp_path / "c", rename=rules)
+    assert stacked["h"]["w"].shape == (11, 2, 3)
+    assert stacked["h"]["b"].tolist() == [*range(11)]
+    assert (stacked["step"], stacked["text"]) == (5, "x" * 5000)
+    jaxckpt.convert(tmp_path / "c", tmp_path / "stacked", rename=rules)
+    back = jaxckpt.restore(tmp_path / "stacked", rename=rules.inverse())
+    np.testing.assert_array_equal(back["h_10"]["w"], tree["h_10"]["w"])
+    assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+
+
+def test_a_rule_for_a_container_renames_and_casts(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"a": {"w": np.ones(3), "x": {"v": np.ones((2, 2))}}, "b": np.ones(1)})
+    rules = Rules([Rule(source="a/**", target="new/a/**", dtype="bfloat16")], keep=True)
+    restored = jaxckpt.load_numpy(tmp_path / "c", rename=rules)
+    assert restored["new"]["a"]["x"]["v"].dtype == "bfloat16"
+    assert restored["b"].dtype == "float64"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"source": "a/**", "target": "b"}, "is the last component of one source and one target, or of neither"),
+        ({"source": "a/**/w", "target": "b/**/w"}, "is the last component of"),
+        ({"source": "a/**", "target": "b/**", "layout": "x -> x"}, "is for leaves of any shape"),
+        ({"source": "a/{i}/{j}/**", "target": "b/**"}, "only one number may be on one side"),
+    ],
+)
+def test_an_invalid_rule_for_a_container_is_an_error(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match=expected):
+        Rule(**arguments)
+
+
+def test_a_rule_for_a_container_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "c", {"a": {"0": {"w": np.ones(2)}, "2": {"w": np.ones(2)}}, "b": {"w": 1}})
+    expectations = {
+        "1 of 3 leaves to stack are missing": Rule(source="a/{i}/**", target="a/**"),
+        "has 1 dimensions, too few for axis=2": Rule(source="a/{i}/**", target="a/**", axis=2),
+        "'b/w' is a int, not a numeric array": Rule(source="b/**", target="c/**"),
+        r"rule d/\*\* → c/\*\* matches nothing": Rule(source="d/**", target="c/**"),
+    }
+    for expected, rule in expectations.items():
+        with pytest.raises(jaxckpt.MismatchError, match=expected):
+            jaxckpt.load_numpy(tmp_path / "c", rename=Rules([rule], keep=True))
+    clash = Rules([Rule(source="a/0/w", target="b/w")], keep=True)
+    with pytest.raises(jaxckpt.MismatchError, match="'b/w' is made by a rule, and also kept"):
+        jaxckpt.load_numpy(tmp_path / "c", rename=clash)

@@ -786,7 +786,7 @@ def test_a_callback_that_waits_for_its_own_save_is_an_error(tmp_path: Path) -> N
         assert pending is not None
         returned.set()
         assert pending._save._ended.wait(60)
-        with pytest.raises(jaxckpt.errors.InputError, match="was called from its own callback"):
+        with pytest.raises(jaxckpt.errors.InputError, match="own callbacks makes the call"):
             checkpoints.wait()
         assert checkpoints.pending is None
 

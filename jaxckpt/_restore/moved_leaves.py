@@ -1,0 +1,197 @@
+"""Leaves that seem to be missing because a container moved: a wrapped optimizer, or layers stacked for `jax.lax.scan`.
+
+missing and extra leaves ─▶ new names of containers, or rules for layers ─▶ the arguments that find the leaves
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jaxckpt._model.paths import join_paths
+from jaxckpt._model.select import rename_paths
+from jaxckpt._restore.strictness import accepting
+from jaxckpt.errors import TreeError
+
+Shape = tuple[int, ...]
+
+Shapes = Mapping[str, Shape | None]
+"""The shape of each leaf by its path; None if it is unknown, or if the leaf is not an array."""
+
+_MOST = 8
+"""The most names or rules that an error suggests."""
+
+_AMBIGUOUS = 32
+"""The most containers among which one with the same leaf below it is looked for."""
+
+_NUMBERED = re.compile(r"(.*?)([_.]?)(0|[1-9]\d{0,8})")
+"""A component that ends with the number of a layer: "3", "layers_3", "block3"."""
+
+
+def moved_remedy(saved: Shapes, target: Shapes) -> str:
+    """The arguments with which a target's leaves are found in a checkpoint, and why; empty if no container moved."""
+    missing = {path: shape for path, shape in target.items() if path not in saved}
+    extra = {path: shape for path, shape in saved.items() if path not in target}
+    if rules := _layer_rules(missing, extra):
+        argument = f"rename=jaxckpt.rules.Rules([{', '.join(map(str, rules))}], keep=True)"
+        renamed = {*saved}.difference(*(rule.sources for rule in rules)).union(*(rule.targets for rule in rules))
+        reason = "layers are stacked in the " + ("target" if rules[0].stacks else "checkpoint")
+    elif names := _new_names(saved, target, missing, extra):
+        argument = f"rename={names}"
+        renamed = set(rename_paths(names, [*saved]))
+        reason = "containers have other paths in the checkpoint"
+    else:
+        return ""
+    rest = accepting(sorted(renamed ^ target.keys()), renamed & target.keys())
+    n_found = len(renamed & missing.keys())
+    arguments = f"{argument}, {rest}" if rest else argument
+    return f"{reason}, so {n_found:,} of the missing leaves are found with {arguments}"
+
+
+# Containers with another path -----------------------------------------------------------------------------
+
+
+def _new_names(saved: Shapes, target: Shapes, missing: Shapes, extra: Shapes) -> dict[str, str]:
+    """The new path of each container of the checkpoint that has another path in the target; empty if there is none."""
+    heads_by_tail: dict[str, list[str]] = {}
+    for path in missing:
+        for head, tail in _splits(path):
+            heads_by_tail.setdefault(tail, []).append(head)
+    names: dict[str, str] = {}
+    for path in extra:
+        for head, tail in _splits(path):
+            if tail in heads_by_tail:
+                candidates = heads_by_tail[tail] if len(heads_by_tail[tail]) <= _AMBIGUOUS else []
+                heads = sorted((new for new in candidates if _is_moved(head, new)), key=_depth)
+                if heads and (len(heads) == 1 or _depth(heads[0]) < _depth(heads[1])):
+                    names.setdefault(head, heads[0])
+                break
+        if len(names) > _MOST:
+            return {}
+    try:
+        renamed = rename_paths(names, [*saved]) if names else []
+    except TreeError:  # two leaves would have the same path
+        return {}
+    pairs = zip(renamed, saved.values(), strict=False)
+    fits = all(_fits(shape, target.get(path)) for path, shape in pairs)
+    n_differing = len(target.keys() ^ set(renamed))
+    return names if fits and n_differing < len(missing) + len(extra) else {}
+
+
+def _splits(path: str) -> Iterator[tuple[str, str]]:
+    """A path as head and tail, in every way, with the longest tail first."""
+    yield "", path
+    for match in re.finditer("/", path):
+        yield path[: match.start()], path[match.end() :]
+
+
+def _depth(path: str) -> int:
+    return len(path.split("/")) if path else 0
+
+
+def _is_moved(old: str, new: str) -> bool:
+    """Whether one path has more components than the other and otherwise equals it, as in a wrapped optimizer, or one
+    number of a path is another, as in a longer chain. Other paths may hold another quantity."""
+    olds, news = (path.split("/") if path else [] for path in (old, new))
+    if len(olds) == len(news):
+        differing = [pair for pair in zip(olds, news, strict=True) if pair[0] != pair[1]]
+        return len(differing) == 1 and all(name.isdecimal() for name in differing[0])
+    shorter, longer = sorted((olds, news), key=len)
+    rest = iter(longer)
+    return all(name in rest for name in shorter)
+
+
+def _fits(shape: Shape | None, other: Shape | None) -> bool:
+    return shape is None or other is None or shape == other
+
+
+# Layers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _LayerRule:
+    """A rule that stacks the layers in numbered containers, or the inverse."""
+
+    numbered: str
+    """The path of the containers, with `{i}` for the number."""
+
+    whole: str
+    """The path of the container with stacked layers."""
+
+    stacks: bool
+    """Whether the checkpoint has the numbered containers."""
+
+    shapes: dict[str, dict[int, Shape | None]] = field(default_factory=dict[str, dict[int, "Shape | None"]])
+    """The shape of each layer, by the path below a container and the number."""
+
+    axis: int = 0
+
+    @property
+    def sources(self) -> list[str]:
+        return self._numbered_paths if self.stacks else self._whole_paths
+
+    @property
+    def targets(self) -> list[str]:
+        return self._whole_paths if self.stacks else self._numbered_paths
+
+    @property
+    def _numbered_paths(self) -> list[str]:
+        return [
+            join_paths(self.numbered.replace("{i}", str(number)), tail)
+            for tail, layers in self.shapes.items()
+            for number in layers
+        ]
+
+    @property
+    def _whole_paths(self) -> list[str]:
+        return [join_paths(self.whole, tail) for tail in self.shapes]
+
+    def fits(self, whole: Shapes) -> bool:
+        """Whether all leaves can be stacked along one axis, which this sets."""
+        axes: set[int] | None = None
+        for tail, layers in self.shapes.items():
+            shape, stacked = layers.get(0), whole[join_paths(self.whole, tail)]
+            if shape is None or stacked is None or any(layers.get(n) != shape for n in range(len(layers))):
+                return False
+            fitting = {a for a in range(len(stacked)) if (*shape[:a], len(layers), *shape[a:]) == stacked}
+            axes = fitting if axes is None else axes & fitting
+        self.axis = min(axes or {0})
+        return bool(axes) and ("" not in self.shapes or len(self.shapes) == 1)
+
+    def __str__(self) -> str:
+        tail = "" if "" in self.shapes else "**"
+        ends = join_paths(self.numbered, tail), join_paths(self.whole, tail)
+        source, target = ends if self.stacks else ends[::-1]
+        how = f", axis={self.axis}" if self.axis else ""
+        if not tail:  # a rule for leaves names their axes
+            layer = [f"d{n}" for n in range(len(self.shapes[""][0] or ()))]
+            sides = " ".join(layer), " ".join([*layer[: self.axis], "i", *layer[self.axis :]])
+            how = f", layout={' -> '.join(sides if self.stacks else sides[::-1])!r}"
+        return f"jaxckpt.rules.Rule(source={source!r}, target={target!r}{how})"
+
+
+def _layer_rules(missing: Shapes, extra: Shapes) -> list[_LayerRule]:
+    """The rules that stack or unstack layers; empty if this does not explain any leaf."""
+    for stacks, numbered, whole in ((True, extra, missing), (False, missing, extra)):
+        rules: dict[tuple[str, str], _LayerRule] = {}
+        for path, shape in numbered.items():
+            for before, component, tail in _containers(path):
+                match = _NUMBERED.fullmatch(component)
+                if match is None or "{" in path or "*" in path:
+                    continue
+                container = join_paths(before, match[1])
+                if join_paths(container, tail) in whole:
+                    name = join_paths(before, f"{match[1]}{match[2]}{{i}}")
+                    rule = rules.setdefault((name, container), _LayerRule(name, container, stacks))
+                    rule.shapes.setdefault(tail, {})[int(match[3])] = shape
+        if 0 < len(rules) <= _MOST and all(rule.fits(whole) for rule in rules.values()):
+            return [*rules.values()]
+    return []
+
+
+def _containers(path: str) -> Iterator[tuple[str, str, str]]:
+    """For a leaf and each container above it: the path before its name, its name, and the path below it."""
+    components = path.split("/")
+    for number in range(len(components)):
+        yield "/".join(components[:number]), components[number], "/".join(components[number + 1 :])
