@@ -225,7 +225,7 @@ def a_path_as_a_key(path: Path) -> Any:
     assert jaxckpt.load_numpy(path)["a//b"]["~"].dtype == "float16"
 
 
-@advice("and stored specs have no reduced mesh axes (x): leave reduced= out of specs=")
+@advice("but specs= takes no reduced mesh axes (x): leave reduced= out;")
 def reduced_axes(path: Path) -> Any:
     explicit = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     yield lambda: jaxckpt.save(path, {"w": jnp.zeros(2)}, mesh=explicit, specs=P(None, reduced=frozenset({"x"})))

@@ -101,8 +101,8 @@ def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
 def resolve_specs(
     specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]], on_host: Container[str] = ()
 ) -> dict[str, Spec]:
-    """The spec of each leaf for which `specs` has one. Leaves `on_host` take only a spec at their own path, or from a
-    function, which may return None for them. Raises a SpecError that names invalid or unused entries."""
+    """The spec of each leaf for which `specs` has one. A function may return None for leaves `on_host`. Raises a
+    SpecError that names invalid or unused entries."""
     if specs is None:
         return {}
     if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
@@ -116,16 +116,12 @@ def resolve_specs(
     entries = flatten(specs)[0]
     _refuse_bare_specs(specs, entries)
     by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in entries}
-    chosen = {
-        path: head
-        for path, _ in leaves
-        if (head := longest_prefix(path, by_prefix)) is not None and (head == path or path not in on_host)
-    }
+    chosen = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
     used = set(chosen.values())
     # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
-        raise _unused_error(unused[0], [path for path, _ in leaves], on_host)
+        raise _unused_error(unused[0], [path for path, _ in leaves])
     return {path: by_prefix[head] for path, head in chosen.items()}
 
 
@@ -154,16 +150,8 @@ def _refuse_bare_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
     raise SpecError(f"specs has {entries!r} at {show_path(path)}: write PartitionSpec({', '.join(map(repr, entries))})")
 
 
-def _unused_error(prefix: str, paths: Sequence[str], on_host: Container[str]) -> SpecError:
+def _unused_error(prefix: str, paths: Sequence[str]) -> SpecError:
     """The error for an entry of `specs` that applies to no leaf."""
-    below = next((path for path in paths if path in on_host and longest_prefix(path, {prefix: None}) is not None), None)
-    if below is not None:
-        where = f"at {show_path(prefix)}" if prefix else "for the whole tree"
-        return SpecError(
-            f"specs has a PartitionSpec {where}, where all arrays were saved from NumPy, such as {show_path(below)}."
-            " They come back as NumPy arrays, unless a function, or an entry at a leaf's own path, gives a spec for"
-            " them; jax.ShapeDtypeStruct in the target puts them on devices too"
-        )
     if problem := key_problem("specs", prefix, "PartitionSpec(…)", paths):
         return SpecError(problem)
     hint = closest_hint(prefix, {*paths, *containers_of(paths)})

@@ -64,7 +64,11 @@ def test_a_failed_first_save_leaves_no_folder(
 @pytest.mark.parametrize(
     ("tree", "arguments", "expected"),
     [
-        ({"w": np.ma.masked_array([1.0, 2.0], [True, False])}, {}, "'w' is a masked array; save its data and its mask"),
+        (
+            {"w": np.ma.masked_array([1.0, 2.0], [True, False])},
+            {},
+            "'w' is a MaskedArray; save its .data and its .mask",
+        ),
         ({"w": np.zeros(3)}, {"process_state": ["a"]}, "process_state must be a mapping of names"),
         ({"w": np.empty((0, 1 << 40), "float32")}, {}, "would have 8388608 chunks: give larger Options.chunk_bytes"),
     ],
