@@ -31,6 +31,11 @@ def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
     _log.info("%s: wrote %s again that seem unchanged since the last save: %s", url, show_bytes(n_bytes), reason)
 
 
+def log_kept(url: str, name: str) -> None:
+    """Log that data whose manifest was lost is not deleted."""
+    _log.warning("%s has lost its manifest.json; %s in it was published, and is kept", url, name)
+
+
 def log_swept(url: str, name: str) -> None:
     """Log that the remains of a save were deleted."""
     _log.info("deleted %s/%s, left by a save that failed or was replaced", url, name)

@@ -11,6 +11,7 @@ from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode, decode_state, state_file_name
 from jaxckpt._model.records import Manifest
+from jaxckpt._store.lost_manifest import find_lost, lost_error
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, ManifestError, NotACheckpointError, StorageError
@@ -48,7 +49,7 @@ def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, by
 def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     content = store.read(MANIFEST)
     if content is None:
-        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
+        raise _missing_error(store)
     if sha256 is not None and (digest := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
             f"{store.url}/{MANIFEST} has the SHA-256 {digest}, expected {sha256.lower()} by manifest_sha256=:"
@@ -57,16 +58,24 @@ def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     return decode(content, store.url), content
 
 
-def _missing_reason(store: Store) -> str:
-    """The reason why a path without a manifest is not a checkpoint, for the error."""
-    if store.is_file():
-        return "it is a file, not a folder"
-    try:
-        names = store.names()
-    except StorageError as error:
-        if error.errno not in UNLISTABLE:
-            raise
-        return f"it has no manifest.json ({error})"
+def _missing_error(store: Store) -> NotACheckpointError | ManifestError:
+    """The error for a path without a manifest: it is not a checkpoint, or has lost the manifest."""
+    reason = "it is a file, not a folder"
+    if not store.is_file():
+        try:
+            names = store.names()
+            if any(map(is_data_folder, names)) and (lost := find_lost(store)):
+                return lost_error(store, lost[-1])
+            reason = _missing_reason(store, names)
+        except StorageError as error:
+            if error.errno not in UNLISTABLE:
+                raise
+            reason = f"it has no manifest.json ({error})"
+    return NotACheckpointError(f"{store.url} is not a checkpoint: {reason}")
+
+
+def _missing_reason(store: Store, names: Sequence[str]) -> str:
+    """The reason why a folder with these names, without a manifest, is not a checkpoint, for the error."""
     if any(map(is_data_folder, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published is True]
