@@ -74,13 +74,13 @@ def _plain(value: object) -> object:
 
 def decode(content: bytes, where: str, name: str = MANIFEST) -> Manifest:
     """The manifest in a file of this name, checked. Raises ManifestError."""
-    problem = _length_problem(content)
+    file, problem = f"{where}/{name}", _length_problem(content)
     if problem:
-        raise ManifestError(f"{where}/{name} {problem}")
+        raise ManifestError(f"{file} {problem}")
     if nesting(content) > MAX_NESTING:
-        raise ManifestError(f"{where}/{name} is nested deeper than {MAX_NESTING}")
+        raise ManifestError(f"{file} is nested deeper than {MAX_NESTING}")
     if not is_sealed(content):
-        raise _manifest_error(content, f"{where}/{name}", "is damaged or was edited: it does not match the SHA-256 at its own end")
+        raise _manifest_error(content, file, "is damaged or was edited: it does not match the SHA-256 at its own end")
     body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -88,10 +88,10 @@ def decode(content: bytes, where: str, name: str = MANIFEST) -> Manifest:
         if msgspec.json.encode(manifest) != body:
             json.loads(body, object_pairs_hook=require_distinct)
     except (ValueError, RecursionError) as error:
-        raise _manifest_error(content, f"{where}/{name}", f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
+        raise _manifest_error(content, file, f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
     wrong = problems(manifest)
     if wrong:
-        raise _manifest_error(content, f"{where}/{name}", f"is inconsistent:\n{show_lines(wrong)}")
+        raise _manifest_error(content, file, f"is inconsistent:\n{show_lines(wrong)}")
     return manifest
 
 

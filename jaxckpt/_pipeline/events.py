@@ -37,5 +37,5 @@ def log_kept(url: str, name: str) -> None:
 
 
 def log_swept(url: str, name: str) -> None:
-    """Log that the remains of a save were deleted."""
-    _log.info("deleted %s/%s, left by a save that failed or was replaced", url, name)
+    """Log that the remains of a save or of a deletion were deleted."""
+    _log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)

@@ -12,7 +12,7 @@ import time
 import weakref
 
 from jaxckpt._model import manifest as manifests
-from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
@@ -235,6 +235,8 @@ class Deletion:
                 self._deleting_step = step
                 try:
                     if step != self._saving_step:
+                        if any(map(is_data_folder, self._directory.child(step).names())):
+                            _log.info("deleting step %d of %s, which was not published", step, self._store.url)
                         self._delete_remains(step)
                 finally:
                     self._deleting_step = None

@@ -30,7 +30,7 @@ from jaxckpt._save.compose_manifest import (
 from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.staging import StagedObject, exchanges
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
-from jaxckpt._store.lost_manifest import find_lost
+from jaxckpt._store.lost_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, store_at
 from jaxckpt._store.transaction import Transaction, begin
@@ -157,8 +157,8 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     if any(map(is_data_folder, names)) and find_lost(store):
         if not overwrite:
             raise CheckpointExistsError(
-                f"{store.url} holds a checkpoint that has lost its {MANIFEST}: `jaxckpt repair {store.url}` restores it"
-                " from its second copy; or pass overwrite=True to replace the checkpoint"
+                f"{store.url} holds a checkpoint that has lost its {MANIFEST}: {repair_hint(store)}; or pass"
+                " overwrite=True to replace the checkpoint"
             )
         return None
     steps = [name for name in names if is_step(name)]

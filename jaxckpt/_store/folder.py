@@ -623,7 +623,8 @@ class Folder:
 
     def clear(self, *, evict: bool = True) -> None:
         """Keeps the data of a writer whose lock shows that it is alive."""
-        self._sweep(None, lambda url, name: None, evict=evict)  # logs nothing: this data is not the remains of a save
+        # With `evict`, the caller has just deleted this checkpoint, so that is nothing to log.
+        self._sweep(None, (lambda url, name: None) if evict else log_swept, evict=evict)
         remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:

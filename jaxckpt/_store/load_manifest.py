@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS
-from jaxckpt._model.file_names import MANIFEST, is_data_folder
+from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.manifest import decode, decode_state, state_file_name
 from jaxckpt._model.records import Manifest
-from jaxckpt._store.lost_manifest import find_lost, lost_error
+from jaxckpt._store.lost_manifest import find_lost, lost_error, repair_hint
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, ManifestError, NotACheckpointError, StorageError
@@ -37,13 +37,19 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
 def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
     """The manifest of the checkpoint at a store, and its bytes. `sha256` is the expected digest of the bytes, if known.
 
-    Raises NotACheckpointError, ManifestError.
+    Raises NotACheckpointError, ManifestError, which includes a checkpoint that has lost its manifest.
     """
     # Read again before it counts as damaged: a network file system may mix the old and the new content of a file that
     # another host replaces while this one reads it.
     with contextlib.suppress(ManifestError):
         return _load_manifest(store, sha256)
-    return _load_manifest(store, sha256)
+    try:
+        return _load_manifest(store, sha256)
+    except ManifestError as error:
+        content = store.read(MANIFEST)
+        if content is None or is_sealed(content) or not _has_copy(store):
+            raise
+        raise ManifestError(f"{error}. {repair_hint(store)}") from error
 
 
 def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
@@ -56,6 +62,14 @@ def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
             " it is a different checkpoint, or the file was changed"
         )
     return decode(content, store.url), content
+
+
+def _has_copy(store: Store) -> bool:
+    """Whether a damaged manifest has a second copy."""
+    try:
+        return bool(store.published_data())
+    except StorageError:  # which must not hide the damage
+        return False
 
 
 def _missing_error(store: Store) -> NotACheckpointError | ManifestError:

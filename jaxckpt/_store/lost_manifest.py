@@ -14,6 +14,7 @@ copy first.
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from jaxckpt._model.file_names import COPY, MANIFEST, data_folder_of, is_sealed
@@ -55,20 +56,25 @@ def _still_has_copy(store: Store, data: str) -> bool:
 def lost_error(store: Store, data: str) -> ManifestError:
     """The error for a path whose data folder `data` was published, without its manifest."""
     return ManifestError(
-        f"{store.url} has lost its {MANIFEST}: {data} in it was published, and was not deleted by jaxckpt. Run"
-        f" `jaxckpt repair {store.url}`, which restores the manifest from its second copy"
+        f"{store.url} has lost its {MANIFEST}: {data} was published, and jaxckpt has not deleted it."
+        f" {repair_hint(store)}"
     )
+
+
+def repair_hint(store: Store) -> str:
+    """What to do about a manifest that was lost or damaged, and has a second copy."""
+    return f"`jaxckpt repair {shlex.quote(store.url)}` restores the manifest from its second copy"
 
 
 def read_copy(store: Store) -> tuple[str, bytes, Manifest, bytes | None]:
     """The data folder, the content and the manifest of the second copy that can replace the manifest of a path, and the
     damaged manifest that it replaces, if that exists.
 
-    Raises CheckpointExistsError if the manifest is intact, NotACheckpointError, ManifestError, StorageError.
+    Raises CheckpointExistsError if the manifest has its checksum, NotACheckpointError, ManifestError, StorageError.
     """
     damaged = store.read(MANIFEST)
     if damaged is not None and is_sealed(damaged):
-        raise CheckpointExistsError(f"{store.url} has an intact {MANIFEST}: nothing is repaired")
+        raise CheckpointExistsError(f"{store.url}/{MANIFEST} matches its own SHA-256, so it is not replaced")
     named = None if damaged is None else data_folder_of(damaged)
     candidates = [data for data in store.published_data() if named in (None, data)]
     if not candidates:
