@@ -383,6 +383,7 @@ class Bucket:
             # Read last, because this folder may have been published since the listing.
             manifest = self.read(MANIFEST)
             if may_reference_data(manifest, name):
+                left = True
                 continue
             note = parse_note(content)
             if content is not None and not note:
