@@ -145,22 +145,19 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     if store.is_file():
         raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
     names = store.names()
-    if MANIFEST in names:
+    has_lost = MANIFEST not in names and any(map(is_data_folder, names)) and find_lost(store)
+    if MANIFEST in names or has_lost:
         if not overwrite:
-            raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
+            already = f"already holds a checkpoint, which has lost its {MANIFEST}: {repair_hint(store)}"
+            raise CheckpointExistsError(
+                f"{store.url} {already if has_lost else 'already holds a checkpoint'}; pass overwrite=True to replace it"
+            )
         if is_link(store):
             raise CheckpointExistsError(
                 f"{store.url} is a symbolic link to {store.link_target()}, and overwriting it would replace"
                 " the checkpoint there: give that path, or delete the link first"
             )
         return store.read(MANIFEST)
-    if any(map(is_data_folder, names)) and find_lost(store):
-        if not overwrite:
-            raise CheckpointExistsError(
-                f"{store.url} holds a checkpoint that has lost its {MANIFEST}: {repair_hint(store)}; or pass"
-                " overwrite=True to replace the checkpoint"
-            )
-        return None
     steps = [name for name in names if is_step(name)]
     if steps:
         raise CheckpointExistsError(

@@ -298,7 +298,7 @@ class Bucket:
             self._require_unswept(data, manifest, previous)
 
     def _update_copy(self, data: str, manifest: bytes) -> None:
-        """Write the second copy of a manifest again, if it exists. A copy that was removed, because the checkpoint is
+        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is
         being deleted, is not created again."""
         content, generation = self._get(f"{data}/{COPY}")
         if content is not None:

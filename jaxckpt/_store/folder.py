@@ -46,7 +46,7 @@ from jaxckpt._store.arrays import ArrayReader, ArrayWriter
 from jaxckpt._store.files import FileReader, FileWriter, current_size, link, read_into, read_to_end
 from jaxckpt._store.lost_manifest import find_lost
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
-from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
+from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors
 from jaxckpt._store.store import Store
 from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
 from jaxckpt._store.transaction import Transaction
@@ -390,12 +390,10 @@ class Folder:
             self._replace_manifest_durably(handle, data, manifest, previous, WRITER if by_writer else None, sync=sync)
 
     def _update_copy(self, data: str, manifest: bytes) -> None:
-        """Write the second copy of a manifest again, if it exists. A copy that was removed, because the checkpoint is
-        being deleted, is not created again."""
-        with contextlib.suppress(FileNotFoundError):
-            handle = os.open(self._path(data, COPY), os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
-            with open(handle, "wb") as file:
-                file.write(manifest)
+        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is being
+        deleted, is not created again."""
+        if os.path.lexists(self._path(data, COPY)):
+            self.replace(f"{data}/{COPY}", manifest)
 
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
@@ -730,7 +728,7 @@ class Folder:
             try:
                 return bool(find_lost(self.child(name)))
             except StorageError as error:
-                return error
+                return False if error.errno in UNLISTABLE else error
         except OSError as error:
             return StorageError(error.errno, f"cannot look at {self.url}/{name}/{MANIFEST}: {error.strerror}")
         return True

@@ -56,8 +56,8 @@ def _still_has_copy(store: Store, data: str) -> bool:
 def lost_error(store: Store, data: str) -> ManifestError:
     """The error for a path whose data folder `data` was published, without its manifest."""
     return ManifestError(
-        f"{store.url} has lost its {MANIFEST}: {data} was published, and jaxckpt has not deleted it."
-        f" {repair_hint(store)}"
+        f"{store.url} has lost its {MANIFEST}: {data} was published, and jaxckpt has not deleted it. Unless it is still"
+        f" being copied there, {repair_hint(store)}"
     )
 
 

@@ -141,6 +141,23 @@ def test_nothing_deletes_it_and_repair_restores_it(place: str, lost: int, caplog
     assert repair(directory, FAST) == []
 
 
+@pytest.mark.parametrize("content", [None, b""], ids=["deleted", "emptied"])
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_last": 9, "keep_last_of": {"w": 1}}], ids=["all", "part"])
+def test_no_rule_deletes_what_was_lost_while_the_checkpointer_is_open(
+    tmp_path: Path, content: bytes | None, rules: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = str(tmp_path / "run")
+    with jaxckpt.Checkpointer(directory, background=False, options=FAST, **rules) as checkpoints:
+        checkpoints.save(1, state(1))
+        lose(step_path(directory, 1), content)
+        for step in (2, 3):
+            checkpoints.save(step, state(step))
+        checkpoints.wait()
+    assert "keeping step 1: " in caplog.text
+    assert repair(directory, FAST)
+    assert jaxckpt.load_numpy(step_path(directory, 1))["w"].shape == (4, 5)
+
+
 def test_a_damaged_step_is_deleted_or_replaced_only_on_request(place: str) -> None:
     directory = saved(place)
     lose(step_path(directory, 1))
