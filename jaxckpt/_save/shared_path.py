@@ -148,9 +148,9 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     has_lost = MANIFEST not in names and any(map(is_data_folder, names)) and find_lost(store)
     if MANIFEST in names or has_lost:
         if not overwrite:
-            already = f"already holds a checkpoint, which has lost its {MANIFEST}: {repair_hint(store)}"
+            lost = f", which has lost its {MANIFEST} ({repair_hint(store)})" if has_lost else ""
             raise CheckpointExistsError(
-                f"{store.url} {already if has_lost else 'already holds a checkpoint'}; pass overwrite=True to replace it"
+                f"{store.url} already holds a checkpoint{lost}; pass overwrite=True to replace it"
             )
         if is_link(store):
             raise CheckpointExistsError(
