@@ -345,6 +345,16 @@ def test_repair_refuses(tmp_path: Path, harm: Callable[[str], object], error: ty
     assert sorted(map(str, tmp_path.rglob("*"))) == before
 
 
+def test_a_damaged_copy_affects_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "one")
+    jaxckpt.save(path, state(1))
+    for harm in (damage_copy, lambda path: (data_of(path) / COPY).unlink()):
+        harm(path)
+        assert jaxckpt.restore(path)["step"] == 1
+        assert jaxckpt.verify(path).ok
+        assert repair(path, FAST) == []
+
+
 def test_repair_never_replaces_a_checkpoint_that_was_saved_meanwhile(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
