@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import os
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 import tensorstore as ts
 from hypothesis import strategies as st
@@ -202,13 +202,14 @@ def calls_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     def scope(handle: int) -> dict[str, str]:
         return {"boot": f"{_here.host.name}, start {_here.host.starts}", "device": "0:7"}
 
-    def remove(path: str, ignore_errors: bool) -> None:
-        """Delete the manifest last, which is the worst order: a folder without it cannot be published."""
-        for name in sorted(os.listdir(path)):
-            os.unlink(os.path.join(path, name))
-        os.rmdir(path)
+    @contextlib.contextmanager
+    def in_the_worst_order(folder: Any) -> Generator[list[os.DirEntry[str]]]:
+        """The note first and the copy last: a folder with a copy and no note seems to have lost its manifest."""
+        with scandir(folder) as entries:
+            yield sorted(entries, key=lambda entry: (entry.name == COPY, entry.name != WRITER))
 
-    monkeypatch.setattr(shutil, "rmtree", remove)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", in_the_worst_order)
     for name in CALLS:
         monkeypatch.setattr(os, name, functools.partial(paused, getattr(os, name)))
     # A host does one thing at a time, so its own locks are free too.
@@ -452,7 +453,7 @@ def stores_at(url: str) -> tuple[Store, Store]:
 @functools.cache
 def _template() -> bytes:
     store = store_at(f"memory://two-hosts/{uuid.uuid4().hex}", jaxckpt.Options())
-    jaxckpt.save(store.url, {"w": 1})
+    jaxckpt.save(store.url, {"w": np.zeros(3)})
     return store.read(MANIFEST) or b""
 
 
@@ -540,4 +541,58 @@ def test_two_operations(
         machine.run(0, first)
         machine.begin(1, operations[1])
         machine.run(1, second)
+        machine.teardown()
+
+
+KILLED = (
+    ("save", "clear"),
+    ("save", "delete"),
+    ("save", "overwrite"),
+    ("overwrite", "delete"),
+    ("overwrite", "overwrite"),
+    ("delete", "overwrite"),
+    ("delete", "sweep"),
+    ("sweep", "delete"),
+    ("drop", "delete"),
+    ("lost overwrite", "sweep"),
+    ("lost overwrite", "clear"),
+    ("lost delete", "sweep"),
+    ("lost repair", "delete"),
+    ("lost repair", "overwrite"),
+    ("lost repair", "sweep"),
+)
+
+
+@pytest.mark.fault(
+    13,
+    "one host is killed at any system call or request, before or after the other has done something",
+    PROMISE,
+    quick=120,
+    full=None,
+)
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_killed_at_any_call(fault: Fault, tmp_path: Path, calls_pause: None, kind: str) -> None:
+    top = str(tmp_path) if kind == "folder" else f"memory://two-hosts/{uuid.uuid4().hex}"
+    _template()
+    cases = [*itertools.product(KILLED, range(CALLS_OF_A_SAVE), (True, False), (True, False))]
+    for number, ((operation, other), calls, dies, dies_first) in enumerate(fault.rounds(cases)):
+        machine = TwoHosts(fault, f"{top}/{number}")
+        lost, _, operation = operation.rpartition(" ")
+        if operation != "save":
+            machine.begin(1, "save")
+            machine.run_until(1, "the end")
+        if lost:
+            machine.lose(None)
+            assert machine.lost
+        machine.begin(0, operation)
+        machine.run(0, calls)
+        if dies and dies_first:
+            machine.crash(0, restart=False, really=0)
+        machine.begin(1, other)
+        machine.run_until(1, "the end")
+        machine.a_lost_manifest_is_seen()
+        if dies and not dies_first:
+            machine.crash(0, restart=False, really=0)
+        machine.run_until(0, "the end")
+        machine.a_lost_manifest_is_seen()
         machine.teardown()
