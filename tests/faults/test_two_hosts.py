@@ -318,7 +318,8 @@ class TwoHosts(RuleBasedStateMachine):
 
     def _clear(self) -> None:
         """As a Checkpointer deletes an older step that was not published."""
-        if not self.store.parent_and_name()[0].folders(lambda name: name == STEP).get(STEP):
+        above = self.store.parent_and_name()
+        if above and not above[0].folders(lambda name: name == STEP).get(STEP):
             self.store.clear()
 
     def _drop(self) -> None:

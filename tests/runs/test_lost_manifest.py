@@ -215,7 +215,7 @@ def test_a_subscriber_raises(place: str) -> None:
     lose(step_path(url, 2))
     found: list[int] = []
     with pytest.raises(ManifestError, match="00000002"):
-        found += (update.step for update in weights.subscribe(url, timeout_seconds=0.01))
+        found += (step for step, _ in weights.subscribe(url, timeout_seconds=0.01))
 
 
 # What is not lost -----------------------------------------------------------------------------------------
@@ -422,7 +422,13 @@ def test_dropped_subtrees_stay_dropped_after_a_repair(tmp_path: Path) -> None:
 
 
 def test_a_local_step_uses_its_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"local": tmp_path / "local", "local_every": 5, "copies": 0, "every": 10, "on_preemption": "ignore"}
+    options: dict[str, Any] = {
+        "local": tmp_path / "local",
+        "local_every": 5,
+        "copies": 0,
+        "every": 10,
+        "on_preemption": "ignore",
+    }
     with jaxckpt.Checkpointer(tmp_path / "run", options=FAST, **options) as checkpoints:
         for step in (5, 10, 15):
             checkpoints.save(step, state(step))
