@@ -250,7 +250,7 @@ def store_requests(job: Job, plan: SavePlan, read_objects: int) -> Counted:
     """Requests of a save to a new path, by a process that has saved to the bucket before, and of a restore.
 
     `read_objects` is the number of requests for objects by all processes. The writer's note is created and replaced
-    twice; the manifest is written once.
+    twice; the manifest and its copy are written once.
     """
     stacks = len(plan.stacks)
     save = {
@@ -262,6 +262,7 @@ def store_requests(job: Job, plan: SavePlan, read_objects: int) -> Counted:
         "DELETE writer.json": 1,
         "GET manifest.json": 1,
         "PUT manifest.json": 1,
+        "PUT manifest-copy.json": 1,
     }
     restore = {"GET manifest.json": job.processes, "GET zarr.json": stacks, "GET object": read_objects}
     return Counted(save, restore)

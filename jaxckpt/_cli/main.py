@@ -381,6 +381,15 @@ def integrate() -> None:
     """
 
 
+@_command("writing", location("path"))
+def repair() -> None:
+    """Restore the manifest of a checkpoint, or of each step of a run, that has lost it.
+
+    The manifest is copied from its second copy, after a check that all files that it names exist and have the expected
+    size. An intact manifest is never replaced.
+    """
+
+
 @_command(
     "writing",
     location("path"),

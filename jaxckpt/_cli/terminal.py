@@ -148,7 +148,7 @@ def print_done(text: str, record: Mapping[str, Any], as_json: bool, *, written: 
     if as_json:
         print_json(record, to_stderr=to_stderr)
     else:
-        click.echo(printable(text), err=to_stderr)
+        click.echo(printable(text, keep="\n"), err=to_stderr)
 
 
 def _to_jsonable(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`convert`, `report`, `integrate`, `pin`, `unpin`, `fork` and `rm`: the commands that write or delete."""
+"""`convert`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork` and `rm`: the commands that write or delete."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
 from jaxckpt._convert.convert import integrate as integrate_ranks
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._inspect.repair import repair as repair_manifests
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
@@ -87,6 +88,13 @@ def report(
 def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, progress: bool, as_json: bool) -> None:
     integrate_ranks(old, new, strategy, n, overwrite=overwrite, options=progress_options(progress))
     print_done(f"{old} → {new}", {"source": old, "destination": new}, as_json)
+
+
+def repair(path: str, as_json: bool) -> None:
+    reports = repair_manifests(path, Options())
+    repaired = [report.path for report in reports]
+    text = "\n".join(f"repaired {report}" for report in reports) or f"{path} has not lost its manifest"
+    print_done(text, {"path": path, "repaired": repaired}, as_json)
 
 
 def pin(path: str, name: str, move: bool, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from jaxckpt._sources.format_registry import formats, missing_formats_hint
 from jaxckpt._sources.open_source import Location
 from jaxckpt._store.folder import sync_path
 from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.lost_manifest import find_lost
 from jaxckpt._store.removal import remove_folder
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path, store_at
@@ -68,8 +69,8 @@ def _checkpoint_names(path: str, names: Collection[str]) -> Collection[str]:
         load_manifest(store_at(path, Options()))
         # Orbax marks the items that jaxckpt's handler writes.
         return {MANIFEST, *filter(is_data_folder, names), *SAVE_FILES}
-    if all(map(is_data_folder, names)):  # a save that never finished
-        return names
+    if all(map(is_data_folder, names)):  # a save that never finished, or a checkpoint that has lost its manifest
+        return () if find_lost(store_at(path, Options())) else names
     for form in formats():
         if form.recognizes(path, names):
             if form.open is not None:

@@ -195,6 +195,15 @@ def _verify(
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, NativeCheckpoint):
         return _verify_foreign(source, quick, options, step)
+    report = verify_files(source, quick, options, step)
+    became = source.change_since_open() if report.problems else None
+    if became:
+        raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being verified")
+    return report
+
+
+def verify_files(source: NativeCheckpoint, quick: bool, options: Options, step: str = "") -> VerifyReport:
+    """Check the files that a manifest names."""
     store, manifest = source.store, source.manifest
     files = list(_files(manifest))
     misfits = store.check_lengths({file.key: file.length for file in files})
@@ -206,9 +215,6 @@ def _verify(
         files_to_read = itertools.chain(_small_files(manifest), _throttle(rest, meter))
         problems += _check_concurrently(store, files_to_read, meter, options.timeout_seconds)
         meter.report_rest()
-    became = source.change_since_open() if problems else None
-    if became:
-        raise NotACheckpointError(f"the checkpoint at {store.url} was {became} while it was being verified")
     numbers = {None: -1, **manifest.numbers}
     problems.sort(key=lambda problem: (numbers[problem.leaf], problem.box or (), problem.object))
     return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)

@@ -22,14 +22,15 @@ from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.step_files import Availability, Candidate, Files, missing_files
 from jaxckpt._local_tier.tier import LocalTier
 from jaxckpt._local_tier.union_source import UnionCheckpoint
-from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.file_names import MANIFEST, is_sealed
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._run_folder.steps import is_step, step_name
 from jaxckpt._store.folder import Folder
-from jaxckpt.errors import CorruptError, ManifestError, StorageError
+from jaxckpt._store.lost_manifest import read_copy
+from jaxckpt.errors import CheckpointExistsError, CorruptError, ManifestError, NotACheckpointError, StorageError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -194,9 +195,14 @@ class Recovery:
 
 
 def _read_step(process: str, folder: Folder, step: int) -> LocalStep:
-    """The local folder of a step. A manifest that is damaged, or of another step, counts as missing."""
+    """The local folder of a step. A lost manifest is restored from its second copy. A manifest that is damaged without
+    a copy, or of another step, counts as missing."""
     try:
         content = folder.read(MANIFEST)
+        if (content is None or not is_sealed(content)) and (data := folder.published_data()):
+            copied, content, _, _ = read_copy(folder)
+            _log.warning("%s had lost its %s, which is restored from its copy in %s", folder.url, MANIFEST, data[0])
+            _publish_manifest(folder, copied, content, sync=False)
         if content is None:
             return LocalStep(process, folder, step, None, None)
         manifest = decode(content, folder.url)
@@ -204,7 +210,7 @@ def _read_step(process: str, folder: Folder, step: int) -> LocalStep:
             candidate = Candidate(step, manifest.save_id, hashlib.sha256(content).hexdigest())
             return LocalStep(process, folder, step, content, candidate)
         why = "it is of another step"
-    except (CorruptError, StorageError) as error:
+    except (CorruptError, StorageError, NotACheckpointError, CheckpointExistsError) as error:
         why = str(error)
     _log.warning("the manifest in %s is not used: %s", folder.url, why)
     return LocalStep(process, folder, step, None, None)

@@ -11,6 +11,10 @@ SEAL = b',"sha256":"'
 
 WRITER = "writer.json"
 
+COPY = "manifest-copy.json"
+"""A second copy of the manifest, in the data folder. It is written just before the manifest is published, and removed
+just before the manifest is deleted."""
+
 
 def data_folder(save_id: str) -> str:
     """Name of the data folder of a save."""

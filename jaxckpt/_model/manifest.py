@@ -72,15 +72,15 @@ def _plain(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
-def decode(content: bytes, where: str) -> Manifest:
-    """The manifest, checked. Raises ManifestError."""
-    problem = _length_problem(content)
+def decode(content: bytes, where: str, name: str = MANIFEST) -> Manifest:
+    """The manifest in a file of this name, checked. Raises ManifestError."""
+    file, problem = f"{where}/{name}", _length_problem(content)
     if problem:
-        raise ManifestError(f"{where}/{MANIFEST} {problem}")
+        raise ManifestError(f"{file} {problem}")
     if nesting(content) > MAX_NESTING:
-        raise ManifestError(f"{where}/{MANIFEST} is nested deeper than {MAX_NESTING}")
+        raise ManifestError(f"{file} is nested deeper than {MAX_NESTING}")
     if not is_sealed(content):
-        raise _manifest_error(content, where, "is damaged or was edited: it does not match the SHA-256 at its own end")
+        raise _manifest_error(content, file, "is damaged or was edited: it does not match the SHA-256 at its own end")
     body = content.rpartition(SEAL)[0] + b"}"
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -88,20 +88,20 @@ def decode(content: bytes, where: str) -> Manifest:
         if msgspec.json.encode(manifest) != body:
             json.loads(body, object_pairs_hook=require_distinct)
     except (ValueError, RecursionError) as error:
-        raise _manifest_error(content, where, f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
+        raise _manifest_error(content, file, f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
     wrong = problems(manifest)
     if wrong:
-        raise _manifest_error(content, where, f"is inconsistent:\n{show_lines(wrong)}")
+        raise _manifest_error(content, file, f"is inconsistent:\n{show_lines(wrong)}")
     return manifest
 
 
-def _manifest_error(content: bytes, where: str, reason: str) -> ManifestError:
+def _manifest_error(content: bytes, file: str, reason: str) -> ManifestError:
     """The error for a manifest that cannot be read for `reason`. If its format version is newer, that is reported
     instead, because a newer format may differ entirely."""
     version = _version_of(content)
     if version is not None and version > VERSION:
         reason = f"is of format version {version}; this jaxckpt reads up to {VERSION}. Update jaxckpt."
-    return ManifestError(f"{where}/{MANIFEST} {reason}")
+    return ManifestError(f"{file} {reason}")
 
 
 def state_file_name(process: int) -> str:

@@ -32,9 +32,14 @@ def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
     _log.info("%s: wrote %s again that seem unchanged since the last save: %s", url, show_bytes(n_bytes), reason)
 
 
+def log_kept(url: str, name: str) -> None:
+    """Log that data whose manifest was lost is not deleted."""
+    _log.warning("%s has lost its manifest.json; %s in it was published, and is kept", url, name)
+
+
 def log_swept(url: str, name: str) -> None:
-    """Log that the remains of a save were deleted."""
-    _log.info("deleted %s/%s, left by a save that failed or was replaced", url, name)
+    """Log that the remains of a save or of a deletion were deleted."""
+    _log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)
 
 
 def warn_replicated(url: str, n_arrays: int, n_bytes: int, n_devices: int) -> None:

@@ -9,8 +9,10 @@ import msgspec
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
+from jaxckpt._model.records import Manifest
 from jaxckpt._run_folder.added_metrics import read_added_metrics
 from jaxckpt._run_folder.steps import BEST, RUN, Mode, best_of, is_step, pins, require_no_checkpoint, step_name
+from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
@@ -144,12 +146,24 @@ def best_rule(run: Store) -> tuple[str, Mode]:
 
 
 def metrics_by_step(run: Store, published: Sequence[int]) -> list[tuple[int, Mapping[str, float | None]]]:
-    """The published steps that a Checkpointer saved, each with its metrics. Raises DataError, StorageError."""
+    """The published steps that a Checkpointer saved, each with its metrics. Raises CorruptError, StorageError."""
     children = [run.child(step_name(step)) for step in published]
     contents = run.read_all(f"{step_name(step)}/{MANIFEST}" for step in published)
     added = read_added_metrics(run, published)
+    manifests = [
+        _manifest(child) if content is None else decode(content, child.url)
+        for child, content in zip(children, contents, strict=True)
+    ]
     return [
         (step, {**manifest.step.metrics, **added.get((step, manifest.save_id), {})})
-        for step, child, content in zip(published, children, contents, strict=True)
-        if content is not None and (manifest := decode(content, child.url)).step is not None
+        for step, manifest in zip(published, manifests, strict=True)
+        if manifest is not None and manifest.step is not None
     ]
+
+
+def _manifest(step: Store) -> Manifest | None:
+    """The manifest of a step; None if the step was deleted. Raises CorruptError."""
+    try:
+        return load_manifest(step)[0]
+    except NotACheckpointError:
+        return None

@@ -49,7 +49,7 @@ def is_step(name: str) -> bool:
 
 def require_no_checkpoint(directory: Store) -> None:
     """Raise InputError if a directory of steps is itself a checkpoint."""
-    if directory.read(MANIFEST) is not None:
+    if directory.read(MANIFEST) is not None or directory.published_data():
         raise InputError(f"{directory.url} is a checkpoint; give the directory of a Checkpointer, which holds steps")
 
 

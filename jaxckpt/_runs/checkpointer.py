@@ -663,7 +663,10 @@ class Checkpointer(Run):
                 f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
                 f" best_step({metric!r}, 'min')"
             )
-        return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
+        steps = self.steps()
+        saved = self._directory.saved_steps(steps)
+        self._directory.require_undamaged({*steps} - {step.number for step in saved})
+        return next(iter(best.steps(saved)), None)
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
         """The metrics given to `save` for a step, and those that were added; None for values that were not finite.

@@ -12,7 +12,7 @@ import time
 import weakref
 
 from jaxckpt._model import manifest as manifests
-from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
@@ -235,6 +235,8 @@ class Deletion:
                 self._deleting_step = step
                 try:
                     if step != self._saving_step:
+                        if any(map(is_data_folder, self._directory.child(step).names())):
+                            _log.info("deleting step %d of %s, which was not published", step, self._store.url)
                         self._delete_remains(step)
                 finally:
                     self._deleting_step = None
@@ -243,7 +245,7 @@ class Deletion:
         """Delete a step or some of its subtrees, unless the step has been saved again."""
         step = self._deleting_step = decision.step.number
         try:
-            if step == self._saving_step or not self._directory.is_current(decision.step):
+            if step == self._saving_step or not self._directory.is_current(decision.step) or self._is_damaged(step):
                 return
             if decision.kept:
                 self._drop(decision.step, decision.dropped_subtrees)
@@ -252,6 +254,20 @@ class Deletion:
                 _log.info("deleted step %d of %s: %s", step, self._store.url, decision.why)
         finally:
             self._deleting_step = None
+
+    def _is_damaged(self, step: int) -> bool:
+        """Whether the manifest of a step was lost or damaged since it was read. No rule deletes such a step."""
+        child = self._directory.child(step)
+        try:
+            if (content := child.read(MANIFEST)) is None or not is_sealed(content):
+                load_manifest(child)
+        except NotACheckpointError:  # its deletion was interrupted
+            return False
+        except CorruptError as error:
+            _log.warning("keeping step %d: %s", step, error)
+            self._directory.forget(step)
+            return True
+        return False
 
     def _delete(self, step: int) -> None:
         """Delete a step: the link if it is one; otherwise move it to the trash, or delete its manifest and its data."""

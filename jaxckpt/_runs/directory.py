@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxckpt._model.records import Manifest, StepRecord
@@ -133,6 +134,12 @@ class Directory:
         except CorruptError as error:
             _log.warning("ignoring step %d: %s", step, error)
             return None
+
+    def require_undamaged(self, steps: Iterable[int]) -> None:
+        """Raise CorruptError if the manifest of one of these steps is damaged or lost."""
+        for step in steps:
+            with contextlib.suppress(NotACheckpointError):  # deleted in the meantime
+                load_manifest(self.child(step))
 
     def saved_steps(self, steps: list[int]) -> list[SavedStep]:
         """The properties of all steps from their manifests, and the metrics that were added to them."""

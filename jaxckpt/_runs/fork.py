@@ -35,7 +35,7 @@ def fork_step(path: Path, new_run: Path, options: Options) -> int:
     source, _, number = step_of(source_at(path, options), "give a run, or one of its steps")
     new = store_at(new_run, options).absolute()
     steps = [] if new.is_file() else step_folders(new)[0]
-    if steps or new.is_file() or MANIFEST in new.names():
+    if steps or new.is_file() or MANIFEST in new.names() or new.published_data():
         state = (
             f"has {show_count(len(steps), 'step')}" if steps else "is a file" if new.is_file() else "is a checkpoint"
         )

@@ -445,7 +445,7 @@ def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInf
         total_bytes=sum(plan.process_bytes),
         process_bytes=plan.process_bytes,
         objects=plan.n_objects,
-        files=plan.n_objects + len(plan.stacks) + states + 1,
+        files=plan.n_objects + len(plan.stacks) + states + 2,
         stored_bytes=published.stored_bytes,
         reused_bytes=published.reused_bytes,
         manifest_sha256=published.manifest_sha256,

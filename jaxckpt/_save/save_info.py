@@ -29,8 +29,8 @@ class SaveInfo:
     """Objects that hold the array data."""
 
     files: int
-    """Files of the checkpoint: the objects, a zarr.json for each stack, the state of each process if given, and the
-    manifest."""
+    """Files of the checkpoint: the objects, a zarr.json for each stack, the state of each process if given, the
+    manifest, and a copy of it."""
 
     stored_bytes: int
     """Bytes of the objects, including checksums and indexes."""

@@ -30,6 +30,7 @@ from jaxckpt._save.compose_manifest import (
 from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.staging import StagedObject, exchanges
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
+from jaxckpt._store.lost_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, store_at
 from jaxckpt._store.transaction import Transaction, begin
@@ -144,9 +145,13 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     if store.is_file():
         raise CheckpointExistsError(f"{store.url} is a file; give a new or empty folder")
     names = store.names()
-    if MANIFEST in names:
+    has_lost = MANIFEST not in names and any(map(is_data_folder, names)) and find_lost(store)
+    if MANIFEST in names or has_lost:
         if not overwrite:
-            raise CheckpointExistsError(f"{store.url} already holds a checkpoint; pass overwrite=True to replace it")
+            lost = f", which has lost its {MANIFEST} ({repair_hint(store)})" if has_lost else ""
+            raise CheckpointExistsError(
+                f"{store.url} already holds a checkpoint{lost}; pass overwrite=True to replace it"
+            )
         if is_link(store):
             raise CheckpointExistsError(
                 f"{store.url} is a symbolic link to {store.link_target()}, and overwriting it would replace"

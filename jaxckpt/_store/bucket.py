@@ -27,6 +27,7 @@ import numpy as np
 import tensorstore as ts
 
 from jaxckpt._model.file_names import (
+    COPY,
     MANIFEST,
     WRITER,
     data_folder,
@@ -39,11 +40,12 @@ from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._pipeline.events import log_swept
+from jaxckpt._pipeline.events import log_kept, log_swept
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress
 from jaxckpt._store.arrays import ObjectRecord
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
+from jaxckpt._store.lost_manifest import find_lost
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt._store.store import MAX_FILE_BYTES, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
@@ -66,6 +68,8 @@ _RACERS = 4
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 _STALLED_SECONDS = 30
 _MAX_RETRIES = 100_000
+
+_UNPUBLISH_TRIES = 10
 
 _ANSWER_SECONDS = 2.0
 """How long the last try of a request may take in addition to `Options.retry_seconds`."""
@@ -282,12 +286,37 @@ class Bucket:
             raise overtaken_error(self.url)
         # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
         by_writer = not is_data_referenced(previous, data)
-        if by_writer and not self._transition(data, ["writing"], "publishing"):
+        if not by_writer:
+            self._update_copy(data, manifest)
+        elif self._transition(data, ["writing"], "publishing"):
+            self.put(f"{data}/{COPY}", manifest)
+        else:
             raise overtaken_error(self.url)
         if not self._write_if_unchanged(MANIFEST, generation, manifest):
             raise overtaken_error(self.url)
         if by_writer:
             self._require_unswept(data, manifest, previous)
+
+    def _update_copy(self, data: str, manifest: bytes) -> None:
+        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is
+        being deleted, is not created again."""
+        content, generation = self._get(f"{data}/{COPY}")
+        if content is not None:
+            self._write_if_unchanged(f"{data}/{COPY}", generation, manifest)
+
+    def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
+        current, generation = self._get(MANIFEST)
+        if current != damaged or not self._write_if_unchanged(MANIFEST, generation, copy):
+            raise overtaken_error(self.url)
+        if self.read(f"{data}/{COPY}") is None:  # the checkpoint was deleted in the meantime
+            self._withdraw(copy)
+            raise overtaken_error(self.url, was_deleted=True)
+
+    def _withdraw(self, manifest: bytes) -> None:
+        """Delete the manifest that was just published, unless another one has replaced it."""
+        current, generation = self._get(MANIFEST)
+        if current == manifest:
+            self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
 
     def _require_unswept(self, data: str, manifest: bytes, previous: bytes | None) -> None:
         """Withdraw the manifest that was just published if its data was swept in the meantime.
@@ -301,13 +330,33 @@ class Bucket:
         content = self.read(f"{data}/{WRITER}")
         if previous is not None or (content is not None and parse_note(content).get("state") != "swept"):
             return
-        current, generation = self._get(MANIFEST)
-        if current == manifest:
-            self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
+        self._withdraw(manifest)
+        self.remove(f"{data}/{COPY}")  # written after the sweep
         raise overtaken_error(self.url)
 
     def unpublish(self, *, sync: bool) -> None:
-        self.remove(MANIFEST)
+        """A save that publishes in the meantime is deleted too."""
+        for _ in range(_UNPUBLISH_TRIES):
+            content, generation = self._get(MANIFEST)
+            for name in (name for name, key in self._data_keys() if key == COPY):
+                self.remove(f"{name}/{COPY}")
+            if content is None:
+                return
+            # Without the condition, a checkpoint whose copy was written after the listing would lose its manifest only.
+            stamp = self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
+            if stamp.generation or self.read(MANIFEST) is None:
+                return
+        raise StorageError(errno.EBUSY, f"cannot delete the checkpoint at {self.url}: other processes save there")
+
+    def published_data(self) -> list[str]:
+        keys = self._data_keys()  # in order, so a note is looked for after its copy
+        with_note = {name for name, key in keys if key == WRITER}
+        copies = (name for name, key in keys if key == COPY)
+        return [name for name in copies if name not in with_note or self._has_published(name)]
+
+    def _has_published(self, data: str) -> bool:
+        """Whether the note of a writer, which was killed before it deleted the note, says that it has published."""
+        return parse_note(self.read(f"{data}/{WRITER}")).get("state") == "published"
 
     def discard(self, data: str) -> None:
         """Keeps the data if the write of the manifest had no response, because the manifest may still appear. A later
@@ -334,6 +383,7 @@ class Bucket:
             # Read last, because this folder may have been published since the listing.
             manifest = self.read(MANIFEST)
             if may_reference_data(manifest, name):
+                left = True
                 continue
             note = parse_note(content)
             if content is not None and not note:
@@ -341,7 +391,10 @@ class Bucket:
                 continue
             no_writer = content is None or note.get("state") in ("published", "swept")
             outdated = all_writers or note.get("replaces") != manifest_identity(manifest)
-            if no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
+            if manifest is None and no_writer and name in find_lost(self):
+                log_kept(self.url, name)
+                left = True
+            elif no_writer or (outdated and self._transition(name, ["writing", "publishing"], "swept")):
                 self.delete(name)
                 if not all_writers:
                     log_swept(self.url, name)
@@ -350,13 +403,21 @@ class Bucket:
         return left
 
     def _data_folders(self) -> list[str]:
-        names = {f"data-{key.partition('/')[0]}" for key in self._list("data-")}
-        return sorted(name for name in names if is_data_folder(name))
+        return sorted({name for name, _ in self._data_keys()})
+
+    def _data_keys(self) -> list[tuple[str, str]]:
+        """The data folder and the rest of each key that a save has written, in the order of a listing."""
+        keys = (f"data-{key}".partition("/") for key in self._list("data-"))
+        return [(name, rest) for name, _, rest in keys if is_data_folder(name)]
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
+        """Also corrects the note of a writer that was killed right after it published."""
         named = {stack.name for stack in stacks}
-        folder = self.child(data)
-        for name in {key.partition("/")[0] for key in self._list(f"{data}/") if "/" in key}:
+        folder, keys = self.child(data), self._list(f"{data}/")
+        if WRITER in keys:
+            with contextlib.suppress(StorageError):  # no permission
+                self._transition(data, ["publishing"], "published")
+        for name in {key.partition("/")[0] for key in keys if "/" in key}:
             if name not in named:
                 folder.delete(name)
 
@@ -450,11 +511,11 @@ class Bucket:
         return [key.decode(errors="replace") for key in keys]
 
     def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        """One request, and one more for each requested mark."""
+        """One request, one more for each requested mark, and a listing for each that has no manifest."""
         names = sorted(filter(predicate, self._list(MARKS)))
         heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
         return {
-            name: self._await("read", f"{name}/{MANIFEST}", head).state == "value"
+            name: self._await("read", f"{name}/{MANIFEST}", head).state == "value" or bool(find_lost(self.child(name)))
             for name, head in zip(names, heads, strict=True)
         }
 
@@ -479,7 +540,10 @@ class Bucket:
         self.remove(f"{MARKS}{name}")
 
     def delete(self, name: str) -> None:
-        for pending in [self._keys.write(f"{name}/{key}", None) for key in self._list(f"{name}/")]:
+        keys = self._list(f"{name}/")
+        if COPY in keys:  # the first step of every deletion
+            self.remove(f"{name}/{COPY}")
+        for pending in [self._keys.write(f"{name}/{key}", None) for key in keys]:
             self._await("delete", name, pending)
 
     can_rename = False

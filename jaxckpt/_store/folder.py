@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import (
+    COPY,
     MANIFEST,
     WRITER,
     data_folder,
@@ -37,14 +38,15 @@ from jaxckpt._model.file_names import (
 from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
-from jaxckpt._pipeline.events import log_swept
+from jaxckpt._pipeline.events import log_kept, log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.anchor import Anchor
 from jaxckpt._store.arrays import ArrayReader, ArrayWriter
 from jaxckpt._store.files import FileReader, FileWriter, current_size, link, read_into, read_to_end
+from jaxckpt._store.lost_manifest import find_lost
 from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
-from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
+from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors
 from jaxckpt._store.store import Store
 from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
 from jaxckpt._store.transaction import Transaction
@@ -83,6 +85,8 @@ _REFUSED_LINK = (
     begin_save="preparing",
     unlock="closing a file in",
     publish="publishing",
+    publish_copy="publishing",
+    published_data="listing",
     unpublish="deleting",
     discard="deleting",
     sweep="sweeping",
@@ -376,36 +380,57 @@ class Folder:
             # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
             by_writer = not is_data_referenced(previous, data)
             if by_writer:
-                self._require_note(data, previous)
-            self._replace_manifest(data, manifest, previous, sync=sync)
-            try:
-                if sync:
-                    os.fsync(handle)
-                if by_writer:
-                    # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only
-                    # then deletes the data. So either this process or that host sees the other one's change. A save
-                    # is not withdrawn because the note cannot be read: withdrawing it could fail for the same reason.
-                    self._require_note(data, manifest, may_be_unreadable=True)
-            except (OSError, JaxckptError):
-                # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must
-                # not leave it published.
-                with contextlib.suppress(OSError, JaxckptError):
-                    self._withdraw(data, manifest, previous)
-                raise
+                self._require_note(data, WRITER, previous)
+                self.put(f"{data}/{COPY}", manifest)
+            else:
+                self._update_copy(data, manifest)
+            # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only then
+            # deletes the data. So either this process or that host sees the other one's change. A save is not
+            # withdrawn because the note cannot be read: withdrawing it could fail for the same reason.
+            self._replace_manifest_durably(handle, data, manifest, previous, WRITER if by_writer else None, sync=sync)
 
-    def _require_note(self, data: str, current: bytes | None, *, may_be_unreadable: bool = False) -> None:
-        """Raise if the data of a save was deleted, before its manifest was published as the successor of `current`, or
-        after it was published as `current`.
+    def _update_copy(self, data: str, manifest: bytes) -> None:
+        """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is being
+        deleted, is not created again."""
+        if os.path.lexists(self._path(data, COPY)):
+            self.replace(f"{data}/{COPY}", manifest)
 
-        A suspended process that resumes may recreate deleted files, but never the writer's note. A missing note
-        therefore proves that the data was deleted.
+    def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
+        with self._translate_errors("publish", MANIFEST), self._locked() as handle:
+            self._require_note(data, COPY, damaged)
+            self._replace_manifest_durably(handle, data, copy, damaged, COPY, sync=sync)
+
+    def _replace_manifest_durably(
+        self, folder: int, data: str, manifest: bytes, previous: bytes | None, proof: str | None, *, sync: bool
+    ) -> None:
+        """Replace the manifest `previous` of the open folder. `proof` is the file whose absence proves that the data
+        was deleted."""
+        self._replace_manifest(data, manifest, previous, sync=sync)
+        try:
+            if sync:
+                os.fsync(folder)
+            if proof:
+                self._require_note(data, proof, manifest, may_be_unreadable=True)
+        except (OSError, JaxckptError):
+            # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must not
+            # leave it published.
+            with contextlib.suppress(OSError, JaxckptError):
+                self._withdraw(data, manifest, previous)
+            raise
+
+    def _require_note(self, data: str, name: str, current: bytes | None, *, may_be_unreadable: bool = False) -> None:
+        """Raise if data was deleted, before its manifest was published as the successor of `current`, or after it was
+        published as `current`.
+
+        A suspended process that resumes may recreate deleted files, but never the file `name`, the note of the writer
+        or the second copy of the manifest. If it is missing, the data was deleted.
         """
         try:
-            exists = self.read(f"{data}/{WRITER}") is not None
+            exists = self.read(f"{data}/{name}") is not None
         except StorageError:
             if not may_be_unreadable:
                 raise
-            exists = _is_listed(self._path(data, WRITER))
+            exists = _is_listed(self._path(data, name))
         if not exists:
             self._require_unchanged(current)
             raise StorageError(
@@ -483,11 +508,30 @@ class Folder:
             contextlib.suppress(FileNotFoundError),
             self._locked() as handle,
         ):
+            for data in filter(is_data_folder, self.names()):
+                self._remove_copy(data, sync=sync)
             retry_stale(os.unlink, self._path(MANIFEST))
             if sync:  # otherwise a power loss could restore the manifest without its data
                 os.fsync(handle)
 
+    def _remove_copy(self, data: str, *, sync: bool) -> None:
+        """Remove the second copy of a manifest, the first step of every deletion. Without `sync`, a power loss could
+        restore the copy, but nothing that is deleted after it."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            retry_stale(os.unlink, self._path(data, COPY))
+            if sync:
+                _sync_path(self._path(data))
+
+    def published_data(self) -> list[str]:
+        return [
+            name
+            for name in filter(is_data_folder, self.names())
+            if os.path.lexists(self._path(name, COPY)) and not os.path.lexists(self._path(name, WRITER))
+        ]
+
     def discard(self, data: str) -> None:
+        with self._translate_errors("delete", data):
+            self._remove_copy(data, sync=True)
         self.delete(data)
 
     def sweep(self, current: str | None) -> bool:
@@ -505,7 +549,11 @@ class Folder:
                     continue
                 alive, note = self._find_writer(name)
                 # The manifest is checked last, because the folder may have been published since the listing.
-                if self._may_publish(name, alive, note, self.read(MANIFEST), evict=evict):
+                manifest = self.read(MANIFEST)
+                if self._may_publish(name, alive, note, manifest, evict=evict):
+                    left = True
+                elif manifest is None and note is None and name in find_lost(self):
+                    log_kept(self.url, name)
                     left = True
                 elif self._delete_data(name, has_note=note is not None):
                     log(self.url, name)
@@ -526,10 +574,12 @@ class Folder:
         return not evict and ("replaces" not in note or note["replaces"] == manifest_identity(manifest))
 
     def _delete_data(self, data: str, *, has_note: bool) -> bool:
-        """Delete a data folder, the writer's note first: without it, a save that was taken for dead fails. If that save
-        has just published the folder, the rest stays. Returns whether the folder is gone."""
+        """Delete a data folder: the second copy of its manifest, then the writer's note. Without the note, a save that
+        was taken for dead fails. If that save has just published the folder, the rest stays. Returns whether the folder
+        is gone."""
         path, note = self._path(data), self._path(data, WRITER)
         try:
+            self._remove_copy(data, sync=True)
             if has_note:
                 os.unlink(note)
             else:
@@ -571,7 +621,8 @@ class Folder:
 
     def clear(self, *, evict: bool = True) -> None:
         """Keeps the data of a writer whose lock shows that it is alive."""
-        self._sweep(None, lambda url, name: None, evict=evict)  # logs nothing: this data is not the remains of a save
+        # With `evict`, the caller has just deleted this checkpoint, so that is nothing to log.
+        self._sweep(None, (lambda url, name: None) if evict else log_swept, evict=evict)
         remove_if_empty(self.folder)
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
@@ -674,7 +725,10 @@ class Folder:
         try:
             retry_stale(os.stat, self._path(name, MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            try:
+                return bool(find_lost(self.child(name)))
+            except StorageError as error:
+                return False if error.errno in UNLISTABLE else error
         except OSError as error:
             return StorageError(error.errno, f"cannot look at {self.url}/{name}/{MANIFEST}: {error.strerror}")
         return True
@@ -718,6 +772,8 @@ class Folder:
                 ) from error
 
     def delete(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            self._remove_copy(name, sync=False)
         remove_folder(self._path(name))
 
     # Inside -----------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS
-from jaxckpt._model.file_names import MANIFEST, is_data_folder
+from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.manifest import decode, decode_state, state_file_name
 from jaxckpt._model.records import Manifest
+from jaxckpt._store.lost_manifest import find_lost, lost_error, repair_hint
 from jaxckpt._store.storage_errors import UNLISTABLE
 from jaxckpt._store.store import Store
 from jaxckpt.errors import DataError, ManifestError, NotACheckpointError, StorageError
@@ -36,19 +37,25 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
 def load_manifest(store: Store, sha256: str | None = None) -> tuple[Manifest, bytes]:
     """The manifest of the checkpoint at a store, and its bytes. `sha256` is the expected digest of the bytes, if known.
 
-    Raises NotACheckpointError, ManifestError.
+    Raises NotACheckpointError, ManifestError, which includes a checkpoint that has lost its manifest.
     """
     # Read again before it counts as damaged: a network file system may mix the old and the new content of a file that
     # another host replaces while this one reads it.
     with contextlib.suppress(ManifestError):
         return _load_manifest(store, sha256)
-    return _load_manifest(store, sha256)
+    try:
+        return _load_manifest(store, sha256)
+    except ManifestError as error:
+        content = store.read(MANIFEST)
+        if content is None or is_sealed(content) or not _has_copy(store):
+            raise
+        raise ManifestError(f"{error}. {repair_hint(store)}") from error
 
 
 def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     content = store.read(MANIFEST)
     if content is None:
-        raise NotACheckpointError(f"{store.url} is not a checkpoint: {_missing_reason(store)}")
+        raise _missing_error(store)
     if sha256 is not None and (digest := hashlib.sha256(content).hexdigest()) != sha256.lower():
         raise ManifestError(
             f"{store.url}/{MANIFEST} has the SHA-256 {digest}, expected {sha256.lower()} by manifest_sha256=:"
@@ -57,16 +64,32 @@ def _load_manifest(store: Store, sha256: str | None) -> tuple[Manifest, bytes]:
     return decode(content, store.url), content
 
 
-def _missing_reason(store: Store) -> str:
-    """The reason why a path without a manifest is not a checkpoint, for the error."""
-    if store.is_file():
-        return "it is a file, not a folder"
+def _has_copy(store: Store) -> bool:
+    """Whether a damaged manifest has a second copy."""
     try:
-        names = store.names()
-    except StorageError as error:
-        if error.errno not in UNLISTABLE:
-            raise
-        return f"it has no manifest.json ({error})"
+        return bool(store.published_data())
+    except StorageError:  # which must not hide the damage
+        return False
+
+
+def _missing_error(store: Store) -> NotACheckpointError | ManifestError:
+    """The error for a path without a manifest: it is not a checkpoint, or has lost the manifest."""
+    reason = "it is a file, not a folder"
+    if not store.is_file():
+        try:
+            names = store.names()
+            if any(map(is_data_folder, names)) and (lost := find_lost(store)):
+                return lost_error(store, lost[-1])
+            reason = _missing_reason(store, names)
+        except StorageError as error:
+            if error.errno not in UNLISTABLE:
+                raise
+            reason = f"it has no manifest.json ({error})"
+    return NotACheckpointError(f"{store.url} is not a checkpoint: {reason}")
+
+
+def _missing_reason(store: Store, names: Sequence[str]) -> str:
+    """The reason why a folder with these names, without a manifest, is not a checkpoint, for the error."""
     if any(map(is_data_folder, names)):
         return "a save to it is in progress or never finished: it has data but no manifest.json"
     inside = [name for name, published in store.folders().items() if published is True]

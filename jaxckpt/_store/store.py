@@ -162,10 +162,18 @@ class Store(Protocol):
         """Make each zarr.json, the data folder, and every folder above it durable."""
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        """Atomically replace the manifest `previous` by `manifest`, which describes the data folder `data`."""
+        """Atomically replace the manifest `previous` by `manifest`, which describes the data folder `data`. Before
+        that, write the second copy of `manifest`."""
+
+    def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
+        """Atomically publish the second copy of a manifest in place of a manifest that was lost or `damaged`."""
 
     def unpublish(self, *, sync: bool) -> None:
-        """Delete the manifest. After that, the path has no checkpoint."""
+        """Delete the manifest, after its second copy. After that, the path has no checkpoint."""
+
+    def published_data(self) -> list[str]:
+        """The data folders that have a second copy of a manifest, and no writer."""
+        ...
 
     def discard(self, data: str) -> None:
         """Delete the data of a failed save, unless that save may still be published."""

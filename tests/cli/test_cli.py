@@ -372,6 +372,7 @@ def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
         ["pin", "run1@300", "--name", "kept"],
         ["unpin", "run1@kept"],
         ["fork", "run1@300", str(tmp_path / "forked")],
+        ["repair", "run1/00000300"],
         ["rm", str(tmp_path / "a"), "--yes"],
     ]
     assert {command[0] for command in commands} >= main.commands.keys() - {"integrate"}

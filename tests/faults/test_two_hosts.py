@@ -1,31 +1,44 @@
-"""Two hosts that save to one folder, in any order of their system calls, although neither sees the other's locks."""
+"""Two hosts that save to one path, in any order of their system calls or requests.
+
+In a folder, neither host sees the other's locks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import hashlib
 import itertools
 import os
-import shutil
 import threading
-from collections.abc import Callable, Generator
+import uuid
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
+import tensorstore as ts
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from reliability import Fault
 
-from jaxckpt._model.file_names import MANIFEST, SEAL, WRITER, data_folder_of
+import jaxckpt
+from jaxckpt._model.file_names import COPY, MANIFEST, SEAL, WRITER, data_folder_of, is_sealed
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._store import folder as _folder
+from jaxckpt._store.bucket import Bucket
 from jaxckpt._store.folder import Folder
-from jaxckpt.errors import JaxckptError
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.lost_manifest import find_lost, read_copy
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import store_at
+from jaxckpt._store.transaction import republish
+from jaxckpt.errors import CorruptError, JaxckptError, ManifestError, NotACheckpointError
 
 CALLS = ("open", "mkdir", "link", "rename", "unlink", "rmdir", "listdir", "lstat", "stat")
 """The system calls before which a host can pause."""
@@ -38,10 +51,13 @@ class Crashed(BaseException):
 class Host:
     """A thread that pauses before each system call. All hosts have the same host name."""
 
-    def __init__(self, name: str, replaced: set[str]) -> None:
+    def __init__(self, name: str, replaced: set[str], lost: set[str]) -> None:
         self.name = name
         self.replaced = replaced
         """The saves that another one has replaced, or that were deleted."""
+
+        self.lost = lost
+        """The published saves that have lost their manifest."""
 
         self.starts = 0
         """How often its kernel has started."""
@@ -116,17 +132,62 @@ class Shared(Folder):
     """
 
     def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
-        if previous is None:
+        if previous is None and not _here.host.lost:
             super()._replace_manifest(data, content, previous, sync=sync)
             return
         with _here.host.atomic():
             super()._replace_manifest(data, content, previous, sync=sync)
-            _here.host.replaced.add(id_in(previous))
-            _here.host.replaced.discard(id_in(content))
+            note_replaced(previous, content)
 
     def _withdraw(self, data: str, manifest: bytes, previous: bytes | None) -> None:
         with _here.host.atomic():
             super()._withdraw(data, manifest, previous)
+
+
+class Requests:
+    """The keys of a bucket as a host sees them: it pauses before each request."""
+
+    def __init__(self, keys: ts.KvStore, host: Host) -> None:
+        self._keys, self._host = keys, host
+
+    def read(self, key: str, **named: Any) -> Any:
+        self._host.pause(f"GET {key.rpartition('/')[2]}")
+        return self._keys.read(key, **named)
+
+    def list(self, *args: Any, **named: Any) -> Any:
+        self._host.pause("LIST")
+        return self._keys.list(*args, **named)
+
+    def write(self, key: str, content: bytes | None, **named: Any) -> Any:
+        self._host.pause(f"{'DELETE' if content is None else 'PUT'} {key.rpartition('/')[2]}")
+        if key != MANIFEST:
+            return self._keys.write(key, content, **named)
+        before = self._keys.read(key).result()
+        written = self._keys.write(key, content, **named)
+        written.result()
+        after = self._keys.read(key).result()
+        if (before.state, before.value) != (after.state, after.value):
+            note_replaced(before.value, after.value)
+        return written
+
+
+class SharedBucket(Bucket):
+    """The bucket as a host sees it."""
+
+    @property
+    def _keys(self) -> Any:
+        host = getattr(_here, "host", None)
+        keys = super()._keys
+        return keys if host is None else Requests(keys, host)
+
+
+def note_replaced(previous: bytes | None, content: bytes | None) -> None:
+    """Called by a host when it has replaced or deleted a manifest. A manifest that was lost is then replaced too."""
+    host = _here.host
+    published = id_in(content or b"")
+    host.replaced.update({id_in(previous or b""), *host.lost})
+    host.replaced.discard(published)
+    host.lost.clear()
 
 
 @pytest.fixture
@@ -141,13 +202,14 @@ def calls_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     def scope(handle: int) -> dict[str, str]:
         return {"boot": f"{_here.host.name}, start {_here.host.starts}", "device": "0:7"}
 
-    def remove(path: str, ignore_errors: bool) -> None:
-        """Delete the manifest last, which is the worst order: a folder without it cannot be published."""
-        for name in sorted(os.listdir(path)):
-            os.unlink(os.path.join(path, name))
-        os.rmdir(path)
+    @contextlib.contextmanager
+    def in_the_worst_order(folder: Any) -> Generator[list[os.DirEntry[str]]]:
+        """The note first and the copy last: a folder with a copy and no note seems to have lost its manifest."""
+        with scandir(folder) as entries:
+            yield sorted(entries, key=lambda entry: (entry.name == COPY, entry.name != WRITER))
 
-    monkeypatch.setattr(shutil, "rmtree", remove)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", in_the_worst_order)
     for name in CALLS:
         monkeypatch.setattr(os, name, functools.partial(paused, getattr(os, name)))
     # A host does one thing at a time, so its own locks are free too.
@@ -159,32 +221,58 @@ hosts = st.sampled_from([0, 1])
 MOMENTS = (
     f"link {MANIFEST}",
     f"rename {MANIFEST}",
+    f"unlink {COPY}",
     f"unlink {WRITER}",
     f"lstat {MANIFEST}",
     "unlink array",
     "the end",
 )
+REQUESTS = (
+    f"PUT {COPY}",
+    f"PUT {MANIFEST}",
+    f"PUT {WRITER}",
+    f"DELETE {COPY}",
+    f"DELETE {MANIFEST}",
+    f"DELETE {WRITER}",
+    f"GET {MANIFEST}",
+    "DELETE array",
+    "the end",
+)
 
 
 class TwoHosts(RuleBasedStateMachine):
-    """One path. An acknowledged save exists until another save replaces it, or it is deleted."""
+    """One path. An acknowledged save exists until another save replaces it, or it is deleted.
 
-    def __init__(self, fault: Fault, path: Path) -> None:
+    If its manifest is lost, its data stays until the same happens, and every reader sees that. Nothing else ever seems
+    to have lost its manifest.
+    """
+
+    def __init__(self, fault: Fault, url: str) -> None:
         super().__init__()
-        self.fault, self.path = fault, path
-        self.store = Shared(str(path), str(path))
-        self.replaced = set[str]()
-        self.hosts = [Host("one", self.replaced), Host("other", self.replaced)]
+        self.fault = fault
+        self.plain, self.store = stores_at(url)
+        self.replaced, self.lost = set[str](), set[str]()
+        self.hosts = [Host(name, self.replaced, self.lost) for name in ("one", "other")]
         self.numbers = itertools.count(1)
         self.acknowledged = set[str]()
         self.crashed_saves = set[str]()
+        self.losses = 0
 
     # What a host does -------------------------------------------------------------------------------------
 
-    @rule(number=hosts, what=st.sampled_from(["save", "save", "overwrite", "delete", "sweep"]))
+    @rule(
+        number=hosts,
+        what=st.sampled_from(["save", "save", "overwrite", "delete", "sweep", "clear", "drop", "repair"]),
+    )
     def begin(self, number: int, what: str) -> None:
         save_id = f"{next(self.numbers):032x}"
-        work = {"delete": self._delete, "sweep": self._sweep}
+        work = {
+            "delete": self._delete,
+            "sweep": self._sweep,
+            "clear": self._clear,
+            "drop": self._drop,
+            "repair": self._repair,
+        }
         if self.hosts[number].thread is None:
             self.hosts[number].begin(work.get(what, functools.partial(self._save, save_id, what == "overwrite")))
 
@@ -210,20 +298,50 @@ class TwoHosts(RuleBasedStateMachine):
 
     def _delete(self) -> None:
         """As a Checkpointer deletes a step."""
-        with _here.host.atomic():
-            if (content := self.store.read(MANIFEST)) is not None:
-                self.replaced.add(id_in(content))
+        with _here.host.atomic() if isinstance(self.store, Folder) else contextlib.nullcontext():
+            content = self.store.read(MANIFEST)
             self.store.unpublish(sync=False)
+            note_replaced(content, None)
         self.store.clear()
 
     def _sweep(self) -> None:
         """As a Checkpointer begins."""
-        content = self.store.read(MANIFEST)
-        if content is None:
+        try:
+            manifest, _ = load_manifest(self.store)
+        except NotACheckpointError:
             self.store.clear(evict=False)
+        except CorruptError:
+            pass
         else:
-            self.store.sweep(data_folder_of(content))
-            self.store.trim(f"data-{id_in(content)}", [])
+            self.store.sweep(manifest.data_folder)
+            self.store.trim(manifest.data_folder, [])
+
+    def _clear(self) -> None:
+        """As a Checkpointer deletes an older step that was not published."""
+        above = self.store.parent_and_name()
+        if above and not above[0].folders(lambda name: name == STEP).get(STEP):
+            self.store.clear()
+
+    def _drop(self) -> None:
+        """As a Checkpointer drops subtrees of a step: the data stays the same here."""
+        with _here.host.atomic() if isinstance(self.store, Folder) else contextlib.nullcontext():
+            content = self.store.read(MANIFEST)
+            if content and id_in(content) not in self.crashed_saves:
+                with contextlib.suppress(JaxckptError):
+                    republish(self.store, f"data-{id_in(content)}", content, content, sync=False)
+
+    def _repair(self) -> None:
+        try:
+            data, content, manifest, damaged = read_copy(self.store)
+        except JaxckptError:
+            return
+        try:
+            self.store.publish_copy(data, content, damaged, sync=False)
+        except JaxckptError:
+            return
+        except Crashed:
+            self.crashed_saves.add(manifest.save_id)
+            raise
 
     # Its progress -----------------------------------------------------------------------------------------
 
@@ -231,8 +349,11 @@ class TwoHosts(RuleBasedStateMachine):
     def run(self, number: int, calls: int) -> None:
         self.hosts[number].run(calls)
 
-    @rule(number=hosts, moment=st.sampled_from(MOMENTS))
-    def run_until(self, number: int, moment: str) -> None:
+    @rule(number=hosts, moment=st.integers(0, 100))
+    def run_until(self, number: int, moment: int | str) -> None:
+        if isinstance(moment, int):
+            moments = MOMENTS if isinstance(self.store, Folder) else REQUESTS
+            moment = moments[moment % len(moments)]
         self.hosts[number].run_until(moment)
 
     @rule(number=hosts, restart=st.booleans(), really=st.integers(0, 3))
@@ -244,47 +365,108 @@ class TwoHosts(RuleBasedStateMachine):
         host.run(1)
         host.starts += restart
 
+    # Its manifest is lost ---------------------------------------------------------------------------------
+
+    @rule(content=st.sampled_from([None, b"", b'{"format":']))
+    def lose(self, content: bytes | None) -> None:
+        """Delete or truncate the manifest, while both hosts are idle or dead, unless its writer was killed just before
+        it finished."""
+        manifest = self.plain.read(MANIFEST)
+        if any(host.thread is not None for host in self.hosts) or not manifest or not is_sealed(manifest):
+            return
+        if f"data-{id_in(manifest)}" not in self.plain.published_data():
+            return
+        if content is None:
+            self.plain.remove(MANIFEST)
+        else:
+            self.plain.put(MANIFEST, content)
+        self.losses += 1
+        self.lost.add(id_in(manifest))
+        self.acknowledged.add(id_in(manifest))
+
     @invariant()
     def an_acknowledged_save_is_complete(self) -> None:
-        content = read(self.path / MANIFEST)
+        content = self.plain.read(MANIFEST)
         if content is not None and id_in(content) in self.acknowledged:
             self.require_complete(id_in(content))
-        lost = self.acknowledged - self.replaced - ({id_in(content)} if content else set())
+        lost = self.acknowledged - self.replaced - self.lost - ({id_in(content)} if content else set())
         assert not lost, f"{lost} was acknowledged, and is gone"
 
+    @invariant()
+    def a_lost_manifest_is_seen(self) -> None:
+        for save_id in self.lost:
+            self.require_complete(save_id)
+        assert find_lost(self.plain) == [f"data-{lost}" for lost in self.lost if self.plain.read(MANIFEST) is None]
+        if self.lost:
+            with pytest.raises(ManifestError, match="jaxckpt repair"):
+                load_manifest(self.plain)
+
     def require_complete(self, save_id: str) -> None:
-        assert read(self.path / f"data-{save_id}" / "array") == save_id.encode(), f"{save_id} is damaged"
+        assert self.plain.read(f"data-{save_id}/array") == save_id.encode(), f"{save_id} is damaged"
 
     def teardown(self) -> None:
         for host in self.hosts:
             host.run_until("the end")
             assert host.thread is None
         self.an_acknowledged_save_is_complete()
-        content = read(self.path / MANIFEST)
+        self.a_lost_manifest_is_seen()
+        if self.losses:
+            self.fault.saw("a lost manifest is seen, and its data is complete")
+        if self.lost:
+            (lost,) = self.lost
+            before = self.plain.names()
+            for begin in (self._sweep, self._clear, functools.partial(self._save, "e" * 32, False)):
+                self.hosts[0].begin(begin)
+                self.hosts[0].run_until("the end")
+                self.a_lost_manifest_is_seen()
+            self.hosts[1].begin(self._repair)
+            self.hosts[1].run_until("the end")
+            assert not self.lost
+            assert id_in(self.plain.read(MANIFEST) or b"") == lost, "it is repaired"
+            assert {*self.plain.names()} <= {*before, MANIFEST}
+            self.require_complete(lost)
+        content = self.plain.read(MANIFEST)
         if content is not None and id_in(content) not in self.crashed_saves:
             self.require_complete(id_in(content))
         self.fault.saw("each acknowledged save is complete")
-        self.hosts[0].begin(functools.partial(self._save, "f" * 32, True))
+        self.hosts[0].begin(functools.partial(self._save, "f" * 32, content is not None))
         self.hosts[0].run_until("the end")
-        assert id_in(read(self.path / MANIFEST) or b"") == "f" * 32
-        assert sorted(os.listdir(self.path)) == ["data-" + "f" * 32, MANIFEST], "all remains are swept"
+        assert id_in(self.plain.read(MANIFEST) or b"") == "f" * 32
+        assert self.plain.names() == ["data-" + "f" * 32, MANIFEST], "all remains are swept"
+        assert self.plain.child("data-" + "f" * 32).names() == ["array", COPY]
+
+
+STEP = "00000001"
+
+
+def stores_at(url: str) -> tuple[Store, Store]:
+    """The path as the test sees it, and as the hosts do."""
+    plain = store_at(f"{url}/{STEP}", jaxckpt.Options())
+    if isinstance(plain, Folder):
+        return plain, Shared(plain.url, plain.folder)
+    assert isinstance(plain, Bucket)
+    above, name = plain.parent_and_name() or (plain, "")
+    above.mark(name)
+    fields = (getattr(plain, field.name) for field in dataclasses.fields(plain))
+    return plain, SharedBucket(*fields)
+
+
+@functools.cache
+def _template() -> bytes:
+    store = store_at(f"memory://two-hosts/{uuid.uuid4().hex}", jaxckpt.Options())
+    jaxckpt.save(store.url, {"w": np.zeros(3)})
+    return store.read(MANIFEST) or b""
 
 
 def sealed(save_id: str) -> bytes:
-    """The smallest content that counts as an undamaged manifest."""
-    body = f'{{"save_id":"{save_id}"'.encode()
+    """A manifest."""
+    body = _template().rpartition(SEAL)[0]
+    body = body.replace(id_in(body).encode(), save_id.encode())
     return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def id_in(manifest: bytes) -> str:
     return (data_folder_of(manifest) or "").removeprefix("data-")
-
-
-def read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
 
 
 PROMISE = "an acknowledged save stays complete until it is replaced or deleted"
@@ -298,14 +480,30 @@ PROMISE = "an acknowledged save stays complete until it is replaced or deleted"
     full=3000,
 )
 def test_any_sequence(fault: Fault, tmp_path: Path, calls_pause: None) -> None:
-    paths = (tmp_path / str(number) for number in itertools.count())
+    run_machine(fault, (f"{tmp_path}/{number}" for number in itertools.count()))
+
+
+@pytest.mark.fault(
+    23,
+    "two hosts save, delete, sweep, drop and repair in one bucket and crash, in any order of their requests, and"
+    " manifests are lost",
+    PROMISE,
+    quick=20,
+    full=3000,
+)
+def test_any_sequence_of_requests(fault: Fault) -> None:
+    run_machine(fault, (f"memory://two-hosts/{uuid.uuid4().hex}/{number}" for number in itertools.count()))
+
+
+def run_machine(fault: Fault, urls: Iterator[str]) -> None:
+    _template()
     settings = hypothesis.settings(
         max_examples=sum(1 for _ in fault.rounds()),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    run_state_machine_as_test(lambda: TwoHosts(fault, next(paths)), settings=settings)
+    run_state_machine_as_test(lambda: TwoHosts(fault, next(urls)), settings=settings)
 
 
 PAIRS = (("save", "save"), ("save", "delete"), ("save", "sweep"), ("overwrite", "sweep"))
@@ -334,7 +532,7 @@ def test_two_operations(
         [*itertools.product(orders, calls, calls)] if fault.campaign else [*itertools.product(orders[::2], [-1], calls)]
     )
     for number, (operations, first, second) in enumerate(fault.rounds(cases)):
-        machine = TwoHosts(fault, tmp_path / str(number))
+        machine = TwoHosts(fault, f"{tmp_path}/{number}")
         if "overwrite" in operations:
             machine.begin(0, "save")
             machine.run_until(0, "the end")
@@ -344,4 +542,58 @@ def test_two_operations(
         machine.run(0, first)
         machine.begin(1, operations[1])
         machine.run(1, second)
+        machine.teardown()
+
+
+KILLED = (
+    ("save", "clear"),
+    ("save", "delete"),
+    ("save", "overwrite"),
+    ("overwrite", "delete"),
+    ("overwrite", "overwrite"),
+    ("delete", "overwrite"),
+    ("delete", "sweep"),
+    ("sweep", "delete"),
+    ("drop", "delete"),
+    ("lost overwrite", "sweep"),
+    ("lost overwrite", "clear"),
+    ("lost delete", "sweep"),
+    ("lost repair", "delete"),
+    ("lost repair", "overwrite"),
+    ("lost repair", "sweep"),
+)
+
+
+@pytest.mark.fault(
+    13,
+    "one host is killed at any system call or request, before or after the other has done something",
+    PROMISE,
+    quick=120,
+    full=None,
+)
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_killed_at_any_call(fault: Fault, tmp_path: Path, calls_pause: None, kind: str) -> None:
+    top = str(tmp_path) if kind == "folder" else f"memory://two-hosts/{uuid.uuid4().hex}"
+    _template()
+    cases = [*itertools.product(KILLED, range(CALLS_OF_A_SAVE), (True, False), (True, False))]
+    for number, ((operation, other), calls, dies, dies_first) in enumerate(fault.rounds(cases)):
+        machine = TwoHosts(fault, f"{top}/{number}")
+        lost, _, operation = operation.rpartition(" ")
+        if operation != "save":
+            machine.begin(1, "save")
+            machine.run_until(1, "the end")
+        if lost:
+            machine.lose(None)
+            assert machine.lost
+        machine.begin(0, operation)
+        machine.run(0, calls)
+        if dies and dies_first:
+            machine.crash(0, restart=False, really=0)
+        machine.begin(1, other)
+        machine.run_until(1, "the end")
+        machine.a_lost_manifest_is_seen()
+        if dies and not dies_first:
+            machine.crash(0, restart=False, really=0)
+        machine.run_until(0, "the end")
+        machine.a_lost_manifest_is_seen()
         machine.teardown()

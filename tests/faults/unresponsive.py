@@ -249,6 +249,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "jaxckpt pin": command("pin", "--name", "paper"),
     "jaxckpt unpin": command("unpin"),
     "jaxckpt fork": command("fork", "/cli-forked"),
+    "jaxckpt repair": command("repair"),
 }
 """For each public call, a function that prepares it."""
 

@@ -64,7 +64,7 @@ def read_with_zarr(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     for name, options in OPTIONS.items():
         jaxckpt.save(folder / name, tree_of_all_kinds(), options=options)
     info = jaxckpt.save(folder / "eight devices", leaf_of_eight_devices(), options=jaxckpt.Options(sync=False))
-    assert info.files == 8 + 2
+    assert info.files == 8 + 3
     names = [*OPTIONS, "eight devices"]
     subprocess.run([sys.executable, "-c", CHILD, *(str(folder / name) for name in names)], check=True, timeout=120)
     return lambda name: pickle.loads((folder / f"{name}.pickle").read_bytes())

@@ -67,7 +67,7 @@ def test_a_failed_first_save_leaves_no_folder(
         (
             {"w": np.ma.masked_array([1.0, 2.0], [True, False])},
             {},
-            "'w' is a MaskedArray; save its .data and its .mask",
+            "'w' is a MaskedArray; save its .data",
         ),
         ({"w": np.zeros(3)}, {"process_state": ["a"]}, "process_state must be a mapping of names"),
         ({"w": np.empty((0, 1 << 40), "float32")}, {}, "would have 8388608 chunks: give larger Options.chunk_bytes"),

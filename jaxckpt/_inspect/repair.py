@@ -1,0 +1,51 @@
+"""Repairs a checkpoint that has lost its manifest, from the second copy of the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+from jaxckpt._inspect.verify import VerifyReport, verify_files
+from jaxckpt._options import Options
+from jaxckpt._run_folder.run_paths import resolve_step, steps_of
+from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.lost_manifest import read_copy
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import Path, store_at
+from jaxckpt.errors import CorruptError, DataError
+
+
+def repair(path: Path, options: Options) -> list[VerifyReport]:
+    """Restore `manifest.json` of a checkpoint, or of each step of a run, that has lost it. An intact manifest is never
+    replaced.
+
+    First checks the files that the copy names, as `verify(quick=True)` does. Returns the report on each repaired
+    checkpoint: none if no manifest is lost or damaged.
+
+    Raises NotACheckpointError; ManifestError if there is no usable copy; DataError if files are missing; InputError if
+    the path is read-only; StorageError.
+    """
+    store = store_at(path, options, to_write=True)
+    if not store.names() and (step := resolve_step(store)) is not None:  # run@40
+        store = step
+    stores = [store] if store.published_data() else steps_of(store) or [store]
+    return [_repair(damaged, options) for damaged in stores if not _is_intact(damaged)]
+
+
+def _is_intact(store: Store) -> bool:
+    """Whether a checkpoint has its manifest. Raises NotACheckpointError."""
+    with contextlib.suppress(CorruptError):
+        load_manifest(store)
+        return True
+    return False
+
+
+def _repair(store: Store, options: Options) -> VerifyReport:
+    data, content, manifest, damaged = read_copy(store)
+    source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
+    report = verify_files(source, True, options)
+    if report.problems:
+        raise DataError.of(f"{store.url} was not repaired, because {data} is damaged", report.problems)
+    store.publish_copy(data, content, damaged, sync=options.sync)
+    return report
