@@ -214,7 +214,7 @@ class Checkpointer(Run):
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
             hosts = compare(rendezvous, {**local, **self._due.settings, **calls, "metadata": _summary(metadata)})
             if self._is_process_0:
-                self._deletion.open(self._directory.open(metadata))
+                self._deletion.open(*self._directory.open(metadata))
             terms = rendezvous.broadcast(
                 self._local.terms(hosts, self._directory.store) if self._local and hosts else ""
             )
@@ -662,7 +662,10 @@ class Checkpointer(Run):
                 f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
                 f" best_step({metric!r}, 'min')"
             )
-        return next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
+        while True:
+            step = next(iter(best.steps(self._directory.saved_steps(self.steps()))), None)
+            if step is None or self._directory.all_exist([step]):
+                return step
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
         """The metrics given to `save` for a step, and those that were added; None for values that were not finite.

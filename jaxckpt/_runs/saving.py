@@ -136,7 +136,7 @@ class Saver:
             return True
         with begin_call(step) as call, call.rendezvous("looking for a step") as rendezvous:
             rendezvous.gather("")
-            exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps())
+            exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps([step]))
             return rendezvous.broadcast("exists" if exists else "new") == "new"
 
     def _decide(

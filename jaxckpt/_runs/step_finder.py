@@ -101,7 +101,7 @@ class StepFinder:
         it). Only process 0 calls this.
         """
         reports = [[Candidate(*fields) for fields in json.loads(text)] for text in gathered]
-        steps = self._directory.steps()
+        steps = self._directory.steps(() if step is None else [step])
         storage_step = max(steps, default=None) if step is None else step if step in steps else None
         eligible: list[tuple[Candidate, int | None]] = []
         for candidate in candidates(reports):
