@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from jaxckpt._model.file_names import MANIFEST
@@ -58,16 +58,20 @@ def is_link(step: Store) -> bool:
     return step.link_target() is not None
 
 
-def step_folders(directory: Store, *, above: int = -1, known: Collection[str] = ()) -> tuple[list[int], list[int]]:
+def step_folders(
+    directory: Store, *, above: int = -1, known: Mapping[str, int] | None = None
+) -> tuple[list[int], list[int]]:
     """The steps whose folder holds a checkpoint, and those whose folder holds none, oldest first, by one listing.
 
-    Only steps above the number `above` are checked, and of these not the `known` names, which hold one if they are
-    listed. Raises StorageError if one of them cannot be, because a step that cannot be read must not count as missing.
+    Only steps above the number `above` are checked. The `known` ones, numbers by name, hold one if they are listed.
+    Raises StorageError if a step cannot be checked, because a step that cannot be read must not count as missing.
     """
+    known = known or {}
     folders = directory.folders(lambda name: name in known or (is_step(name) and int(name) > above), known)
-    steps: dict[bool, list[int]] = {True: [], False: []}
+    steps: dict[bool, list[int]] = {True: [known[name] for name in folders if name in known], False: []}
     for name, published in folders.items():
-        steps[_require_known(published)].append(int(name))
+        if name not in known:
+            steps[_require_known(published)].append(int(name))
     return sorted(steps[True]), sorted(steps[False])
 
 

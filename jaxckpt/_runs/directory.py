@@ -57,9 +57,9 @@ class Directory:
         self._anchor = self.store.anchor()
         self._options = options
         self.policy = policy
-        self._known = set[str]()
-        """The names of the steps that process 0 has found or saved, and not deleted. Any thread may change it, by
-        atomic operations."""
+        self._known: dict[str, int] = {}
+        """The steps that process 0 has found or saved, and not deleted, by name. Any thread may change it, by atomic
+        operations."""
 
         self._cached_steps: dict[int, SavedStep] = {}  # likewise
         self._rules_with_metric = set[KeepBest]()
@@ -94,16 +94,18 @@ class Directory:
         another process deletes any other step, that step still counts as published, until its folder is deleted.
         """
         self.require_same_folder()
-        to_look_at = {*map(step_name, looked_at)}
+        is_owner = self._owner_pid == os.getpid()
+        to_look_at = {*looked_at}
         while True:
-            # In a fork, and in the other processes, nothing is known.
-            known = self._known - to_look_at if self._owner_pid == os.getpid() else set[str]()
-            newest = step_name(max(map(int, known), default=0))
-            known.discard(newest)
+            known = {name: step for name, step in self._known.copy().items() if is_owner and step not in to_look_at}
+            newest = max(known.values(), default=0)
+            known.pop(step_name(newest), None)
             published, unpublished = step_folders(self.store, known=known)
-            if self._owner_pid == os.getpid():
-                self._known.difference_update(map(step_name, unpublished), known.difference(map(step_name, published)))
-                self._known.update(name for name in map(step_name, published) if name not in known)
+            if is_owner:
+                for step in {*self._known.copy().values()}.difference(published):
+                    self._known.pop(step_name(step), None)
+                for step in {*published}.difference(known.values()):
+                    self._known[step_name(step)] = step
             if not published or step_name(published[-1]) not in known:
                 return published, unpublished
             to_look_at.add(newest)  # another process has deleted it, so the newest is one that was not looked at
@@ -185,12 +187,12 @@ class Directory:
     def remember(self, step: SavedStep) -> None:
         """Note the new properties of a step."""
         self._cached_steps[step.number] = step
-        self._known.add(step_name(step.number))
+        self._known[step_name(step.number)] = step.number
 
     def forget(self, step: int) -> None:
         """Note that a step was deleted, or is being deleted."""
         self._cached_steps.pop(step, None)
-        self._known.discard(step_name(step))
+        self._known.pop(step_name(step), None)
 
     def is_current(self, step: SavedStep) -> bool:
         """Whether a step has not been saved again since it was read."""
@@ -269,8 +271,8 @@ class Directory:
         require_no_checkpoint(self.store)
         self._require_no_name_of_a_step()
         names_in_steps = self.store.names_below(is_step)
-        self._known = {name for name, names in names_in_steps.items() if MANIFEST in names}
-        self._require_no_foreign_steps(sorted(map(int, self._known)))
+        self._known = {name: int(name) for name, names in names_in_steps.items() if MANIFEST in names}
+        self._require_no_foreign_steps(sorted(self._known.values()))
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         if self.policy.keep_best:
