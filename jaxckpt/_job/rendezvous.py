@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxckpt._job.failures import combined_error, failure_message
-from jaxckpt._pipeline.threads import RunningCall, Task, start_thread
+from jaxckpt._pipeline.threads import RunningCall, Task, run_uninterrupted, start_thread
 from jaxckpt.errors import PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ class Rendezvous:
             self.call.notified_error = error
             self._notify(error)
         self._running_call.mark_ended()
-        self._stop_posting(error)
+        try:
+            self._stop_posting(error)
+        finally:
+            self.call.departures.add(self.key)
 
     def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
@@ -149,15 +152,18 @@ class Rendezvous:
         call = self.call
         if call.count == 1:
             return [text]
-        self._post("in", {"ok": text})
+        left = call.departures.report()
+        self._post("in", {"ok": text, "left": left} if left else {"ok": text})
         self._has_sent = True
         if call.index != 0:
             return []
-        texts = self._gather_texts()
-        # Only process 0 reads these. All have answered this rendezvous, so all have left the previous one.
-        for folder in (f"{self.key}/in/", f"{call.prefix}/{call.n_rendezvous - 1}/"):
-            self._request(functools.partial(call.client.key_value_delete, folder))
-        return texts
+        messages = self._gather_messages()
+        left_by_all = call.departures.left_by_all((message.get("left", ()) for message in messages), call.count)
+        if call.n_rendezvous > 1:  # all have answered this rendezvous, so all have left the previous one of this call
+            left_by_all.append(f"{call.prefix}/{call.n_rendezvous - 1}")
+        for key in (f"{self.key}/in", *left_by_all):  # only process 0 reads the texts of the others
+            self._request(functools.partial(call.client.key_value_delete, f"{key}/"))
+        return [message["ok"] for message in messages]
 
     def broadcast(self, text: str) -> str:
         """Wait for the text of process 0; the texts of other processes are ignored. Raises if process 0 raised."""
@@ -256,8 +262,8 @@ class Rendezvous:
                 return message["ok"]
             number, since, has_joined = number + 1, time.monotonic(), True
 
-    def _gather_texts(self) -> list[str]:
-        """The texts of the processes, in process order. Raises one error for all that failed or stopped responding.
+    def _gather_messages(self) -> list[dict[str, Any]]:
+        """The messages of the processes, in process order. Raises one error for all that failed or stopped responding.
 
         The timeouts run concurrently, from each process's last heartbeat: many dead processes take no longer than one.
         """
@@ -295,7 +301,7 @@ class Rendezvous:
         failures += [message for message in messages if "error" in message]
         if failures:
             raise combined_error(failures, self.what)
-        return [message["ok"] for message in messages]
+        return messages
 
     def _has_joined(self, last_beat: _LastBeat) -> bool:
         """Whether a process has joined this call."""
@@ -350,8 +356,10 @@ class Rendezvous:
         if self._post_error is not None:
             raise self._service_failed(self._post_error) from self._post_error
         milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.call.timeout_seconds / 4))
+        get = functools.partial(self.call.client.blocking_key_value_get, key, milliseconds)
         try:
-            return self.call.client.blocking_key_value_get(key, milliseconds)
+            # An interrupt ends a wait in Python, but not one in JAX's C++ code.
+            return get() if milliseconds <= 1000 * _POLL_SECONDS else run_uninterrupted(get)
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
