@@ -37,9 +37,9 @@ class Departures:
         """In process 0: how many processes have left a rendezvous, by its key. What a process that skipped a call would
         have left stays here, and is forgotten at some time."""
 
-    def add(self, key: str) -> None:
-        """Note that this process has left a rendezvous."""
-        self._unreported[key] = None
+    def add(self, *keys: str) -> None:
+        """Note that this process has left these rendezvous."""
+        self._unreported.update(dict.fromkeys(keys))
 
     def report(self) -> list[str]:
         """The rendezvous that this process has left, and has not reported."""

@@ -84,6 +84,12 @@ class Rendezvous:
     _post_error: Exception | None = None
     """The error that stopped the thread that posts."""
 
+    _own_report: Sequence[str] = ()
+    """The earlier rendezvous that this process has reported to have left. Process 0 counts it if it shares a text."""
+
+    _reports: Sequence[Sequence[str]] = ()
+    """In process 0: the reports of all processes."""
+
     def __enter__(self) -> Self:
         if self.call.count > 1:
             self._running_call = RunningCall(depth=1)
@@ -94,6 +100,8 @@ class Rendezvous:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._poster is None or self._running_call is None:
             return
+        if self._is_failed or (error is not None and self.call.index == 0 and not self._has_broadcast):
+            self.call.departures.add(*self._own_report)  # process 0 has not counted it
         if error is not None:
             self.call.notified_error = error
             self._notify(error)
@@ -121,8 +129,8 @@ class Rendezvous:
             raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
         following = self.call.rendezvous(self.what)
         self.key, self.is_first, self._posts = following.key, False, following._posts
-        self._has_sent = self._has_broadcast = self._is_service_lost = False
-        self._n_posted = 0
+        self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
+        self._n_posted, self._own_report, self._reports = 0, (), ()
         self._poster = Task(self._run_poster)
         start_thread(self._poster.run, "jaxckpt-voice")
 
@@ -152,17 +160,16 @@ class Rendezvous:
         call = self.call
         if call.count == 1:
             return [text]
-        left = call.departures.report()
+        self._own_report = left = call.departures.report()
         self._post("in", {"ok": text, "left": left} if left else {"ok": text})
         self._has_sent = True
         if call.index != 0:
             return []
         messages = self._gather_messages()
-        left_by_all = call.departures.left_by_all((message.get("left", ()) for message in messages), call.count)
+        self._reports = [message.get("left", ()) for message in messages]
+        self._delete(f"{self.key}/in")  # only process 0 reads these
         if call.n_rendezvous > 1:  # all have answered this rendezvous, so all have left the previous one of this call
-            left_by_all.append(f"{call.prefix}/{call.n_rendezvous - 1}")
-        for key in (f"{self.key}/in", *left_by_all):  # only process 0 reads the texts of the others
-            self._request(functools.partial(call.client.key_value_delete, f"{key}/"))
+            self._delete(f"{call.prefix}/{call.n_rendezvous - 1}")
         return [message["ok"] for message in messages]
 
     def broadcast(self, text: str) -> str:
@@ -172,8 +179,15 @@ class Rendezvous:
         if self.call.index == 0:
             self._post("out", {"ok": text})
             self._has_broadcast = True
+            with contextlib.suppress(PeerError):  # the text is posted, and the others receive it
+                for key in self.call.departures.left_by_all(self._reports, self.call.count):
+                    self._delete(key)
             return text
         return self._await_broadcast()
+
+    def _delete(self, key: str) -> None:
+        """Delete all that was posted below a key. Only for process 0."""
+        self._request(functools.partial(self.call.client.key_value_delete, f"{key}/"))
 
     @contextlib.contextmanager
     def joined_by_all(self) -> Generator[None]:

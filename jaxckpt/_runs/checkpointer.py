@@ -503,13 +503,13 @@ class Checkpointer(Run):
         return self._restore(number, self._find_step(number, allow_peers=request.rules is None), request)[1]
 
     def _named_step(self, step: StepName | None) -> int | None:
-        """The number of a step that is given by name."""
-        if not isinstance(step, str):
-            return step
+        """The number of a step that is given by name; None for the newest."""
+        if not isinstance(step, str) or step == "latest":
+            return None if isinstance(step, str) else step
         with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
             self._last_save.wait()
-            number = self._number(step)
-            return rendezvous.decision(number)
+            rendezvous.gather("")
+            return int(rendezvous.broadcast(str(self._number(step)) if self._is_process_0 else ""))
 
     def _restore(
         self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None

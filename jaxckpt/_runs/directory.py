@@ -23,6 +23,7 @@ from jaxckpt._run_folder.steps import (
     METADATA,
     RUN,
     is_link,
+    is_published,
     is_step,
     pinned_steps,
     require_no_checkpoint,
@@ -117,6 +118,13 @@ class Directory:
     def all_exist(self, steps: Collection[int]) -> bool:
         """Whether these steps are still published."""
         return not steps or {*steps}.issubset(self.steps(steps))
+
+    def newest_number(self) -> int | None:
+        """The newest published step on a file system, which other processes may not share; None if there is none."""
+        if self._anchor is None:
+            return None
+        names = sorted(filter(is_step, self.store.names()), key=int, reverse=True)
+        return next((int(name) for name in names if is_published(self.store, int(name))), None)
 
     def newest(self) -> Store | None:
         """The store of the newest step."""
