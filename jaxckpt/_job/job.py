@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 # first of these too.
 from jax._src import distributed, xla_bridge
 
+from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import InputError
 
 _MAX_COUNTS = 1000
@@ -66,6 +68,12 @@ class Departures:
         return complete
 
 
+_PREEMPTION_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
+"""The key of JAX's preemption service."""
+
+_ANSWER_SECONDS = 2.0
+
+
 class Job:
     """The job, and the calls that this process has made since it was connected."""
 
@@ -98,7 +106,18 @@ class Job:
         """
         with contextlib.suppress(RuntimeError):
             now = datetime.datetime.now(datetime.UTC).isoformat()
-            self.client.key_value_set("RECEIVED_PREEMPTION_NOTICE", now)
+            self.client.key_value_set(_PREEMPTION_NOTICE, now)
+
+    def has_preemption_notice(self, seconds: float) -> bool:
+        """Whether JAX's preemption service has notified the job, or does within some seconds. It forwards a signal up
+        to a second late. False if the service does not answer."""
+        get = functools.partial(self.client.blocking_key_value_get, _PREEMPTION_NOTICE, int(1000 * seconds))
+        task = Task(get)
+        try:
+            start_thread(task.run, "jaxckpt-preemption")
+            return bool(task.result(seconds + _ANSWER_SECONDS))
+        except Exception:  # there is no notice
+            return False
 
     def count_call(self, kind: Hashable) -> tuple[int, int]:
         """Count a call. Returns the number of earlier calls, and of earlier calls of this kind.

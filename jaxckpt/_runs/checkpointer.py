@@ -256,7 +256,7 @@ class Checkpointer(Run):
             return
         self._exited_cleanly = False
         try:
-            self._close()
+            self._close(error)
         except Exception as failure:
             if failure is not error:  # it must not hide the error that ends the block
                 error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
@@ -437,28 +437,41 @@ class Checkpointer(Run):
         exception instead.
         """
         was_preempted = self._saver.preempted
-        self._close()
+        lost = self._close(None)
         self._preemption.raise_earlier_error("the last save")
         if self._saver.preempted and not was_preempted:
-            raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
+            after = f"the job was preempted after the last save in {self._directory.url}, which is complete"
+            raise Preempted(lost or after)
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None) -> str | None:
+        """Close it, at the end of the job or because of an error. Returns what is lost if the job was preempted and
+        ends without its last step."""
         try:
             try:
                 self._saver.wait()
             finally:
+                self._preemption.saved_step = self._saver.saved_step
                 self._preemption.close()  # until here, SIGTERM does not end the last save
                 if self._preemption.must_exit or (self._preemption.is_notified and self._saver.on_preemption == "exit"):
                     self._saver.preempted = True
-        except Exception:
+        except Exception as failure:
             self._exited_cleanly = False
+            self._report_end(error or failure)
             self._close_in_process_0()
             raise
         else:
+            lost = self._report_end(error)
             self._close_in_process_0()
+            return lost
         finally:
             self._is_training = False
             self._directory.release()
+
+    def _report_end(self, error: BaseException | None) -> str | None:
+        if error is None:
+            return self._preemption.report_end("the Checkpointer is closed")
+        # The signal may have caused the error, a moment ago.
+        return self._preemption.report_end(f"ends with {type(error).__name__}", seconds=2.0)
 
     def _close_in_process_0(self) -> None:
         if self._is_process_0:
