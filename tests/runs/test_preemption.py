@@ -693,6 +693,20 @@ def test_a_preempted_job_that_is_closed_says_what_is_not_saved(
 
 
 @pytest.mark.child
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ignores", "dies"])
+def test_workers_of_a_loader_that_ignore_the_signal_let_the_last_step_be_saved(tmp_path: Path, how: str) -> None:
+    """The pattern of docs/training-loop.md."""
+    pytest.importorskip("torch")
+    done = finish(PROGRAMS / "preempted_loader.py", tmp_path / "s", how, env={"PYTHONHASHSEED": "1"})
+    if how == "ignores":
+        assert (done.returncode, jaxckpt.Run(tmp_path / "s").steps()) == (143, [8]), str(done)
+    else:
+        assert "ends with RuntimeError without its last step: save was last called for step 7" in done.stderr
+        assert done.returncode == 1, str(done)
+
+
+@pytest.mark.child
 def test_a_preempted_program_that_ends_without_closing_says_what_is_not_saved(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, jaxckpt
