@@ -213,9 +213,13 @@ class PreemptionListener:
     def close(self) -> None:
         """Stop listening."""
         handler = signal.getsignal(signal.SIGTERM)
-        is_installed = not self.is_closed and isinstance(handler, _Handler) and handler.listener is self
         # Another thread cannot install a handler. This one then stays, and passes the signal on to the previous one.
-        if is_installed and threading.current_thread() is threading.main_thread():
+        if (
+            not self.is_closed
+            and isinstance(handler, _Handler)
+            and handler.listener is self
+            and threading.current_thread() is threading.main_thread()
+        ):
             signal.signal(signal.SIGTERM, handler.previous())
         self.is_closed = True
 
