@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._pipeline.workers import run_watched, submit
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._run_folder.steps import is_step, pins
 from jaxckpt._sources.open_source import foreign_steps_of
@@ -118,13 +120,15 @@ def list_checkpoints(path: str) -> list[Entry]:
         not_found = error
     except CorruptError:
         if not _holds_checkpoints(path, store):
-            return _entries([path])  # the entry reports the problem
+            return _entries({path: False})  # the entry reports the problem
     if checkpoint is not None and _is_single_checkpoint(path, checkpoint, store):
-        return _entries([path])
+        return _entries({path: False})
     # On an object store, `folders` costs one request per checkpoint, and `names` one per thousand objects.
-    names = list(store.folders()) or store.names()
+    folders = store.folders()
+    names = list(folders) or store.names()
     pinned = pins(store) if any(map(is_step, names)) else None
-    entries = _entries((store.child(name).url for name in sorted(names, key=natural_key)), pinned)
+    are_checkpoints = {store.child(name).url: folders.get(name) is True for name in sorted(names, key=natural_key)}
+    entries = _entries(are_checkpoints, pinned)
     if not entries and not_found is not None:
         raise not_found
     return entries
@@ -158,16 +162,27 @@ def _holds_checkpoints(path: str, store: Store) -> bool:
     return are_items_separate or True in store.folders().values() or any(map(_count_steps, inside))
 
 
-def _entries(paths: Iterable[str], pinned: Mapping[str, int] | None = None) -> list[Entry]:
-    """The checkpoints and runs at these paths, finished or not. `pinned` has the pinned steps of their run, by name."""
-    return [entry for path in paths if (entry := _entry(path, pinned)) is not None]
+def _entries(are_checkpoints: Mapping[str, bool], pinned: Mapping[str, int] | None = None) -> list[Entry]:
+    """The checkpoints and runs at these paths, finished or not.
+
+    A path whose value is true holds a checkpoint, and is therefore no run. `pinned` has the pinned steps of their run,
+    by name.
+    """
+
+    def read() -> list[Entry | None]:
+        # Concurrently, because on network storage each takes several round trips.
+        entries = [submit(functools.partial(_entry, path, pinned, known)) for path, known in are_checkpoints.items()]
+        return [entry.result() for entry in entries]
+
+    found = run_watched("listing checkpoints", Options().timeout_seconds, read)
+    return [entry for entry in found if entry is not None]
 
 
-def _entry(path: str, pinned: Mapping[str, int] | None) -> Entry | None:
+def _entry(path: str, pinned: Mapping[str, int] | None, is_checkpoint: bool) -> Entry | None:
     name = os.path.basename(path.rstrip("/"))
     entry = Entry(name=name, path=path, step=int(name) if name.isdecimal() else None)
     try:
-        entry = replace(entry, steps=_count_steps(path) or None)
+        entry = replace(entry, steps=None if is_checkpoint else _count_steps(path) or None)
         checkpoint = open_checkpoint(path)
     except NotACheckpointError:
         if not any(map(is_data_folder, store_at(path, Options()).names())):

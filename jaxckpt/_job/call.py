@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from jaxckpt._job.job import connected_job
+from jaxckpt._job.job import Departures, connected_job
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.cancellation import Cancellation
@@ -83,6 +83,9 @@ class Call:
     runs_service: bool = True
     """Whether JAX's service runs in this process. Only process 0 needs to know."""
 
+    departures: Departures = field(default_factory=Departures)
+    """The rendezvous that processes of the job have left."""
+
     @classmethod
     def of(cls, verb: str, path: object, options: object) -> Self:
         """Count the call, even if its arguments are invalid. Enter it before anything else can raise.
@@ -116,6 +119,7 @@ class Call:
             watchdog,
             options,
             runs_service=job.runs_service,
+            departures=job.departures,
         )
 
     @classmethod
@@ -144,7 +148,14 @@ class Call:
             with contextlib.suppress(type(error), RuntimeError), self.rendezvous(f"calling {self.verb}"):
                 raise error
 
+    @property
+    def rendezvous_key(self) -> str:
+        """The prefix of the keys of the last rendezvous."""
+        return f"{self.prefix}/{self.n_rendezvous}"
+
     def rendezvous(self, what: str) -> Rendezvous:
         """The next rendezvous. `what` names the activity in messages ("saving")."""
+        if self.n_rendezvous:
+            self.departures.forget(self.rendezvous_key)  # process 0 deletes it when all have reached the next one
         self.n_rendezvous += 1
-        return Rendezvous(self, what, f"{self.prefix}/{self.n_rendezvous}", is_first=self.n_rendezvous == 1)
+        return Rendezvous(self, what, self.rendezvous_key, is_first=self.n_rendezvous == 1)

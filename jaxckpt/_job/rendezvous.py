@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxckpt._job.failures import combined_error, failure_message
-from jaxckpt._pipeline.threads import RunningCall, Task, start_thread
+from jaxckpt._pipeline.threads import RunningCall, Task, run_uninterrupted, start_thread
 from jaxckpt.errors import PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
 
 if TYPE_CHECKING:
@@ -84,6 +84,12 @@ class Rendezvous:
     _post_error: Exception | None = None
     """The error that stopped the thread that posts."""
 
+    _own_report: Sequence[str] = ()
+    """The earlier rendezvous that this process has reported to have left. Process 0 counts it if it shares a text."""
+
+    _reports: Sequence[Sequence[str]] = ()
+    """In process 0: the reports of all processes."""
+
     def __enter__(self) -> Self:
         if self.call.count > 1:
             self._running_call = RunningCall(depth=1)
@@ -94,11 +100,16 @@ class Rendezvous:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._poster is None or self._running_call is None:
             return
+        if self._is_failed or (error is not None and self.call.index == 0 and not self._has_broadcast):
+            self.call.departures.add(*self._own_report)  # process 0 has not counted it
         if error is not None:
             self.call.notified_error = error
             self._notify(error)
         self._running_call.mark_ended()
-        self._stop_posting(error)
+        try:
+            self._stop_posting(error)
+        finally:
+            self.call.departures.add(self.key)
 
     def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
@@ -118,8 +129,8 @@ class Rendezvous:
             raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
         following = self.call.rendezvous(self.what)
         self.key, self.is_first, self._posts = following.key, False, following._posts
-        self._has_sent = self._has_broadcast = self._is_service_lost = False
-        self._n_posted = 0
+        self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
+        self._n_posted, self._own_report, self._reports = 0, (), ()
         self._poster = Task(self._run_poster)
         start_thread(self._poster.run, "jaxckpt-voice")
 
@@ -149,15 +160,17 @@ class Rendezvous:
         call = self.call
         if call.count == 1:
             return [text]
-        self._post("in", {"ok": text})
+        self._own_report = left = call.departures.report()
+        self._post("in", {"ok": text, "left": left} if left else {"ok": text})
         self._has_sent = True
         if call.index != 0:
             return []
-        texts = self._gather_texts()
-        # Only process 0 reads these. All have answered this rendezvous, so all have left the previous one.
-        for folder in (f"{self.key}/in/", f"{call.prefix}/{call.n_rendezvous - 1}/"):
-            self._request(functools.partial(call.client.key_value_delete, folder))
-        return texts
+        messages = self._gather_messages()
+        self._reports = [message.get("left", ()) for message in messages]
+        self._delete(f"{self.key}/in")  # only process 0 reads these
+        if call.n_rendezvous > 1:  # all have answered this rendezvous, so all have left the previous one of this call
+            self._delete(f"{call.prefix}/{call.n_rendezvous - 1}")
+        return [message["ok"] for message in messages]
 
     def broadcast(self, text: str) -> str:
         """Wait for the text of process 0; the texts of other processes are ignored. Raises if process 0 raised."""
@@ -166,8 +179,15 @@ class Rendezvous:
         if self.call.index == 0:
             self._post("out", {"ok": text})
             self._has_broadcast = True
+            with contextlib.suppress(PeerError):  # the text is posted, and the others receive it
+                for key in self.call.departures.left_by_all(self._reports, self.call.count):
+                    self._delete(key)
             return text
         return self._await_broadcast()
+
+    def _delete(self, key: str) -> None:
+        """Delete all that was posted below a key. Only for process 0."""
+        self._request(functools.partial(self.call.client.key_value_delete, f"{key}/"))
 
     @contextlib.contextmanager
     def joined_by_all(self) -> Generator[None]:
@@ -256,8 +276,8 @@ class Rendezvous:
                 return message["ok"]
             number, since, has_joined = number + 1, time.monotonic(), True
 
-    def _gather_texts(self) -> list[str]:
-        """The texts of the processes, in process order. Raises one error for all that failed or stopped responding.
+    def _gather_messages(self) -> list[dict[str, Any]]:
+        """The messages of the processes, in process order. Raises one error for all that failed or stopped responding.
 
         The timeouts run concurrently, from each process's last heartbeat: many dead processes take no longer than one.
         """
@@ -295,7 +315,7 @@ class Rendezvous:
         failures += [message for message in messages if "error" in message]
         if failures:
             raise combined_error(failures, self.what)
-        return [message["ok"] for message in messages]
+        return messages
 
     def _has_joined(self, last_beat: _LastBeat) -> bool:
         """Whether a process has joined this call."""
@@ -350,8 +370,10 @@ class Rendezvous:
         if self._post_error is not None:
             raise self._service_failed(self._post_error) from self._post_error
         milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.call.timeout_seconds / 4))
+        get = functools.partial(self.call.client.blocking_key_value_get, key, milliseconds)
         try:
-            return self.call.client.blocking_key_value_get(key, milliseconds)
+            # An interrupt ends a wait in Python, but not one in JAX's C++ code.
+            return get() if milliseconds <= 1000 * _POLL_SECONDS else run_uninterrupted(get)
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None

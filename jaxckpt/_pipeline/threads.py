@@ -95,7 +95,11 @@ def start_thread(run: Callable[[], object], name: str) -> None:
 
     def named() -> None:
         threading.current_thread().name = name
-        run()
+        try:
+            run()
+        finally:
+            # Before Python 3.13, `threading.enumerate` lists such a thread for ever.
+            threading._active.pop(threading.get_ident(), None)  # pyright: ignore[reportAttributeAccessIssue]
 
     _thread.start_new_thread(named, ())
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, Sharding
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
@@ -29,9 +29,17 @@ from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
+from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import InputError, PeersDisagreeError, Problem, show_count
+from jaxckpt.errors import (
+    InputError,
+    NotACheckpointError,
+    PathNotSharedError,
+    PeersDisagreeError,
+    Problem,
+    show_count,
+)
 
 _log = logging.getLogger("jaxckpt")
 
@@ -154,12 +162,20 @@ def run_restore(
         with call.rendezvous("opening the checkpoint") as rendezvous:
             require_mesh(request.mesh)
             require_request(request)
-            source = source or source_at(path, options, request.manifest_sha256)
+            try:
+                source = source or source_at(path, options, request.manifest_sha256)
+            except NotACheckpointError:
+                _require_seen_by_none(rendezvous.gather(""), call.where)
+                rendezvous.broadcast("")
+                raise
             digest = source.digest
             source = view_through(request.rules, source)
             resolved = resolve(source.manifest, request, options)
             _require_no_trace(resolved.leaves.values())
-            _require_same_checkpoint(rendezvous.gather(f"{digest} {source.url}"), source.url)
+            checkpoints = rendezvous.gather(f"{digest} {source.url}")
+            _require_seen_by_none(checkpoints, source.url)
+            _require_same_checkpoint(checkpoints, source.url)
+            _require_newest(checkpoints, source.url, options)
             chosen = rendezvous.broadcast(f"{digest} {source.url}")
         with call.rendezvous("restoring") as rendezvous:
             expected, _, url = chosen.partition(" ")
@@ -236,6 +252,34 @@ def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
             form = (abstract.kind, abstract.cast, abstract.weak, abstract.sharding)
             hasher.update(repr((form, named, rules and rules.rules)).encode())
     return hasher.hexdigest()
+
+
+def _require_seen_by_none(checkpoints: Sequence[str], url: str) -> None:
+    """Raise PathNotSharedError in process 0 if some processes have found a checkpoint and others, whose text is empty,
+    have not."""
+    missing = [process for process, checkpoint in enumerate(checkpoints) if not checkpoint]
+    if 0 < len(missing) < len(checkpoints):
+        having = process_names([process for process, checkpoint in enumerate(checkpoints) if checkpoint])
+        raise PathNotSharedError(
+            f"{process_names(missing)} of {len(checkpoints)} cannot find the checkpoint {url}, which {having} can: all"
+            " processes must use one shared folder or object store"
+        )
+
+
+def _require_newest(checkpoints: Sequence[str], url: str, options: Options) -> None:
+    """Raise PathNotSharedError in process 0 if another process has found a newer step of the run than the one at `url`,
+    which process 0 will restore, and process 0 cannot find that step either now."""
+    for process, (_, _, other) in enumerate(checkpoint.partition(" ") for checkpoint in checkpoints):
+        run, _, step = other.rpartition("/")
+        above, _, own = url.rpartition("/")
+        if run == above and is_step(step) and is_step(own) and int(step) > int(own):
+            try:
+                source_at(other, options)
+            except NotACheckpointError:
+                raise PathNotSharedError(
+                    f"process {process} of {len(checkpoints)} sees step {int(step)} in {run}, but process 0 sees no"
+                    f" step after {int(own)} there: all processes must use one shared folder or object store"
+                ) from None
 
 
 def _require_same_checkpoint(checkpoints: Sequence[str], url: str) -> None:

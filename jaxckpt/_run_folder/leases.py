@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
 
 from jaxckpt._options import require_seconds
 from jaxckpt._pipeline.threads import Latch, run_uninterrupted, start_thread
@@ -119,6 +119,11 @@ def _term(note: bytes) -> float:
 def _mark(step: int) -> str:
     """The name of the file that marks a step for deletion."""
     return f"{_DELETING}{step_name(step)}"
+
+
+def marked_steps(notes: Iterable[str]) -> set[str]:
+    """The names of the steps that are marked for deletion, among the notes of a run."""
+    return {note.removeprefix(_DELETING) for note in notes if note.startswith(_DELETING)}
 
 
 def _leased_step_name(name: str) -> str:

@@ -58,17 +58,21 @@ def is_link(step: Store) -> bool:
     return step.link_target() is not None
 
 
-def step_folders(directory: Store, *, above: int = -1) -> tuple[list[int], list[int]]:
+def step_folders(
+    directory: Store, *, above: int = -1, known: Mapping[str, int] | None = None
+) -> tuple[list[int], list[int]]:
     """The steps whose folder holds a checkpoint, and those whose folder holds none, oldest first, by one listing.
 
-    Only steps above the number `above` are checked. Raises StorageError if one of them cannot be, because a step that
-    cannot be read must not count as missing.
+    Only steps above the number `above` are checked. The `known` ones, numbers by name, hold one if they are listed.
+    Raises StorageError if a step cannot be checked, because a step that cannot be read must not count as missing.
     """
-    folders = directory.folders(lambda name: is_step(name) and int(name) > above)
-    steps: dict[bool, list[int]] = {True: [], False: []}
-    for name in sorted(folders, key=int):
-        steps[_require_known(folders[name])].append(int(name))
-    return steps[True], steps[False]
+    known = known or {}
+    folders = directory.folders(lambda name: name in known or (is_step(name) and int(name) > above), known)
+    steps: dict[bool, list[int]] = {True: [known[name] for name in folders if name in known], False: []}
+    for name, published in folders.items():
+        if name not in known:
+            steps[_require_known(published)].append(int(name))
+    return sorted(steps[True]), sorted(steps[False])
 
 
 def is_published(directory: Store, step: int) -> bool:

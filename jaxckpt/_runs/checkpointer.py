@@ -215,7 +215,7 @@ class Checkpointer(Run):
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
             hosts = compare(rendezvous, {**local, **self._due.settings, **calls, "metadata": _summary(metadata)})
             if self._is_process_0:
-                self._deletion.open(self._directory.open(metadata))
+                self._deletion.open(*self._directory.open(metadata))
             terms = rendezvous.broadcast(
                 self._local.terms(hosts, self._directory.store) if self._local and hosts else ""
             )
@@ -257,7 +257,7 @@ class Checkpointer(Run):
             return
         self._exited_cleanly = False
         try:
-            self._close()
+            self._close(error)
         except Exception as failure:
             if failure is not error:  # it must not hide the error that ends the block
                 error.add_note(f"jaxckpt: closing the Checkpointer failed too: {type(failure).__name__}: {failure}")
@@ -438,28 +438,41 @@ class Checkpointer(Run):
         exception instead.
         """
         was_preempted = self._saver.preempted
-        self._close()
+        lost = self._close(None)
         self._preemption.raise_earlier_error("the last save")
         if self._saver.preempted and not was_preempted:
-            raise Preempted(f"the job was preempted after the last save in {self._directory.url}, which is complete")
+            after = f"the job was preempted after the last save in {self._directory.url}, which is complete"
+            raise Preempted(lost or after)
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None) -> str | None:
+        """Close it, at the end of the job or because of an error. Returns what is lost if the job was preempted and
+        ends without its last step."""
         try:
             try:
                 self._saver.wait()
             finally:
+                self._preemption.saved_step = self._saver.saved_step
                 self._preemption.close()  # until here, SIGTERM does not end the last save
                 if self._preemption.must_exit or (self._preemption.is_notified and self._saver.on_preemption == "exit"):
                     self._saver.preempted = True
-        except Exception:
+        except Exception as failure:
             self._exited_cleanly = False
+            self._report_end(error or failure)
             self._close_in_process_0()
             raise
         else:
+            lost = self._report_end(error)
             self._close_in_process_0()
+            return lost
         finally:
             self._is_training = False
             self._directory.release()
+
+    def _report_end(self, error: BaseException | None) -> str | None:
+        if error is None:
+            return self._preemption.report_end("the Checkpointer is closed")
+        # The signal may have caused the error, a moment ago.
+        return self._preemption.report_end(f"ends with {type(error).__name__}", seconds=2.0)
 
     def _close_in_process_0(self) -> None:
         if self._is_process_0:
@@ -504,13 +517,13 @@ class Checkpointer(Run):
         return self._restore(number, self._find_step(number, allow_peers=request.rules is None), request)[1]
 
     def _named_step(self, step: StepName | None) -> int | None:
-        """The number of a step that is given by name."""
-        if not isinstance(step, str):
-            return step
+        """The number of a step that is given by name; None for the newest."""
+        if not isinstance(step, str) or step == "latest":
+            return None if isinstance(step, str) else step
         with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
             self._last_save.wait()
-            number = self._number(step)
-            return rendezvous.decision(number)
+            rendezvous.gather("")
+            return int(rendezvous.broadcast(str(self._number(step)) if self._is_process_0 else ""))
 
     def _restore(
         self, step: int | None, chosen: LocatedStep, request: RestoreRequest, init: Callable[[], Tree] | None = None
@@ -663,10 +676,13 @@ class Checkpointer(Run):
                 f"keep_best has no rule for {metric!r}{hint} For any other metric, pass a mode, as in"
                 f" best_step({metric!r}, 'min')"
             )
-        steps = self.steps()
-        saved = self._directory.saved_steps(steps)
-        self._directory.require_undamaged({*steps} - {step.number for step in saved})
-        return next(iter(best.steps(saved)), None)
+        while True:
+            steps = self.steps()
+            saved = self._directory.saved_steps(steps)
+            self._directory.require_undamaged({*steps} - {step.number for step in saved})
+            step = next(iter(best.steps(saved)), None)
+            if step is None or self._directory.all_exist([step]):
+                return step
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
         """The metrics given to `save` for a step, and those that were added; None for values that were not finite.

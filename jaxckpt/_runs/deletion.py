@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Collection, Mapping
 
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
@@ -17,7 +18,7 @@ from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
 from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
 from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metrics_of_deleted_steps
-from jaxckpt._run_folder.leases import Leases
+from jaxckpt._run_folder.leases import Leases, marked_steps
 from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, require_unpinned, step_name
 from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
@@ -108,10 +109,10 @@ class Deletion:
 
     # Called by the Checkpointer --------------------------------------------------------------------------
 
-    def open(self, notes: list[str]) -> None:
+    def open(self, notes: list[str], names_in_steps: Mapping[str, list[str]]) -> None:
         """Complete the deletions of killed runs. The rules apply only after the first restore or save."""
         with self._deletion_lock:
-            self._sweep()
+            self._sweep(names_in_steps, marked_steps(notes))
             remove_metrics_of_deleted_steps(self._store, notes)
 
     def begin_training(self) -> None:
@@ -145,7 +146,9 @@ class Deletion:
     def delete(self, step: int) -> None:
         """Delete a step unless it is pinned or the only one, even if a reader holds it. Raises InputError."""
         with self._deletion_lock:
-            if [saved.number for saved in self._directory.saved_steps(self._directory.steps())] == [step]:
+            steps = self._directory.steps([step])
+            others = (other for other in reversed(steps) if other != step)
+            if self._directory.save_id(step) is not None and not any(map(self._directory.save_id, others)):
                 raise InputError(f"step {step} is the only one in {self._store.url}, and is not deleted")
             require_unpinned(self._store, step)
             self._delete(step)
@@ -211,14 +214,9 @@ class Deletion:
     def _delete_unwanted(self) -> None:
         """Delete the steps that no rule keeps, that are not pinned, and that no reader holds."""
         newest_saved, self._newest_saved = self._newest_saved, -1
-        published, unpublished = self._directory.folders()
-        decisions = self._directory.policy.decide(
-            self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
-        )
+        unwanted, unpublished = self._decide()
         self._has_leased_steps = False
-        if unwanted := {
-            verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
-        }:
+        if unwanted:
             pinned = pinned_steps(self._store)
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
             with self._leases.mark_for_deletion(unwanted) as leased:
@@ -240,6 +238,22 @@ class Deletion:
                         self._delete_remains(step)
                 finally:
                     self._deleting_step = None
+
+    def _decide(self) -> tuple[dict[int, Decision], list[int]]:
+        """The decisions about the steps to delete or to trim, by step; and the steps whose folder has no checkpoint."""
+        policy = self._directory.policy
+        while True:
+            published, unpublished = self._directory.folders()
+            if policy == RetentionPolicy():
+                return {}, unpublished
+            steps, now = self._directory.saved_steps(published), datetime.datetime.now(datetime.UTC)
+            decisions = policy.decide(steps, now)
+            unwanted = {
+                verdict.step.number: verdict for verdict in decisions if not verdict.kept or verdict.dropped_subtrees
+            }
+            # Otherwise another process has deleted a step in whose favor an older one would be deleted.
+            if self._directory.all_exist(policy.deciding_steps(decisions)):
+                return unwanted, unpublished
 
     def _apply_decision(self, decision: Decision) -> None:
         """Delete a step or some of its subtrees, unless the step has been saved again."""
@@ -282,6 +296,7 @@ class Deletion:
             self._store.rename(step_name(step), f"{TRASH}/{step_name(step)}-{at:%Y%m%dT%H%M%S.%fZ}")
             self._directory.forget(step)
             return
+        self._directory.forget(step)
         child.unpublish(sync=self._sync)
         self._delete_remains(step)
 
@@ -311,12 +326,22 @@ class Deletion:
         self._directory.remember(SavedStep.of(step.number, less, undroppable))
         child.trim(less.data_folder, (record.stack() for record in less.stacks))
 
-    def _sweep(self) -> None:
-        """Delete the remains of killed runs: unpublished data, and half-deleted steps and subtrees."""
-        marked = self._store.folders()
-        for name in self._store.names():
+    def _sweep(self, names_in_steps: Mapping[str, list[str]], half_deleted: Collection[str]) -> None:
+        """Delete the remains of killed runs: unpublished data, and half-deleted steps and subtrees.
+
+        `names_in_steps` are the names in the folder of each step. `half_deleted` are the steps that a killed run was
+        deleting, or was dropping subtrees of.
+        """
+        marked = self._store.folders(is_step, known=names_in_steps)
+        newest = max(names_in_steps, key=int, default="")
+        for name, names in names_in_steps.items():
+            if MANIFEST in names and name not in marked:  # a user copied it here
+                self._store.mark(name)
+            # A save that was killed after its publication has left its note in the newest step, or the data that it
+            # replaced. Subtrees that could not be deleted are found only by their manifest.
+            is_whole = MANIFEST in names and sum(map(is_data_folder, names)) == 1 and name not in half_deleted
             child = self._store.child(name)
-            if not is_step(name) or is_link(child):
+            if (is_whole and name != newest and not self._directory.policy.keep_last_of) or is_link(child):
                 continue
             try:
                 manifest, _ = load_manifest(child)
@@ -326,8 +351,6 @@ class Deletion:
                 _log.warning("ignoring %s: %s", child.url, error)
             else:
                 self._directory.remember(SavedStep.of(int(name), manifest))
-                if name not in marked:  # a user copied it here
-                    self._store.mark(name)
                 child.sweep(manifest.data_folder)
                 child.trim(manifest.data_folder, (record.stack() for record in manifest.stacks))
 

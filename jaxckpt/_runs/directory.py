@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._pipeline.workers import run_watched, submit
 from jaxckpt._run_folder.added_metrics import read_added_metrics
 from jaxckpt._run_folder.run_metadata import encode_metadata, read_metadata
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
@@ -21,6 +24,8 @@ from jaxckpt._run_folder.steps import (
     METADATA,
     RUN,
     is_link,
+    is_published,
+    is_step,
     pinned_steps,
     require_no_checkpoint,
     require_step,
@@ -54,7 +59,11 @@ class Directory:
         self._anchor = self.store.anchor()
         self._options = options
         self.policy = policy
-        self._cached_steps: dict[int, SavedStep] = {}  # any thread may change it, by atomic operations
+        self._known: dict[str, int] = {}
+        """The steps that process 0 has found or saved, and not deleted, by name. Any thread may change it, by atomic
+        operations."""
+
+        self._cached_steps: dict[int, SavedStep] = {}  # likewise
         self._rules_with_metric = set[KeepBest]()
         self._owner_pid = 0
         """The id of the process that opened it, if that is process 0."""
@@ -80,14 +89,43 @@ class Directory:
         if self._anchor is not None:
             self._anchor.release()
 
-    def folders(self) -> tuple[list[int], list[int]]:
-        """The published steps, and the steps whose folder holds no checkpoint, oldest first. Raises StorageError."""
-        self.require_same_folder()
-        return step_folders(self.store)
+    def folders(self, looked_at: Iterable[int] = ()) -> tuple[list[int], list[int]]:
+        """The published steps, and the steps whose folder holds no checkpoint, oldest first. Raises StorageError.
 
-    def steps(self) -> list[int]:
-        """The published steps, oldest first."""
-        return self.folders()[0]
+        Process 0 looks only at the steps that it does not know, at the newest, and at those of `looked_at`. While
+        another process deletes any other step, that step still counts as published, until its folder is deleted.
+        """
+        self.require_same_folder()
+        is_owner = self._owner_pid == os.getpid()
+        to_look_at = {*looked_at}
+        while True:
+            known = {name: step for name, step in self._known.copy().items() if is_owner and step not in to_look_at}
+            newest = max(known.values(), default=0)
+            known.pop(step_name(newest), None)
+            published, unpublished = step_folders(self.store, known=known)
+            if is_owner:
+                for step in {*self._known.copy().values()}.difference(published):
+                    self._known.pop(step_name(step), None)
+                for step in {*published}.difference(known.values()):
+                    self._known[step_name(step)] = step
+            if not published or step_name(published[-1]) not in known:
+                return published, unpublished
+            to_look_at.add(newest)  # another process has deleted it, so the newest is one that was not looked at
+
+    def steps(self, looked_at: Iterable[int] = ()) -> list[int]:
+        """The published steps, oldest first. For `looked_at`, see `folders`."""
+        return self.folders(looked_at)[0]
+
+    def all_exist(self, steps: Collection[int]) -> bool:
+        """Whether these steps are still published."""
+        return not steps or {*steps}.issubset(self.steps(steps))
+
+    def newest_number(self) -> int | None:
+        """The newest published step on a file system, which other processes may not share; None if there is none."""
+        if self._anchor is None:
+            return None
+        names = sorted(filter(is_step, self.store.names()), key=int, reverse=True)
+        return next((int(name) for name in names if is_published(self.store, int(name))), None)
 
     def newest(self) -> Store | None:
         """The store of the newest step."""
@@ -143,7 +181,12 @@ class Directory:
 
     def saved_steps(self, steps: list[int]) -> list[SavedStep]:
         """The properties of all steps from their manifests, and the metrics that were added to them."""
-        saved = [saved_step for step in steps if (saved_step := self.saved_step(step)) is not None]
+        by_number = {step: self._cached_steps.get(step) for step in steps}
+        if unread := [step for step, saved in by_number.items() if saved is None]:
+            by_number |= run_watched(
+                f"reading {self.url}", self._options.timeout_seconds, functools.partial(self._read_steps, unread)
+            )
+        saved = [saved for saved in by_number.values() if saved is not None]
         for deleted in self._cached_steps.keys() - {*steps}:
             self.forget(deleted)
         if not (self.policy.keep_best or self.policy.keep_if):
@@ -151,13 +194,20 @@ class Directory:
         added = read_added_metrics(self.store, steps)
         return [step.with_metrics(added.get((step.number, step.save_id), {})) for step in saved]
 
+    def _read_steps(self, steps: list[int]) -> dict[int, SavedStep | None]:
+        """Read the manifests concurrently, because on network storage each takes a round trip."""
+        reads = {step: submit(functools.partial(self.saved_step, step)) for step in steps}
+        return {step: read.result() for step, read in reads.items()}
+
     def remember(self, step: SavedStep) -> None:
         """Note the new properties of a step."""
         self._cached_steps[step.number] = step
+        self._known[step_name(step.number)] = step.number
 
     def forget(self, step: int) -> None:
-        """Note that a step was deleted."""
+        """Note that a step was deleted, or is being deleted."""
         self._cached_steps.pop(step, None)
+        self._known.pop(step_name(step), None)
 
     def is_current(self, step: SavedStep) -> bool:
         """Whether a step has not been saved again since it was read."""
@@ -172,7 +222,7 @@ class Directory:
 
         The last step of a preempted job need not have a metric. Raises CheckpointExistsError, InputError.
         """
-        step, steps = record.number, self.steps()
+        step, steps = record.number, self.steps([record.number])
         if not is_last_step:
             for best in self.policy.keep_best:
                 self._require_metric(best, record, steps)
@@ -229,15 +279,18 @@ class Directory:
 
     # Notes on the run (process 0) ------------------------------------------------------------------------
 
-    def open(self, metadata: dict[str, Any] | None) -> list[str]:
-        """Note the meaning of "best", and the metadata of a new run. Returns the names of existing notes.
+    def open(self, metadata: dict[str, Any] | None) -> tuple[list[str], Mapping[str, list[str]]]:
+        """Note the meaning of "best", and the metadata of a new run. Returns the names of existing notes, and the names
+        in the folder of each step.
 
         Raises InputError if the directory is itself a checkpoint, which a restore of its path would return, or has
         steps of another library, which would seem to be lost.
         """
         require_no_checkpoint(self.store)
         self._require_no_name_of_a_step()
-        self._require_no_foreign_steps(self.steps())
+        names_in_steps = self.store.names_below(is_step)
+        self._known = {name: int(name) for name, names in names_in_steps.items() if MANIFEST in names}
+        self._require_no_foreign_steps(sorted(self._known.values()))
         self._owner_pid = os.getpid()
         notes = self.store.child(RUN).names()
         if self.policy.keep_best:
@@ -245,7 +298,7 @@ class Directory:
             self._write_note(BEST, json.dumps((best.metric, best.mode)).encode())
         if metadata is not None and not (METADATA in notes and self._has_metadata(metadata)):
             self._write_note(METADATA, encode_metadata(metadata))
-        return notes
+        return notes, names_in_steps
 
     def _has_metadata(self, metadata: dict[str, Any]) -> bool:
         """Whether the run has metadata, which stays. Logs how this metadata differs from it."""

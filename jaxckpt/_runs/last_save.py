@@ -42,10 +42,8 @@ class LastSave:
                 self.pending, self.step = None, step if pending.is_published else None
                 pending.abandon()
                 return pending.is_published
-        self.pending = self.step = None
-        if pending.error is None:
-            self.step = step
-        elif self._predecessor is None or pending.error is not self._predecessor.error:
+        self.pending, self.step = None, step if pending.is_published else None  # its `on_done` may have failed
+        if pending.error is not None and (self._predecessor is None or pending.error is not self._predecessor.error):
             raise pending.error
         return True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -25,6 +27,40 @@ _MAX_ADVANCE = 1000
 """How many numbers JAX is asked about for one step, at most."""
 
 
+class _Handler:
+    """One installation of a listener as the handler of SIGTERM. If the program replaces it, there is another one."""
+
+    def __init__(self, listener: PreemptionListener, previous: Any) -> None:
+        self.listener = listener
+        self._previous = previous
+        self._is_running = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self._is_running:  # two handlers that call each other
+            return
+        self._is_running = True
+        try:
+            self.listener.handle(number, frame, self.previous())
+        finally:
+            self._is_running = False
+
+    def previous(self) -> Any:
+        """The previous handler, skipping those of closed listeners; SIG_DFL if it is not Python's."""
+        previous = self._previous
+        while isinstance(previous, _Handler) and previous.listener.is_closed:
+            previous = previous._previous
+        return signal.SIG_DFL if previous is None else previous
+
+    def is_above(self, listener: PreemptionListener) -> bool:
+        """Whether this handler notifies a listener, itself or by those that it replaced."""
+        handler: Any = self
+        while isinstance(handler, _Handler):
+            if handler.listener is listener:
+                return True
+            handler = handler._previous
+        return False
+
+
 class PreemptionListener:
     """Whether the job has been preempted.
 
@@ -33,7 +69,8 @@ class PreemptionListener:
     A process listens there too if the program has replaced JAX's handler of SIGTERM, and notifies the service.
 
     An earlier handler is called at once. If it raises, as sys.exit does, the exception must not end the program before
-    the last step is saved, so it is raised after that.
+    the last step is saved, so it is raised after that. If a library sets its handler after the first save, the next
+    save finds that, and from then on that handler is called as an earlier one.
     """
 
     def __init__(self, processes: int, grace_seconds: float) -> None:
@@ -45,69 +82,96 @@ class PreemptionListener:
         self.is_notified = False
         """Whether this process was notified of a preemption."""
 
+        self.is_closed = False
+        self.called_step: int | None = None
+        """The step of the last call of `save`."""
+
+        self.saved_step: int | None = None
+        """The last step that is saved, or being saved."""
+
         self._earlier_error: BaseException | None = None
         """What an earlier handler of SIGTERM has raised."""
 
         self._listening = False
-        self._closed = False
-        self._replaced_handler: Any = None
+        self._is_handling = False
+        self._has_warned = False
 
     def _listen(self) -> None:
+        """Begin to listen, or find out whether the program has replaced the handler since. At each save."""
         if self._processes > 1:
-            _listeners.add(self)
-            if not getattr(jax.config, "jax_enable_preemption_service", True):
-                _log.warning(
-                    "jax_enable_preemption_service is off: a process is not notified when another is preempted"
-                )
-            if _has_replaced_handler_of_jax():
+            if not self._listening:
+                _listeners.add(self)
+                if not getattr(jax.config, "jax_enable_preemption_service", True):
+                    _log.warning(
+                        "jax_enable_preemption_service is off: a process is not notified when another is preempted"
+                    )
+            if not self._is_installed() and _has_replaced_handler_of_jax():
                 self._install()
+        elif self._is_installed():
+            if _is_handler_of_python() is False:
+                self._warn("a library has replaced the handler of SIGTERM by one that is not Python's")
         elif threading.current_thread() is threading.main_thread():
             self._install()
         else:
-            _log.warning(
-                "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM: no"
-                " last step is saved if this job is preempted"
+            self._warn(
+                "a library has replaced the handler of SIGTERM"
+                if self._listener_pid
+                else "the first save of a Checkpointer runs outside the main thread, so it cannot listen for SIGTERM"
             )
         self._listening = True
+        _unreported.add(self)
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            _log.warning("%s: no last step is saved if this job is preempted", reason)
+        self._has_warned = True
+
+    def _is_installed(self) -> bool:
+        """Whether Python calls a handler of this listener, unless other code has replaced Python's."""
+        handler = signal.getsignal(signal.SIGTERM)
+        return isinstance(handler, _Handler) and handler.is_above(self)
 
     def _install(self) -> None:
-        before = signal.getsignal(signal.SIGTERM)
-        if before != self._on_signal:  # equal if an interrupt ended an earlier call right after `signal.signal`
-            self._replaced_handler, self._listener_pid = before, os.getpid()
-            signal.signal(signal.SIGTERM, self._on_signal)
+        if self._listener_pid:
+            _log.info("a library has set its handler of SIGTERM after the first save; it is called after jaxckpt's")
+        handler = _Handler(self, signal.getsignal(signal.SIGTERM))
+        _address_of_python()  # the first call is in the main thread
+        self._listener_pid = os.getpid()
+        signal.signal(signal.SIGTERM, handler)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def handle(self, number: int, frame: Any, previous: Any) -> None:
+        """Handle SIGTERM, then call the previous handler."""
         if os.getpid() != self._listener_pid:
-            self._closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
-        closed, previous = self._closed, self._previous_handler()
-        if self._processes == 1:
-            self._note_notice()
-        elif not closed and (job := connected_job()) is not None:
-            start_thread(job.post_preemption_notice, "jaxckpt-preemption")  # JAX then chooses the last step
-        self.close()  # a second signal has its previous effect
-        if callable(previous):
-            try:
-                previous(number, frame)
-            except BaseException as error:
-                if closed:
-                    raise
-                self._earlier_error = error
-            if isinstance(earlier := getattr(previous, "__self__", None), PreemptionListener):
-                self._earlier_error = self._earlier_error or earlier._earlier_error
-        elif closed and previous == signal.SIG_DFL:  # another handler passed the signal on to this closed one
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    def _previous_handler(self) -> Any:
-        """The previous signal handler, skipping closed handlers of this class; None if it is not Python's."""
-        previous = self._replaced_handler
-        while isinstance(owner := getattr(previous, "__self__", None), PreemptionListener) and owner._closed:
-            previous = owner._replaced_handler
-        return signal.SIG_DFL if previous is None else previous
+            self.is_closed = True  # the signal is for a fork, such as a worker of a pool, and not for the job
+        is_outer = not self._is_handling  # a library's handler may call one of this listener that it has replaced
+        closed = self.is_closed and is_outer
+        self._is_handling = True
+        try:
+            if self._processes == 1:
+                self._note_notice()
+            elif not closed and is_outer and (job := connected_job()) is not None:
+                start_thread(job.post_preemption_notice, "jaxckpt-preemption")  # JAX then chooses the last step
+            self.close()  # a second signal has its previous effect
+            if callable(previous):
+                try:
+                    previous(number, frame)
+                except BaseException as error:
+                    if closed:
+                        raise
+                    self._earlier_error = error
+                if isinstance(previous, _Handler):
+                    self._earlier_error = self._earlier_error or previous.listener._earlier_error
+            elif closed and previous == signal.SIG_DFL:  # another handler passed the signal on to this closed one
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+        finally:
+            if is_outer:
+                self._is_handling = False
 
     def is_last_step(self, step: int) -> bool:
         """Whether to stop at this step. The first call starts to listen."""
-        if not self._listening:
+        self.called_step = step
+        if not self._listening or not (self.is_closed or self.is_notified):
             self._listen()
         if self._processes > 1 and not self.is_notified and _is_sync_point(step):
             for listener in [*_listeners]:  # JAX reports it only once
@@ -115,7 +179,8 @@ class PreemptionListener:
         return self.is_notified
 
     def _note_notice(self) -> None:
-        self.is_notified, self._notified_at = True, time.monotonic()
+        if not self.is_notified:
+            self.is_notified, self._notified_at = True, time.monotonic()
         lift_limits()
 
     @property
@@ -142,16 +207,47 @@ class PreemptionListener:
     def renewed(self) -> PreemptionListener:
         """The listener of a Checkpointer that saves again after `close`. It is a new one, because handlers of SIGTERM
         that were installed later may call this one's. After a preemption, it is this one, which does not listen."""
-        is_ended = self._closed and not self.is_notified
+        is_ended = self.is_closed and not self.is_notified
         return PreemptionListener(self._processes, self._grace_seconds) if is_ended else self
 
     def close(self) -> None:
         """Stop listening."""
-        is_installed = not self._closed and signal.getsignal(signal.SIGTERM) == self._on_signal
+        handler = signal.getsignal(signal.SIGTERM)
         # Another thread cannot install a handler. This one then stays, and passes the signal on to the previous one.
-        if is_installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous_handler())
-        self._closed = True
+        if (
+            not self.is_closed
+            and isinstance(handler, _Handler)
+            and handler.listener is self
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(signal.SIGTERM, handler.previous())
+        self.is_closed = True
+
+    def report_end(self, reason: str, *, seconds: float = 0.05) -> str | None:
+        """Log an error, and return it, if the job was preempted and this is its end, but the step of the last call of
+        `save` is not saved. `reason` says how it ends. A job of several processes waits some seconds for the notice."""
+        if self not in _unreported:
+            return None
+        _unreported.discard(self)
+        unsaved = self.called_step is not None and (self.saved_step is None or self.saved_step < self.called_step)
+        if not unsaved or self._listener_pid not in (0, os.getpid()) or not self._was_preempted(seconds):
+            return None
+        saved = "" if self.saved_step is None else f"; the last save was of step {self.saved_step}"
+        lost = (
+            f"the job was preempted, and {reason} without its last step: save was last called for step"
+            f" {self.called_step}, which is not saved{saved}"
+        )
+        _log.error("%s", lost)
+        return lost
+
+    def mark_reported(self) -> None:
+        """Note that what has become of the last step is reported."""
+        _unreported.discard(self)
+
+    def _was_preempted(self, seconds: float) -> bool:
+        """Whether this process was notified, or another one, after which the processes have not reached a step."""
+        job = None if self.is_notified or self._processes == 1 else connected_job()
+        return self.is_notified or (job is not None and job.has_preemption_notice(seconds))
 
 
 def _has_replaced_handler_of_jax() -> bool:
@@ -160,19 +256,31 @@ def _has_replaced_handler_of_jax() -> bool:
     Python does not know of handlers that C++ code has installed over its own, so the system's tables are compared.
     """
     job = connected_job()
-    if (
-        job is None
-        or not job.has_preemption_service
-        or threading.current_thread() is not threading.main_thread()
-        or not callable(signal.getsignal(signal.SIGTERM))
-    ):
-        return False
+    return (
+        job is not None
+        and job.has_preemption_service
+        and threading.current_thread() is threading.main_thread()
+        and callable(signal.getsignal(signal.SIGTERM))
+        and _is_handler_of_python() is True
+    )
+
+
+def _is_handler_of_python() -> bool | None:
+    """Whether the system calls Python for SIGTERM, and not a handler of C++ code; None if that is unknown."""
+    python = _address_of_python()
+    return None if python is None else _address_of_handler(signal.SIGTERM) == python
+
+
+@functools.cache
+def _address_of_python() -> bytes | None:
+    """The address of the function of Python that the system calls for each signal that Python handles; None if unknown.
+    The first call is in the main thread."""
     before = signal.getsignal(signal.SIGURG)
     if before is None:
-        return False
+        return None
     signal.signal(signal.SIGURG, lambda *_: None)
     try:
-        return _address_of_handler(signal.SIGTERM) == _address_of_handler(signal.SIGURG)
+        return _address_of_handler(signal.SIGURG)
     finally:
         signal.signal(signal.SIGURG, before)
 
@@ -180,8 +288,25 @@ def _has_replaced_handler_of_jax() -> bool:
 def _address_of_handler(number: int) -> bytes:
     """The address of the function that the system calls for a signal: the first field of `struct sigaction`."""
     action = ctypes.create_string_buffer(1024)
-    ctypes.CDLL(None).sigaction(number, None, action)
+    _libc().sigaction(number, None, action)
     return action.raw[: ctypes.sizeof(ctypes.c_void_p)]
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+_unreported = set[PreemptionListener]()
+"""The listeners whose end has not been reported. At the exit of the program, some may not be closed."""
+
+
+def _report_at_exit() -> None:
+    for listener in [*_unreported]:
+        listener.report_end("the program ends")
+
+
+atexit.register(_report_at_exit)
 
 
 # Several processes ----------------------------------------------------------------------------------------

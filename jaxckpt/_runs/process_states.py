@@ -11,7 +11,7 @@ from jaxckpt._model.manifest import decode_state
 from jaxckpt._options import Options
 from jaxckpt._store.load_manifest import load_manifest, load_states
 from jaxckpt._store.store import Store
-from jaxckpt.errors import InputError
+from jaxckpt.errors import InputError, NotACheckpointError
 
 Resplit = Callable[[list[Any], int], Sequence[Any]]
 
@@ -24,7 +24,14 @@ def restore_process_state(
     Raises InputError, DataError; DamagedError if a local folder is damaged.
     """
     process, processes = rendezvous.call.index, rendezvous.call.count
-    manifest = source.manifest if isinstance(source, UnionCheckpoint) else load_manifest(source)[0]
+    try:
+        manifest = source.manifest if isinstance(source, UnionCheckpoint) else load_manifest(source)[0]
+    except NotACheckpointError as error:
+        if process == 0:
+            raise
+        raise NotACheckpointError(
+            f"{error}, in process {process} of {processes}; all processes must use one shared folder or object store"
+        ) from error
     # Each process reads only its own file out of thousands, unless all states must be divided again.
     is_same_count = len(manifest.process_states) == processes
     numbers = [process] if is_same_count else range(len(manifest.process_states))

@@ -187,6 +187,28 @@ class RetentionPolicy:
             for step in steps
         ]
 
+    def deciding_steps(self, decisions: Sequence[Decision]) -> set[int]:
+        """The steps in whose favor others are deleted or lose subtrees. While these exist, the decisions about the
+        others hold, whatever else another process deletes: of fewer steps, each rule keeps all that it keeps of more.
+        """
+        steps = [verdict.step for verdict in decisions]
+        deciding = set[int]()
+        for path, count in self.keep_last_of.items():
+            if any(path in verdict.dropped_subtrees for verdict in decisions):
+                deciding.update([verdict.step.number for verdict in decisions if verdict.kept][-count:])
+        unwanted = [verdict.step for verdict in decisions if not verdict.kept]
+        if not unwanted:
+            return deciding
+        deciding.update(step.number for step in steps[-(self.keep_last or 1) :])
+        for best in self.keep_best:
+            with_metric = [step.number for step in steps if best.metric in step.record.metrics]
+            deciding.update(best.steps(steps), with_metric[-1:])  # without any such step, the rule keeps everything
+        if (every := self.keep_every) is not None:
+            deciding.update(_first_beside(unwanted, steps, lambda step: step.number // every))
+        if (seconds := self.keep_every_seconds) is not None:
+            deciding.update(_first_beside(unwanted, steps, lambda step: _interval(step, seconds)))
+        return deciding
+
     def _steps_by_rule(self, steps: Sequence[SavedStep], now: datetime.datetime) -> dict[str, set[int]]:
         """The steps that each rule keeps, by the text of the rule."""
         everything = {step.number for step in steps}
@@ -253,9 +275,25 @@ def first_in_intervals(steps: Iterable[SavedStep], seconds: float) -> set[int]:
     for step in steps:
         if step.created == UNDATED:
             undated.add(step.number)
-        else:  # times are in whole seconds, so a shorter interval contains the same steps as one second
-            first.setdefault((step.created - _EPOCH).total_seconds() // max(seconds, 1.0), step.number)
+        else:
+            first.setdefault(_interval(step, seconds), step.number)
     return {*first.values()} | undated
+
+
+def _interval(step: SavedStep, seconds: float) -> float:
+    """The number of the interval in which a step was saved."""
+    # Times are in whole seconds, so a shorter interval contains the same steps as one second.
+    return (step.created - _EPOCH).total_seconds() // max(seconds, 1.0)
+
+
+def _first_beside(
+    unwanted: Iterable[SavedStep], steps: Iterable[SavedStep], interval: Callable[[SavedStep], float]
+) -> set[int]:
+    """The first of the steps in each interval of an unwanted one."""
+    first: dict[float, int] = {}
+    for step in steps:
+        first.setdefault(interval(step), step.number)
+    return {first[interval(step)] for step in unwanted}
 
 
 def require_predicate(value: object, name: str) -> Predicate | None:

@@ -136,7 +136,7 @@ class Saver:
             return True
         with begin_call(step) as call, call.rendezvous("looking for a step") as rendezvous:
             rendezvous.gather("")
-            exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps())
+            exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps([step]))
             return rendezvous.broadcast("exists" if exists else "new") == "new"
 
     def _decide(
@@ -228,6 +228,7 @@ class Saver:
         if pending.skipped:
             return False
         self.last_save.set_pending(pending, step)
+        self.preemption.saved_step = step
         if flush is not None and self.local is not None:
             self.local.flush = flush
             self.last_flush.set_pending(flush.begin(pending), step, pending)
@@ -255,7 +256,8 @@ class Saver:
         outcome = f"step {step} is saved" if in_time else f"step {step} was not saved within the deadline"
         if is_saved and not in_time:
             outcome = f"step {step} is saved in the local folders, but was not flushed within the deadline"
-        _log.warning("the job was preempted: %s", outcome)
+        _log.log(logging.WARNING if in_time else logging.ERROR, "the job was preempted: %s", outcome)
+        self.preemption.mark_reported()
         self.preemption.raise_earlier_error(outcome)
         if self.on_preemption == "exit":
             raise Preempted(f"the job was preempted: {outcome} in {self.directory.url}")
@@ -266,6 +268,11 @@ class Saver:
     def pending(self) -> RunningSave | None:
         """The last background save, unless it has been waited for."""
         return self.last_flush.pending or self.last_save.pending
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the last save, also in local folders only; None if it has failed."""
+        return max((last.step for last in (self.last_save, self.last_flush) if last.step is not None), default=None)
 
     def wait(self) -> None:
         """Wait until the last save is published. Raises its error, and StorageError if the directory has been replaced

@@ -42,7 +42,6 @@ class SaveSchedule:
         self._saved_at = self._met_at = self._clock()
         self._steps_since_rendezvous = 0
         self._steps_to_rendezvous = 1
-        self._previous_prefix = ""
         self._decided: tuple[int, bool] | None = None
         """A step and the decision about it, until the step is saved or skipped."""
 
@@ -78,9 +77,6 @@ class SaveSchedule:
             rendezvous.gather("")
             answer = ""
             if call.index == 0:
-                if self._previous_prefix:  # all processes have left that rendezvous
-                    call.client.key_value_delete(f"{self._previous_prefix}/")
-                self._previous_prefix = call.prefix
                 due = self._is_due_locally(step, metrics)
                 answer = json.dumps([due, self._plan_next_rendezvous()])
             due, self._steps_to_rendezvous = json.loads(rendezvous.broadcast(answer))

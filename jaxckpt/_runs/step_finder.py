@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxckpt._job.call import Call
+from jaxckpt._job.rendezvous import process_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.recovery import Recovery
 from jaxckpt._local_tier.step_files import Candidate, candidates
@@ -16,7 +17,7 @@ from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._options import Options
 from jaxckpt._runs.directory import Directory
 from jaxckpt._sources.format_registry import missing_formats_hint
-from jaxckpt.errors import DataError, NotACheckpointError
+from jaxckpt.errors import DataError, NotACheckpointError, PathNotSharedError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -69,7 +70,10 @@ class StepFinder:
                 rendezvous.barrier()
                 return LocatedStep(step)
             local_steps = [] if self._recovery is None else list(self._recovery.steps())
-            gathered = rendezvous.gather(json.dumps([local.candidate for local in local_steps if local.candidate]))
+            reported = [local.candidate for local in local_steps if local.candidate]
+            # Process 0 looks after the others, so it must find what they have found.
+            seen = None if call.index == 0 or step is not None else self._directory.newest_number()
+            gathered = rendezvous.gather(json.dumps([reported, seen]))
             storage_step, eligible = json.loads(
                 rendezvous.broadcast(self._encode_eligible(gathered, step) if gathered else "")
             )
@@ -101,8 +105,10 @@ class StepFinder:
         Each local save comes with the process that sends its manifest to the processes that lack it (None if all have
         it). Only process 0 calls this.
         """
-        reports = [[Candidate(*fields) for fields in json.loads(text)] for text in gathered]
-        steps = self._directory.steps()
+        decoded = [json.loads(text) for text in gathered]
+        reports = [[Candidate(*fields) for fields in reported] for reported, _ in decoded]
+        steps = self._directory.steps(() if step is None else [step])
+        self._require_shared(steps, [seen for _, seen in decoded])
         storage_step = max(steps, default=None) if step is None else step if step in steps else None
         eligible: list[tuple[Candidate, int | None]] = []
         for candidate in candidates(reports):
@@ -118,6 +124,21 @@ class StepFinder:
             having = [process for process, report in enumerate(reports) if candidate in report]
             eligible.append((candidate, having[0] if len(having) < len(reports) else None))
         return json.dumps((storage_step, eligible))
+
+    def _require_shared(self, steps: Sequence[int], newest: Sequence[int | None]) -> None:
+        """Raise PathNotSharedError if a process has seen a newer step than process 0 sees. `newest` has that of each
+        process."""
+        own = max(steps, default=-1)
+        having = [process for process, seen in enumerate(newest) if seen is not None and seen > own]
+        if not having:
+            return
+        seen = max(seen for seen in newest if seen is not None)
+        raise PathNotSharedError(
+            f"{process_names(having)} of {len(newest)} see{'s' if len(having) == 1 else ''} step {seen} in"
+            f" {self._directory.url}, but process 0, which chooses the step to restore, sees"
+            f" {f'no step after {own}' if steps else 'no steps'} there: all processes must use one shared folder or"
+            " object store"
+        )
 
     # Without communication -------------------------------------------------------------------------------
 

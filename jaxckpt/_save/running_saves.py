@@ -157,7 +157,7 @@ class RunningSave:
 
     def abandon(self) -> None:
         """Stop waiting for this save, even at the end of the program."""
-        _abandoned.append(self)
+        _keep_abandoned([self])
         _mark_reported(self)
 
     def hurry(self, timeout_seconds: float) -> None:
@@ -242,6 +242,18 @@ _writer_thread: int | None = None
 
 _abandoned: list[RunningSave] = []
 """Saves that nothing waits for, not even the end of the program."""
+
+
+def _keep_abandoned(saves: list[RunningSave]) -> None:
+    """Note that nothing waits for these saves. Those that have ended since are forgotten, except for one that failed,
+    which the exit status shows."""
+    _abandoned.extend(saves)
+    ended = [save for save in _abandoned if save.done]
+    failed = [save for save in ended if save.error is not None]
+    for save in ended:
+        if save not in failed[:1]:
+            with contextlib.suppress(ValueError):  # another thread has
+                _abandoned.remove(save)
 
 
 def submit_save(
@@ -419,7 +431,7 @@ def _wait_at_exit() -> None:
             save.wait()
         except KeyboardInterrupt:
             print(f"jaxckpt: interrupted; {save.name} was abandoned", file=sys.stderr)
-            _abandoned.extend(unreported_saves(include_detached=True))
+            _keep_abandoned(unreported_saves(include_detached=True))
             set_exit_status(128 + signal.SIGINT)
             break
         except BaseException:

@@ -19,7 +19,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -510,14 +510,30 @@ class Bucket:
             self.read(prefix or MANIFEST)
         return [key.decode(errors="replace") for key in keys]
 
-    def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> dict[str, bool]:
-        """One request, one more for each requested mark, and a listing for each that has no manifest."""
+    def folders(
+        self, predicate: Callable[[str], bool] = lambda name: True, known: Container[str] = ()
+    ) -> dict[str, bool]:
+        """One request, one more for each requested mark that is not known, and a listing for each of these that has no
+        manifest."""
         names = sorted(filter(predicate, self._list(MARKS)))
-        heads = [self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names]
-        return {
-            name: self._await("read", f"{name}/{MANIFEST}", head).state == "value" or bool(find_lost(self.child(name)))
-            for name, head in zip(names, heads, strict=True)
+        heads = {
+            name: self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names if name not in known
         }
+        return {
+            name: name not in heads
+            or self._await("read", f"{name}/{MANIFEST}", heads[name]).state == "value"
+            or bool(find_lost(self.child(name)))
+            for name in names
+        }
+
+    def names_below(self, predicate: Callable[[str], bool]) -> dict[str, list[str]]:
+        """Costs one request per thousand keys below."""
+        names: dict[str, set[str]] = {}
+        for key in self._list(""):
+            name, _, below = key.partition("/")
+            if predicate(name):
+                names.setdefault(name, set()).add(below.partition("/")[0])
+        return {name: sorted(below - {""}) for name, below in names.items()}
 
     def child(self, name: str) -> Self:
         return replace(self, url=f"{self.url}/{name}", path=f"{self.path}{name}/")

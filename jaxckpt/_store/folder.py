@@ -18,7 +18,7 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -104,6 +104,7 @@ _REFUSED_LINK = (
     is_empty_folder="listing",
     files_below="listing",
     folders="listing",
+    names_below="listing",
     child=None,
     with_url=None,
     create_child="preparing",
@@ -317,7 +318,7 @@ class Folder:
     def _create_data_folder(self, data: str, note: dict[str, Any]) -> int:
         """Create a data folder with its writer's note, and lock the note."""
         path, key = self._path(data), f"{data}/{WRITER}"
-        os.makedirs(self.folder, exist_ok=True)
+        _make_folders(self.folder)
         with self._locked(), contextlib.ExitStack() as undo:
             os.mkdir(path)
             undo.callback(remove_folder, path)
@@ -650,23 +651,23 @@ class Folder:
         JoinedWork([submit(functools.partial(sync_path, folder)) for folder in sorted(folders)]).result()
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
-        """Includes the folders above, because any of them may be new."""
+        """Includes the folder above, because this one may be new, and those above it that this process has created."""
         for stack in stacks:
             sync_path(self._path(data, stack.name, "zarr.json"))
             sync_path(self._path(data, stack.name))
         sync_path(self._path(data))
         sync_path(self.folder)
-        folder = os.path.dirname(self.folder)
-        # Stops at the first folder that this process has no permission to open, because that folder must have existed.
-        while os.access(folder, os.R_OK):
-            try:
-                sync_path(folder)
-            except StorageError as error:  # the file system cannot sync folders
-                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-                    raise
-            if folder == os.path.dirname(folder):
-                return
+        is_new, folder = True, self.folder
+        while is_new and folder != os.path.dirname(folder):
             folder = os.path.dirname(folder)
+            # A folder that this process has no permission to open existed before.
+            if os.access(folder, os.R_OK):
+                try:
+                    sync_path(folder)
+                except StorageError as error:  # the file system cannot sync folders
+                    if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                        raise
+            is_new = _new_folders.pop(folder, False)
 
     # Folders ----------------------------------------------------------------------------------------------
 
@@ -717,8 +718,13 @@ class Folder:
         folders = ((path, names) for path, _, names in os.walk(self._path(name)))
         return [os.path.relpath(os.path.join(path, name), self.folder) for path, names in folders for name in names]
 
-    def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> dict[str, bool | StorageError]:
-        return {name: self._is_published(name) for name in filter(predicate, self.names())}
+    def folders(
+        self, predicate: Callable[[str], bool] = lambda name: True, known: Container[str] = ()
+    ) -> dict[str, bool | StorageError]:
+        return {name: name in known or self._is_published(name) for name in filter(predicate, self.names())}
+
+    def names_below(self, predicate: Callable[[str], bool]) -> dict[str, list[str]]:
+        return {name: self.child(name).names() for name in filter(predicate, self.names())}
 
     def _is_published(self, name: str) -> bool | StorageError:
         note_progress()
@@ -741,7 +747,7 @@ class Folder:
 
     def create_child(self, name: str) -> Self:
         with self._translate_errors("create", name):
-            retry_stale(os.makedirs, self._path(name), exist_ok=True)
+            retry_stale(_make_folders, self._path(name))
         return self.child(name)
 
     def parent_and_name(self) -> tuple[Self, str] | None:
@@ -783,6 +789,24 @@ class Folder:
 
     def _translate_errors(self, verb: str, key: str) -> contextlib.AbstractContextManager[None]:
         return translate_os_errors(f"cannot {verb} {self.url}/{key}")
+
+
+_new_folders: dict[str, bool] = {}
+"""The folders, above that of a checkpoint or a run, that this process has created and not made durable."""
+
+_MAX_NEW_FOLDERS = 1000
+"""With `Options.sync=False`, nothing makes them durable."""
+
+
+def _make_folders(path: str) -> None:
+    """Create a folder and those above it, if they do not exist."""
+    above = os.path.dirname(path)
+    while not os.path.isdir(above) and above != os.path.dirname(above):
+        _new_folders[above] = True
+        above = os.path.dirname(above)
+    for oldest in list(_new_folders)[:-_MAX_NEW_FOLDERS]:
+        _new_folders.pop(oldest, None)
+    os.makedirs(path, exist_ok=True)
 
 
 def _is_listed(path: str) -> bool:

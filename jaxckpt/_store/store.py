@@ -6,7 +6,7 @@ There are two: `Folder` on file systems, and `Bucket` on object stores.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
@@ -124,8 +124,16 @@ class Store(Protocol):
         """Whether a name directly below is a folder in which there are no files, at any depth."""
         ...
 
-    def folders(self, predicate: Callable[[str], bool] = lambda name: True) -> Mapping[str, bool | StorageError]:
-        """Whether each folder directly below that `predicate` accepts holds a checkpoint, or why that is unknown."""
+    def folders(
+        self, predicate: Callable[[str], bool] = lambda name: True, known: Container[str] = ()
+    ) -> Mapping[str, bool | StorageError]:
+        """Whether each folder directly below that `predicate` accepts holds a checkpoint, or why that is unknown.
+
+        Those that are known to hold one are listed, but not looked at."""
+        ...
+
+    def names_below(self, predicate: Callable[[str], bool]) -> Mapping[str, list[str]]:
+        """The names in each folder directly below that `predicate` accepts."""
         ...
 
     def mark(self, name: str) -> None:
@@ -159,7 +167,7 @@ class Store(Protocol):
         """Make the folders above the objects of this process durable."""
 
     def sync_data(self, data: str, stacks: Iterable[Stack]) -> None:
-        """Make each zarr.json, the data folder, and every folder above it durable."""
+        """Make each zarr.json, the data folder, and those folders above it durable that may be new."""
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
         """Atomically replace the manifest `previous` by `manifest`, which describes the data folder `data`. Before

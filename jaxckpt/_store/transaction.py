@@ -56,7 +56,7 @@ class Transaction:
         self._is_closed = False
 
     def sync(self, stacks: Iterable[Stack]) -> None:
-        """Make each zarr.json, the data folder, and every folder above it durable."""
+        """Make each zarr.json, the data folder, and those folders above it durable that may be new."""
         self.store.sync_data(self.data, stacks)
 
     def commit(self, manifest: bytes, *, sync: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from processes import PASSED, PROGRAMS, RunProcesses, RunPython
+from processes import PASSED, PROGRAMS, RunProcesses, RunPython, free_port
 
 import jaxckpt
 
@@ -80,3 +80,87 @@ def test_processes_that_share_no_devices(run_processes: RunProcesses, tmp_path: 
     )
     for one in done:
         assert "connected 2 processes, but JAX's default devices belong to 1" in one.stdout
+
+
+def test_nothing_grows_with_the_number_of_calls(run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Neither keys in JAX's coordination service, nor counts of calls, nor the list of threads."""
+    done = run_processes(
+        """
+        import sys, threading, time
+        import jax, jaxckpt
+        import jax.numpy as jnp
+        from jax._src import distributed
+        from jaxckpt._job import job as jobs
+
+        jobs._MAX_COUNTS = 5
+        client = distributed.global_state.client
+        sharding = jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("d",)), jax.P("d"))
+        x = jax.make_array_from_callback((8,), sharding, lambda at: jnp.arange(8.0)[at])
+
+        def calls(checkpoints, first):
+            for step in range(first, first + 4):
+                checkpoints.save(step, {"x": x}, metrics={"loss": 1.0})
+                jaxckpt.save_async(f"{args}/{step}", {"x": x})
+                assert not checkpoints.should_save(step)
+                checkpoints.restore()
+                try:
+                    checkpoints.save(step, {"x": x})  # exists
+                    checkpoints.wait()
+                except jaxckpt.errors.JaxckptError:
+                    continue
+                raise AssertionError
+
+        with jaxckpt.Checkpointer(f"{args}/run", save_if=lambda step, metrics: True) as checkpoints:
+            sizes = []
+            for first in (1, 100, 200, 300, 400):
+                calls(checkpoints, first)
+                if process_id == 0:
+                    sizes.append(len(client.key_value_dir_get("jaxckpt/")))
+                job = jobs.connected_job()
+                kept = (len(job._counts), len(job.departures._unreported), len(job.departures._counts))
+                assert max(kept) <= 8, kept
+        assert max(sizes, default=0) <= 10, sizes
+        deadline = time.monotonic() + 10
+        while not {thread.ident for thread in threading.enumerate()} <= {*sys._current_frames()}:
+            assert time.monotonic() < deadline, threading.enumerate()
+        print("done", sizes)
+        """,
+        processes=2,
+        devices_per_process=1,
+        args=str(tmp_path),
+        timeout=120,
+    )
+    assert all(one.stdout.startswith("done") for one in done), "\n".join(map(str, done))
+
+
+def test_ctrl_c_ends_a_long_wait_for_process_0(run_python: RunPython, tmp_path: Path) -> None:
+    """The more processes a job has, the less often each asks whether process 0 has answered."""
+    said = run_python(
+        f"""
+        import os, signal, threading, time
+        import jax
+        from jaxckpt._job.call import Call
+        from jaxckpt._pipeline.watchdog import Watchdog
+
+        jax.distributed.initialize("127.0.0.1:{free_port()}", 1, 0)
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        sent = []
+
+        def interrupt():
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Timer(4.5, interrupt).start()
+        call = Call("save", "run", 0, 1, 480, client, "jaxckpt/0", 300.0, Watchdog(300.0), None)
+        try:
+            with call, call.rendezvous("saving") as rendezvous:
+                rendezvous.gather("")
+                rendezvous.broadcast("")
+        except KeyboardInterrupt:
+            print("interrupted after", time.monotonic() - sent[0])
+        """,
+        timeout=60,
+    )
+    assert float(said.split()[-1]) < 2.5

@@ -1,7 +1,8 @@
 """Trains in two processes, and saves every `stride` steps; one of them gets SIGTERM before the seventh save.
 
-With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM. With "asks", it calls `save`
-only if `should_save` returns True.
+With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM; with "late" in addition, it
+sets this handler after its first saves. With "asks", it calls `save` only if `should_save` returns True. With "dies",
+both raise an error right after the signal, as if the workers of their data loaders had received it too.
 """
 
 from __future__ import annotations
@@ -24,15 +25,26 @@ sharding = NamedSharding(mesh, P("a", "b"))
 x = jax.make_array_from_callback((8, 8), sharding, lambda index: np.zeros((8, 8), np.float32)[index])
 add = jax.jit(lambda x: x + 1 + 0 * x.sum(), donate_argnums=0)
 folder, stride, *handler = args
-if handler == ["exits"]:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-elif handler == ["logs"]:
-    signal.signal(signal.SIGTERM, lambda *_: print("notified", file=sys.stderr))
+
+
+def set_handler() -> None:
+    if "exits" in handler:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    elif "logs" in handler:
+        signal.signal(signal.SIGTERM, lambda *_: print("notified", file=sys.stderr))
+
+
+if "late" not in handler:
+    set_handler()
 with jaxckpt.Checkpointer(folder, every=1000 * stride) as checkpoints:
     for step in range(stride, 400 * stride, stride):
         x = add(x)
+        if step == 4 * stride and "late" in handler:
+            set_handler()
         if step == 7 * stride and process_id == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if step == 7 * stride and handler == ["dies"]:
+            raise RuntimeError("DataLoader worker is killed by signal: Terminated")
         try:
             if handler == ["asks"] and not checkpoints.should_save(step):
                 time.sleep(0.02 * (1 + process_id))

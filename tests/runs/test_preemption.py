@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,16 @@ def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
     assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
 
 
+@pytest.mark.parametrize("late", [[], ["late"]], ids=["before the first save", "after it"])
 @pytest.mark.parametrize(("handler", "status"), [("exits", 1), ("logs", 143)])
 def test_a_handler_that_has_replaced_that_of_jax_does_not_prevent_the_last_step(
-    run_processes: RunProcesses, tmp_path: Path, handler: str, status: int
+    run_processes: RunProcesses, tmp_path: Path, handler: str, status: int, late: list[str]
 ) -> None:
     done = run_processes(
         PROGRAMS / "preempted_together.py",
         processes=2,
         devices_per_process=2,
-        args=[str(tmp_path / "s"), 1, handler],
+        args=[str(tmp_path / "s"), 1, handler, *late],
         timeout=90,
         check=False,
     )
@@ -507,3 +510,228 @@ def test_a_checkpointer_that_saves_again_after_close_is_preempted(tmp_path: Path
     assert checkpoints.save(30, {"x": 30})
     checkpoints.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# A handler that a library sets after the first save --------------------------------------------------------
+
+
+@pytest.fixture
+def received() -> Iterator[list[str]]:
+    """What handlers of SIGTERM note. The program's handler is set before the first save."""
+    notes: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: notes.append("program"))
+    yield notes
+    signal.signal(signal.SIGTERM, before)
+
+
+def set_handler(how: str, received: list[str]) -> None:
+    """As a library does, which calls the handler that it replaces, or does not."""
+    replaced = signal.getsignal(signal.SIGTERM)
+
+    def handler(number: int, frame: Any) -> None:
+        received.append("library")
+        if how == "chains":
+            assert callable(replaced)
+            replaced(number, frame)
+        if how == "exits":
+            sys.exit(3)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "ignores" else handler)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("replaces", ["library"]), ("chains", ["library", "program"]), ("exits", ["library"]), ("ignores", [])],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_handler_that_is_set_after_the_first_save_does_not_prevent_the_last_step(
+    tmp_path: Path, received: list[str], how: str, expected: list[str], again: bool
+) -> None:
+    with pytest.raises(SystemExit) as stopped, jaxckpt.Checkpointer(tmp_path, every=100) as checkpoints:  # noqa: PT012
+        for step in range(1, 8):
+            if step == 3 or (again and step in (4, 5)):
+                set_handler(how, received)
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpoints.save(step, {"x": step})
+    assert stopped.value.code == (3 if how == "exits" else 143)
+    assert checkpoints.steps() == [6]
+    times = 3 if again and how == "chains" else 1
+    assert received == expected[:1] * times + expected[1:]
+    received.clear()
+    if how in ("replaces", "chains"):  # a second signal has its previous effect
+        signal.raise_signal(signal.SIGTERM)
+        assert received == expected[:1] * times + expected[1:]
+
+
+def test_two_checkpointers_find_the_same_handler_of_a_library(tmp_path: Path, received: list[str]) -> None:
+    runs = [jaxckpt.Checkpointer(tmp_path / name, every=100, on_preemption="continue") for name in "ab"]
+    installed: list[Any] = []
+    for step in range(1, 30):
+        if step == 2:
+            set_handler("chains", received)
+        for run in runs:
+            run.save(step, {"x": step})
+        installed.append(signal.getsignal(signal.SIGTERM))
+    assert len({*map(id, installed[2:])}) == 1, "nothing is installed again"
+    os.kill(os.getpid(), signal.SIGTERM)
+    for run in runs:
+        run.save(30, {"x": 30})
+        run.close()
+        assert (run.steps(), run.preempted) == ([30], True)
+    assert received == ["library", "program"]
+
+
+def test_a_handler_that_a_library_sets_for_a_while(tmp_path: Path, received: list[str]) -> None:
+    with jaxckpt.Checkpointer(tmp_path, every=100, on_preemption="continue") as checkpoints:
+        for step in range(1, 20):
+            replaced = signal.getsignal(signal.SIGTERM)
+            set_handler("replaces", received)
+            checkpoints.save(2 * step, {"x": step})
+            signal.signal(signal.SIGTERM, replaced)
+            checkpoints.save(2 * step + 1, {"x": step})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoints.save(50, {"x": 50})
+    assert received == ["program"]
+    received.clear()
+    signal.raise_signal(signal.SIGTERM)
+    assert received == ["program"]
+
+
+def test_handlers_that_call_each_other_end(tmp_path: Path, received: list[str]) -> None:
+    """A library sets one function at each step, which calls what it has replaced last."""
+    replaced: list[Any] = []
+
+    def library(number: int, frame: Any) -> None:
+        received.append("library")
+        replaced[-1](number, frame)
+
+    with jaxckpt.Checkpointer(tmp_path, every=100, on_preemption="continue") as checkpoints:
+        for step in range(1, 10):
+            replaced.append(signal.signal(signal.SIGTERM, library))
+            checkpoints.save(step, {"x": step})
+        signal.raise_signal(signal.SIGTERM)
+        assert checkpoints.save(50, {"x": 50})
+    assert received
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_outside_the_main_thread_a_replaced_handler_is_reported_once(
+    tmp_path: Path, received: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": 1})
+        set_handler("replaces", received)
+        thread = threading.Thread(target=lambda: [checkpoints.save(step, {"x": step}) for step in (2, 3)])
+        thread.start()
+        thread.join()
+    messages = [record.message for record in caplog.records if "has replaced the handler" in record.message]
+    assert messages == ["a library has replaced the handler of SIGTERM: no last step is saved if this job is preempted"]
+
+
+def test_a_handler_of_other_code_than_python_is_reported_once(
+    tmp_path: Path, received: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with jaxckpt.Checkpointer(tmp_path) as checkpoints, (tmp_path / "stacks").open("w") as stacks:
+        checkpoints.save(1, {"x": 1})
+        faulthandler.register(signal.SIGTERM, file=stacks)
+        try:
+            checkpoints.save(2, {"x": 2})
+            checkpoints.save(3, {"x": 3})
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+    messages = [record.message for record in caplog.records if "has replaced the handler" in record.message]
+    assert len(messages) == 1
+    assert "one that is not Python's: no last step is saved if this job is preempted" in messages[0]
+
+
+# A preempted job without its last step ---------------------------------------------------------------------
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_preempted_job_that_ends_with_an_error_says_what_is_not_saved(
+    tmp_path: Path, received: list[str], caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    """As if the same signal had ended the workers of a data loader."""
+    with pytest.raises(RuntimeError), jaxckpt.Checkpointer(tmp_path, every=every) as checkpoints:  # noqa: PT012
+        for step in range(1, 16):
+            checkpoints.save(step, {"x": step})
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("a worker was killed")
+    lost = "the job was preempted, and ends with RuntimeError without its last step: save was last called for step 15"
+    assert errors(caplog) == ([] if every == 1 else [f"{lost}, which is not saved; the last save was of step 10"])
+
+
+def test_a_preempted_job_whose_last_save_fails_says_so(
+    tmp_path: Path, received: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, every=10)
+    checkpoints.save(1, {"x": 1})
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(jaxckpt.JaxckptError), checkpoints:
+        checkpoints.save(2, {"x": object()})
+    assert len(errors(caplog)) == 1
+    assert "without its last step: save was last called for step 2, which is not saved" in errors(caplog)[0]
+
+
+def test_a_preempted_job_that_is_closed_says_what_is_not_saved(
+    tmp_path: Path, received: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, every=10)
+    for step in range(1, 13):
+        checkpoints.save(step, {"x": step})
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(jaxckpt.Preempted, match="step 12, which is not saved; the last save was of step 10"):
+        checkpoints.close()
+    assert len(errors(caplog)) == 1
+    checkpoints.close()
+    assert len(errors(caplog)) == 1
+
+
+@pytest.mark.child
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ignores", "dies"])
+def test_workers_of_a_loader_that_ignore_the_signal_let_the_last_step_be_saved(tmp_path: Path, how: str) -> None:
+    """The pattern of docs/training-loop.md."""
+    pytest.importorskip("torch")
+    done = finish(PROGRAMS / "preempted_loader.py", tmp_path / "s", how, env={"PYTHONHASHSEED": "1"})
+    if how == "ignores":
+        assert (done.returncode, jaxckpt.Run(tmp_path / "s").steps()) == (143, [8]), str(done)
+    else:
+        assert "ends with RuntimeError without its last step: save was last called for step 7" in done.stderr
+        assert done.returncode == 1, str(done)
+
+
+@pytest.mark.child
+def test_a_preempted_program_that_ends_without_closing_says_what_is_not_saved(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, jaxckpt
+signal.signal(signal.SIGTERM, lambda *_: None)
+checkpoints = jaxckpt.Checkpointer(sys.argv[1], every=10)
+for step in range(1, 13):
+    checkpoints.save(step, {"x": step})
+os.kill(os.getpid(), signal.SIGTERM)
+raise RuntimeError("a worker was killed")
+"""
+    done = finish(program, tmp_path / "s")
+    assert done.returncode == 1, str(done)
+    assert "the program ends without its last step: save was last called for step 12, which is not saved" in done.stderr
+
+
+def test_a_job_of_two_that_ends_with_an_error_right_after_the_signal_says_what_is_not_saved(
+    run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    done = run_processes(
+        PROGRAMS / "preempted_together.py",
+        processes=2,
+        devices_per_process=2,
+        args=[str(tmp_path / "s"), 1, "dies"],
+        timeout=90,
+        check=False,
+    )
+    lost = "the job was preempted, and ends with RuntimeError without its last step: save was last called for step 6"
+    assert all(lost in one.stderr for one in done), "\n".join(map(str, done))
