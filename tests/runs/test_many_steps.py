@@ -110,6 +110,8 @@ def test_the_requests_of_a_save_do_not_grow_with_the_kept_steps(s3: Bucket) -> N
 
 def unpublish(run: Path, step: int) -> None:
     """What the deletion of a step does first. Another process does the rest later."""
+    (copy,) = (run / f"{step:08d}").glob("data-*/manifest-copy.json")
+    copy.unlink()  # first, so that the manifest does not seem to be lost
     (run / f"{step:08d}" / "manifest.json").unlink()
 
 
