@@ -59,7 +59,7 @@ class Flush:
     def begin(self, local: RunningSave) -> RunningSave:
         """Start to wait for the local save and to copy its files."""
         self.pending = RunningSave(
-            self.store.url, local.progress.total_bytes, time.perf_counter(), self.call.watchdog, self.step
+            self.store, local.progress.total_bytes, time.perf_counter(), self.call.watchdog, self.step
         )
         self.pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_at_exit()

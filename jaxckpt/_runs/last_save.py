@@ -43,7 +43,8 @@ class LastSave:
                 pending.abandon()
                 return pending.is_published
         self.pending, self.step = None, step if pending.is_published else None  # its `on_done` may have failed
-        if pending.error is not None and (self._predecessor is None or pending.error is not self._predecessor.error):
+        inherited = self._predecessor is not None and pending.error is self._predecessor.error
+        if pending.error is not None and not inherited and not pending.is_raised:
             raise pending.error
         return True
 

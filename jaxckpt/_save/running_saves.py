@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from jaxckpt._pipeline.exit_status import set_exit_status
 from jaxckpt._pipeline.progress import Progress
@@ -31,6 +32,9 @@ from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt.errors import InputError, PeerError, StorageError
 
+if TYPE_CHECKING:
+    from jaxckpt._store.store import Store
+
 _log = logging.getLogger("jaxckpt")
 
 
@@ -38,10 +42,16 @@ class RunningSave:
     """A save that this thread runs, or another one."""
 
     def __init__(
-        self, path: str, total_bytes: int, start_time: float, watchdog: Watchdog, step: int | None = None
+        self, store: Store, total_bytes: int, start_time: float, watchdog: Watchdog, step: int | None = None
     ) -> None:
-        self.path = path
+        self.path = store.url
         """The path or URL of the checkpoint."""
+
+        self.owner = owner_of(store, step)
+        """What the error of the save belongs to."""
+
+        self.is_raised = False
+        """Whether a later save has raised its error."""
 
         self.step = step
         """The step, if a Checkpointer saves it."""
@@ -65,6 +75,7 @@ class RunningSave:
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
         self._blocked_seconds = 0.0
+        self._has_waiter = False
 
         self.awaited = False
         """Whether its caller waits for it and receives its error."""
@@ -131,25 +142,31 @@ class RunningSave:
             raise InputError(
                 f"the save to {self.path} was skipped because another was in progress; check `.skipped` first"
             )
-        if not self.done and threading.get_ident() in (_writer_thread, self._thread):
-            raise InputError(
-                f"this call waits for the save to {self.path}, and one of that save's own callbacks makes the call, so"
-                " neither would end: call it after that save has ended, from your program's thread or, in a job of one"
-                " process, from a thread that the callback starts"
-            )
         given = timeout_seconds
         is_number = isinstance(given, numbers.Real) and not isinstance(given, bool) and given == given  # pyright: ignore
         if given is not None and not is_number:
             raise InputError(f"timeout_seconds must be a number of seconds or None, found {reprlib.repr(given)}")
-        self.rate_limiter.yields = False
-        wake_thread()
-        if not self._await(self._ended, timeout_seconds):
+        self._has_waiter = True
+        if not self.join(timeout_seconds):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout_seconds:g} s: {self.progress}")
         _mark_reported(self)
         if self._error is not None:
             raise self._error
         assert self._info is not None
         return self.with_times(self._info)
+
+    def join(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the save has ended, for `timeout_seconds` at most. Returns whether it has. Its error stays its
+        owner's."""
+        if not self.done and threading.get_ident() in (_writer_thread, self._thread):
+            raise InputError(
+                f"this call waits for the save to {self.path}, and one of that save's own callbacks makes the call, so"
+                " neither would end: call it after that save has ended, from your program's thread or, in a job of one"
+                " process, from a thread that the callback starts"
+            )
+        self.rate_limiter.yields = False
+        wake_thread()
+        return self._await(self._ended, timeout_seconds)
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
         """The result, with the times that are known so far."""
@@ -212,6 +229,8 @@ class RunningSave:
             self._info, self.is_published = outcome, True
         else:
             self._error = outcome
+            if not (self.awaited or self._has_waiter):
+                _log.error("%s failed: %s", self.name, outcome)
         self._work = None  # of a save that will never run
         self._seconds = self._seconds_so_far
         self._ended.set()
@@ -221,6 +240,12 @@ class RunningSave:
     def error(self) -> BaseException | None:
         """The error of the save, after it has ended."""
         return self._error
+
+
+def owner_of(store: Store, step: int | None) -> str:
+    """What a running save belongs to: the directory of a Checkpointer's steps, or the path of a checkpoint."""
+    url = store.absolute().url
+    return url if step is None else url.rpartition("/")[0]
 
 
 # The thread -----------------------------------------------------------------------------------------------
@@ -361,16 +386,21 @@ def unreported_saves(*, include_detached: bool = False) -> list[RunningSave]:
     return [save for save in _saves.copy() if not save.awaited and include_detached >= save.detached]
 
 
-def await_saves() -> None:
-    """Wait for the background saves. Raises the error of a failed one, unless it has been reported.
+def await_saves(owner: str) -> None:
+    """Wait for the background saves, because there is one at a time. Raises the error of a failed one of the same
+    owner, unless it has been reported.
 
     If a save failed only because another process raised the error of an earlier save, that is logged. Raising it would
     make the next save fail in the other processes, and so on: one failure would end all saves.
     """
     for save in unreported_saves():
+        save.join()
+        if save.owner != owner:
+            continue
         try:
             save.wait()
         except Exception as error:
+            save.is_raised = True
             if isinstance(error, PeerError) and error.repeats_earlier:
                 _log.warning("%s was not saved, because an earlier save had failed: %s", save.path, error)
                 continue

@@ -150,8 +150,8 @@ def save_async(
 
     Raises:
         TreeError, SpecError, InputError: As for `save`, immediately. `wait()` raises everything else that `save` would
-            raise. If `wait()` is not called, the next save raises it; without a next save, the traceback is printed
-            when the interpreter exits, with exit status 1. Functions that were registered with atexit before
+            raise. If nothing waits, an error is logged at once, and the next save of the same path raises it; without
+            one, the traceback is printed when the interpreter exits, with exit status 1. Functions that were registered with atexit before
             `import jaxckpt` do not run then.
 
     Examples:
@@ -189,13 +189,13 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     """Save completely, or until the thread that writes no longer needs the caller. Every process."""
     start_time, options = time.perf_counter(), request.options
     if background and not request.is_last_step and options.when_busy == "skip" and _is_busy(call):
-        skipped = RunningSave(request.destination.store.url, 0, start_time, call.watchdog)
+        skipped = RunningSave(request.destination.store, 0, start_time, call.watchdog)
         skipped.skip()
         return skipped
     save = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     step = None if request.step is None else request.step.number
-    pending = RunningSave(save.store.url, save.plan.written_bytes(call.index), start_time, call.watchdog, step)
+    pending = RunningSave(save.store, save.plan.written_bytes(call.index), start_time, call.watchdog, step)
     is_limited = background and not request.is_last_step
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2

@@ -29,10 +29,8 @@ class ObjectRecord(NamedTuple):
 class ArrayWriter(Protocol):
     """Writes objects of a stack."""
 
-    @property
-    def memory_factor(self) -> int:
-        """Host memory that it takes while it writes an object, as a multiple of the object's bytes."""
-        ...
+    memory_factor: ClassVar[int]
+    """Host memory that it takes while it writes an object, as a multiple of the object's bytes."""
 
     def write(self, index: tuple[int, ...], pieces: Pieces, content: bool = False) -> Pending[ObjectRecord]:
         """Start to write the object at a grid index; with `content`, also compute the digest of its content. Until the

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorstore as ts
 
@@ -38,7 +38,7 @@ def _in_memory(path: str = "") -> dict[str, Any]:
 class EncodingWriter:
     """Encodes objects in memory immediately, then writes each with one request."""
 
-    memory_factor = ENCODING_MEMORY_FACTOR
+    memory_factor: ClassVar[int] = ENCODING_MEMORY_FACTOR
 
     def __init__(self, url: str, stack: Stack, begin_put: Callable[[str, bytes, str], Pending[ObjectRecord]]) -> None:
         self._url = url
