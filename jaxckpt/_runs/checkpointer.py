@@ -50,6 +50,7 @@ from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._store.running_writes import await_writes
 from jaxckpt.errors import InputError, JaxckptError, Preempted
 
 _log = logging.getLogger("jaxckpt")
@@ -521,7 +522,7 @@ class Checkpointer(Run):
         if not isinstance(step, str) or step == "latest":
             return None if isinstance(step, str) else step
         with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
-            self._last_save.wait()
+            self._await_saves()
             rendezvous.gather("")
             return int(rendezvous.broadcast(str(self._number(step)) if self._is_process_0 else ""))
 
@@ -646,12 +647,19 @@ class Checkpointer(Run):
         if step is not None:
             step = self._require_step(step, "Checkpointer.restore")
         with self._begin_call("Checkpointer.restore") as call:
-            return self._step_finder.find(call, step, self._last_save.wait, allow_peers=allow_peers)
+            return self._step_finder.find(call, step, self._await_saves, allow_peers=allow_peers)
+
+    def _await_saves(self) -> None:
+        """Wait for the running save of this Checkpointer, whose error this raises, and of any other one."""
+        self._last_save.wait()
+        await_writes(self._directory.store)
 
     # Inspecting ------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The published steps, oldest first. One listing of the directory; only steps with a manifest count."""
+        """The published steps, oldest first. One listing of the directory; only steps with a manifest count. Like the
+        other methods, it first waits for a running save."""
+        await_writes(self._directory.store)
         return self._directory.steps()
 
     def latest_step(self) -> int | None:

@@ -42,6 +42,7 @@ from jaxckpt._runs.pins import pin_step, unpin_name
 from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt._sources.open_source import NamedStep, foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, run_at
 from jaxckpt.errors import InputError, NotACheckpointError
@@ -95,6 +96,8 @@ class Run:
     def steps(self) -> list[int]:
         """The numbers of the published steps, oldest first. One listing of the directory.
 
+        This and the other methods first wait for a save of this process that is writing a step of the run.
+
         Empty if the directory does not exist: a program that follows a run may start before the training does. `open`,
         `restore` and `path` raise NotACheckpointError instead.
 
@@ -102,6 +105,7 @@ class Run:
             InputError: The directory is itself a checkpoint.
             StorageError: The directory cannot be listed, or jaxckpt cannot tell whether a step is published.
         """
+        await_writes(self._store)
         published, _ = step_folders(self._store)
         if not published:
             require_no_checkpoint(self._store)
@@ -178,6 +182,7 @@ class Run:
     def _number(self, step: StepName) -> int:
         """The number of a step. Raises InputError, NotACheckpointError."""
         if not isinstance(step, str):
+            await_writes(self._store)
             return require_step(step)
         steps = self.steps()
         if not steps:

@@ -30,6 +30,7 @@ from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down, sta
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._store.running_writes import report_writes
 from jaxckpt.errors import InputError, PeerError, StorageError
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class RunningSave:
         self._info: SaveInfo | None = None
         self._error: BaseException | None = None
         self._blocked_seconds = 0.0
+        self._caller = threading.get_ident()
+        self._has_returned = False
         self._has_waiter = False
 
         self.awaited = False
@@ -168,6 +171,15 @@ class RunningSave:
         wake_thread()
         return self._await(self._ended, timeout_seconds)
 
+    def settle(self) -> None:
+        """As `RunningWrite.settle`. Does not wait in a thread without which the save cannot go on."""
+        is_caller = threading.get_ident() == self._caller and not self._has_returned
+        if is_caller or threading.get_ident() in (_writer_thread, self._thread):
+            return
+        self.rate_limiter.yields = False
+        wake_thread()
+        self._await(self._settled, None)
+
     def with_times(self, info: SaveInfo) -> SaveInfo:
         """The result, with the times that are known so far."""
         return replace(info, seconds=self._seconds_so_far, blocked_seconds=self._blocked_seconds)
@@ -215,6 +227,7 @@ class RunningSave:
     def mark_returned(self) -> None:
         """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
         self._blocked_seconds = time.perf_counter() - self._start_time
+        self._has_returned = True
 
     def mark_published(self) -> None:
         """Note that the checkpoint is published."""
@@ -246,6 +259,14 @@ def owner_of(store: Store, step: int | None) -> str:
     """What a running save belongs to: the directory of a Checkpointer's steps, or the path of a checkpoint."""
     url = store.absolute().url
     return url if step is None else url.rpartition("/")[0]
+
+
+def _settleable() -> list[RunningSave]:
+    """The running saves that reads of their path wait for."""
+    return [save for save in _saves.copy() if not save.detached]
+
+
+report_writes(_settleable)
 
 
 # The thread -----------------------------------------------------------------------------------------------

@@ -151,8 +151,8 @@ def save_async(
     Raises:
         TreeError, SpecError, InputError: As for `save`, immediately. `wait()` raises everything else that `save` would
             raise. If nothing waits, an error is logged at once, and the next save of the same path raises it; without
-            one, the traceback is printed when the interpreter exits, with exit status 1. Functions that were registered with atexit before
-            `import jaxckpt` do not run then.
+            one, the traceback is printed when the interpreter exits, with exit status 1. Functions that were registered
+            with atexit before `import jaxckpt` do not run then.
 
     Examples:
         >>> import jax.numpy as jnp, jaxckpt

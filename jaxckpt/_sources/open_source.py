@@ -25,6 +25,7 @@ from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
 from jaxckpt._sources.source import NativeCheckpoint, Source
+from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import (
@@ -58,7 +59,7 @@ def source_at(
     """The source at a location. `manifest_sha256` is the SHA-256 that its manifest must have, if any.
 
     A run's directory refers to its newest step; "run@40", "run@best" and "run@latest" refer to one of its steps. The
-    run may be of another library, without "best".
+    run may be of another library, without "best". Waits for a running save of this process to that path or run.
 
     Raises NotACheckpointError, ManifestError; DataError if a foreign checkpoint is damaged; StorageError if the storage
     hangs for `options.timeout_seconds`.
@@ -69,12 +70,14 @@ def source_at(
             raise NotACheckpointError(f"{location.url} has no manifest.json that could have an expected SHA-256")
         return location
     if isinstance(location, NamedStep):
+        await_writes(location.run)
         return run_watched(
             f"opening {os.fspath(location)}",
             options.timeout_seconds,
             lambda: _open_named_step(location.run, location.name, options, manifest_sha256),
         )
     store = store_at(location, options)
+    await_writes(store)
     return run_watched(
         f"opening {store.url}",
         options.timeout_seconds,
