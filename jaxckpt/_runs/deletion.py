@@ -16,7 +16,7 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
-from jaxckpt._pipeline.threads import Task, is_shutting_down, start_thread
+from jaxckpt._pipeline.threads import Task, is_shutting_down, run_uninterrupted, start_thread
 from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metrics_of_deleted_steps
 from jaxckpt._run_folder.leases import Leases, marked_steps
 from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, require_unpinned, step_name
@@ -157,6 +157,9 @@ class Deletion:
 
     def _request_pass(self) -> None:
         """Request a pass of the thread, unless one is already queued."""
+        run_uninterrupted(self._queue_pass)
+
+    def _queue_pass(self) -> None:
         with self._start_lock:
             if self._passes.empty():
                 self._last_pass = Task(self._run_pass)

@@ -280,8 +280,9 @@ _wakeups = queue.SimpleQueue[bool]()
 """True wakes the thread, False ends it."""
 
 _start_lock = threading.Lock()
-_thread_ended: Latch | None = None
-"""Set when the thread ends; None while there is none."""
+_threads: list[Latch] = []
+"""For each thread that takes from `_wakeups`, a latch that is set when it ends. The thread itself adds it, because an
+interrupt could come between its start and the next line. There is one thread, or two after such an interrupt."""
 
 _writer_thread: int | None = None
 """The thread that runs saves."""
@@ -349,23 +350,24 @@ def ensure_thread() -> bool:
     Returns whether the thread exists: Python 3.12 starts no threads during its shutdown. Before that, raises
     RuntimeError if the system cannot start a thread.
     """
-    global _thread_ended
     with _start_lock:
-        if _thread_ended is None:
-            thread_ended = Latch()
+        if not _threads:
+            begun = Latch()
             try:
-                start_thread(functools.partial(_run, _wakeups, thread_ended), "jaxckpt-save")
+                start_thread(functools.partial(_run, _wakeups, begun), "jaxckpt-save")
             except RuntimeError:
                 if not is_shutting_down():
                     raise
                 return False
-            _thread_ended = thread_ended
+            begun.wait()
     return True
 
 
-def _run(wakeups: queue.SimpleQueue[bool], thread_ended: Latch) -> None:
+def _run(wakeups: queue.SimpleQueue[bool], begun: Latch) -> None:
     global _writer_thread
-    _writer_thread = threading.get_ident()
+    _writer_thread, ended = threading.get_ident(), Latch()
+    _threads.append(ended)
+    begun.set()
     try:
         while wakeups.get():
             for save in _saves.copy():
@@ -375,8 +377,11 @@ def _run(wakeups: queue.SimpleQueue[bool], thread_ended: Latch) -> None:
                 if save.awaited and save.done:  # another thread may be running it
                     _mark_reported(save)
             save = None  # frees the saved data
+        wakeups.put(False)  # for another thread
     finally:
-        thread_ended.set()
+        with contextlib.suppress(ValueError):  # abandoned
+            _threads.remove(ended)
+        ended.set()
 
 
 def _run_alone(save: RunningSave) -> None:
@@ -393,11 +398,12 @@ def _mark_reported(save: RunningSave) -> None:
 
 def _abandon_hung_save(save: RunningSave, error: StorageError) -> None:
     """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
-    global _thread_ended, _wakeups
+    global _wakeups
     with _start_lock:
         if not save.done and save.runs_in_writer_thread:
             _wakeups.put(False)  # in case the thread resumes
-            _wakeups, _thread_ended = queue.SimpleQueue(), None
+            _wakeups = queue.SimpleQueue()
+            _threads.clear()
         replace_workers()
         save.end(error)
 
@@ -476,7 +482,7 @@ def finish_at_exit() -> None:
 
 def _wait_at_exit() -> None:
     """Wait for the running saves, and report failures that no caller has received."""
-    global _thread_ended
+    global _wakeups
     for save in unreported_saves(include_detached=True):
         try:
             save.wait()
@@ -492,18 +498,20 @@ def _wait_at_exit() -> None:
             set_exit_status(1)
     if any(not save.done or save.error is not None for save in _abandoned):  # its thread may hang
         set_exit_status(128 + signal.SIGTERM)
-    elif _thread_ended is not None:
-        # The thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
+    elif threads := _threads.copy():
+        # A thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
         _wakeups.put(False)
-        _thread_ended.wait()
-        _thread_ended = None
+        for ended in threads:
+            ended.wait()
+        _wakeups = queue.SimpleQueue()  # for saves of later exit functions
 
 
 def _reset_after_fork() -> None:
     """In a forked child: discard the thread and its saves, which belong to the parent."""
-    global _start_lock, _thread_ended, _wakeups, _writer_thread
+    global _start_lock, _wakeups, _writer_thread
     _start_lock = threading.Lock()
-    _thread_ended = _writer_thread = None
+    _writer_thread = None
+    _threads.clear()
     _wakeups = queue.SimpleQueue()
     for save in _saves:  # no thread of this process will ever end it
         where = f"the save to {save.path} runs in process {os.getppid()}, from which this process was forked"
