@@ -67,9 +67,10 @@ def test_a_composed_checkpoint_names_its_format(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same packages, without the metadata of jaxckpt's installation, which has the entry points."""
-    places = []
+def uninstalled(tmp_path: Path) -> Iterator[None]:
+    """The same packages, without the metadata of jaxckpt's installation, which has the entry points. Name it first:
+    `monkeypatch.syspath_prepend` puts back the path that it has found, so this must end after it."""
+    before, places = sys.path[:], []
     for number, place in enumerate(map(Path, sys.path)):
         if place.is_dir() and any(place.glob("jaxckpt-*.dist-info")):
             others = tmp_path / f"packages{number}"
@@ -79,9 +80,10 @@ def uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
                     (others / entry.name).symlink_to(entry)
             place = others
         places.append(str(place))
-    monkeypatch.setattr(sys, "path", places)
+    sys.path[:] = places
     formats.cache_clear()
     yield
+    sys.path[:] = before
     formats.cache_clear()
 
 
