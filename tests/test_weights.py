@@ -183,7 +183,7 @@ def test_other_shapes_and_failures_begin_a_new_chain(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.one_device
-def test_a_failure_that_another_save_reports_begins_a_new_chain(
+def test_a_failure_is_raised_by_the_next_step_and_begins_a_new_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with jaxckpt.weights.Publisher(tmp_path / "w", options=FAST) as publisher:
@@ -194,7 +194,7 @@ def test_a_failure_that_another_save_reports_begins_a_new_chain(
             )
             publisher.publish(1, {"w": jnp.full(4, 1.0)})
             with pytest.raises(jaxckpt.errors.StorageError, match="full"):
-                jaxckpt.save_async(tmp_path / "other", {"x": 1})
+                publisher.publish(2, {"w": jnp.full(4, 2.0)})
         published(publisher, 2, 2)
         ((step, tree),) = jaxckpt.weights.subscribe(tmp_path / "w", timeout_seconds=0.1)
         assert (step, float(tree["w"][0])) == (2, 2.0)

@@ -101,8 +101,9 @@ def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
 def resolve_specs(
     specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]], on_host: Container[str] = ()
 ) -> dict[str, Spec]:
-    """The spec of each leaf for which `specs` has one. A function may return None for leaves `on_host`. Raises a
-    SpecError that names invalid or unused entries."""
+    """The spec of each leaf for which `specs` has one. Leaves `on_host` take a spec at their own path, that of a
+    subtree without other leaves, and that of a function, which may return None for them. Raises a SpecError that names
+    invalid or unused entries."""
     if specs is None:
         return {}
     if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
@@ -116,7 +117,11 @@ def resolve_specs(
     entries = flatten(specs)[0]
     _refuse_bare_specs(specs, entries)
     by_prefix = {leaf.path: _require_spec(leaf.value, leaf.path) for leaf in entries}
-    chosen = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
+    heads = {path: head for path, _ in leaves if (head := longest_prefix(path, by_prefix)) is not None}
+    with_others = {head for path, head in heads.items() if path not in on_host}
+    chosen = {
+        path: head for path, head in heads.items() if path not in on_host or head == path or head not in with_others
+    }
     used = set(chosen.values())
     # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]

@@ -83,8 +83,8 @@ def restore(
             process 0 logs a warning with their bytes. Each leaf keeps its memory kind. A sharding on an AbstractMesh,
             as from jax.eval_shape under jax.set_mesh, is resolved on this mesh, or on the mesh of jax.set_mesh.
         specs: With `mesh`: a PartitionSpec, a pytree prefix of them, or a function of (path, leaf), instead of the
-            saved specs. Leaves that they cover are restored onto the mesh, even if they were saved from NumPy; a
-            function may return None for those.
+            saved specs. An array that was saved from NumPy stays one without a target, unless it has a spec at its own
+            path, from a subtree with only such arrays, or from a function, which may return None for it.
         select: Restore only these leaves, by their paths in the tree that this function returns, after `rename`: a glob
             ("params/**"; "params/**/w" matches "params/w" too; a container's path selects everything below it), a
             compiled regular expression, a list of these, or a function of the path that returns a bool. Each pattern

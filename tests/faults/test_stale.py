@@ -157,10 +157,12 @@ def test_saves_try_again_after_estale(tmp_path: Path) -> None:
 @needs_strace
 def test_estale_that_does_not_pass_means_deleted(tmp_path: Path) -> None:
     save_steps(tmp_path / "run", 2)
-    said, _ = run_stale(
-        victims.follow, tmp_path / "run", fault="when=1+", paths=[tmp_path / "run" / "00000000" / MANIFEST]
-    )
+    step = tmp_path / "run" / "00000000"
+    (copy,) = step.glob("data-*/manifest-copy.json")
+    said, _ = run_stale(victims.follow, tmp_path / "run", fault="when=1+", paths=[step / MANIFEST, copy])
     assert said == [1]
+    (lost,), _ = run_stale(victims.follow, tmp_path / "run", fault="when=1+", paths=[step / MANIFEST])
+    assert lost["error"] == "ManifestError", "a deletion removes the copy first"
 
 
 @needs_strace

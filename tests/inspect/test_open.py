@@ -388,7 +388,7 @@ def columns(path: str, leaf: Any) -> P | None:
     "request_of",
     {
         "as saved": lambda mesh: {},
-        "replicated": lambda mesh: {"mesh": mesh, "specs": lambda path, leaf: None if path == "host" else P()},
+        "replicated": lambda mesh: {"mesh": mesh, "specs": P()},
         "columns": lambda mesh: {"mesh": mesh, "specs": columns},
         "some leaves": lambda mesh: {"select": ["small/1*", "host"]},
         # Whether these values fit a narrower dtype is checked first, so they are read twice.

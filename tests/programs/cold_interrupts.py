@@ -79,7 +79,7 @@ def verify(path: str) -> None:
 
 def checkpointer(path: str) -> None:
     """Rules and the first restore, as for fine-tuning, then a save."""
-    renamed = rules.Rules([rules.Rule(source=name, target=name) for name in TREES[0]])
+    renamed = rules.Rules([rules.Rule(source=name, target=name) for name in "wb"], keep=True)
     with jaxckpt.Checkpointer(path + "-steps", keep_last=1) as run:
         require_complete(jaxckpt.load_numpy(path, rename=renamed), {0})
         run.restore_or_init(lambda: TREES[0])
