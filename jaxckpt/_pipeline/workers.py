@@ -160,7 +160,8 @@ def run_shared(works: Sequence[Callable[[], object]]) -> None:
     for _ in works[1:THREADS]:
         submit(work_off)
     work_off()
-    ended.wait()
+    if works:
+        ended.wait()
     if errors:
         raise errors[0]
 
