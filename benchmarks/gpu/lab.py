@@ -144,7 +144,7 @@ class Training:
     def steps_until(self, wait: Callable[[], object]) -> tuple[float, list[float]]:
         """(seconds until `wait` returns, the milliseconds of each training step until then).
 
-        All steps until the end of a save are counted: the first few alone would flatter a save that goes on for long.
+        All steps until the end of a save are counted: the first few alone would flatter a save that takes long.
         """
         begun = time.perf_counter()
         ended: list[float | BaseException] = []

@@ -221,9 +221,9 @@ def _require_named(folder: str, named: Collection[str], index: str) -> None:
 
 
 def index_counts(folder: str, index: str, single: str) -> bool:
-    """Whether a folder's model is in the files that its index names; False if it is in the file `single` beside it.
+    """Whether a folder's model is in the files that its index names; False if it is in the file `single` next to them.
 
-    Raises InputError if both are there: transformers reads the single file, and others read what the index names. Both
+    Raises InputError if both exist: transformers reads the single file, and others read what the index names. Both
     are left by a save with shards over one without. A save without shards over one with shards leaves only the index.
     """
     files = {*read_json(os.path.join(folder, index), Index).weight_map.values()}

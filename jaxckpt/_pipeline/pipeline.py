@@ -110,11 +110,13 @@ def pipeline(
     try:
         for item in items:
             size = 0 if item is None else n_bytes(item)
-            while item is None or not budget.fits(size) or (running and running[0][1].done()):
+            while True:
                 # An item that is done is finished first, so that its transfer runs while older ones are awaited.
-                is_done = bool(running) and running[0][1].done()
-                if item is not None and not is_done and not budget.fits(size) and budget.await_transfer():
-                    continue
+                if item is not None and not (running and running[0][1].done()):
+                    if budget.fits(size):
+                        break
+                    if budget.await_transfer():
+                        continue
                 if not running:
                     break
                 first, moving = running.popleft()

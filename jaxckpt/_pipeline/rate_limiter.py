@@ -1,4 +1,4 @@
-"""How fast a save writes: at `Options.max_bytes_per_second`, and beside a training loop, until it must hurry."""
+"""How fast a save writes: at `Options.max_bytes_per_second`, and out of the way of training, until it must hurry."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def start_thread(run: Callable[[], object], name: str) -> None:
         try:
             run()
         finally:
-            # Before Python 3.13, `threading.enumerate` lists such a thread for ever.
+            # Before Python 3.13, `threading.enumerate` lists such a thread forever.
             threading._active.pop(threading.get_ident(), None)  # pyright: ignore[reportAttributeAccessIssue]
 
     _thread.start_new_thread(named, ())

@@ -27,12 +27,11 @@ def prepare(request: SaveRequest, call: Call) -> PreparedSave:
     """Check everything that can be checked without the other processes, and plan."""
     require_on_done(request.on_done)
     destination, options = request.destination, request.options
-    step = None if request.step is None else request.step.number
     if request.deadline is not None:
         running_saves.hurry_saves(request.deadline)
     else:
         try:
-            running_saves.await_saves(running_saves.owner_of(destination.store, step))
+            running_saves.await_saves(running_saves.owner_of(destination.store, request.step_number))
         except Exception:
             call.repeats_earlier = True
             raise

@@ -64,6 +64,11 @@ class SaveRequest:
     memory for copies. After that, the save fails."""
 
     @property
+    def step_number(self) -> int | None:
+        """The step, if a Checkpointer saves it."""
+        return None if self.step is None else self.step.number
+
+    @property
     def is_last_step(self) -> bool:
         """Whether this is the last step of a preempted job."""
         return self.deadline is not None

@@ -150,7 +150,11 @@ class RunningSave:
         if given is not None and not is_number:
             raise InputError(f"timeout_seconds must be a number of seconds or None, found {reprlib.repr(given)}")
         self._has_waiter = True
-        if not self.join(timeout_seconds):
+        try:
+            has_ended = self.join(timeout_seconds)
+        finally:
+            self._has_waiter = False
+        if not has_ended:
             raise TimeoutError(f"the save to {self.path} is not done after {timeout_seconds:g} s: {self.progress}")
         _mark_reported(self)
         if self._error is not None:
@@ -161,24 +165,30 @@ class RunningSave:
     def join(self, timeout_seconds: float | None = None) -> bool:
         """Wait until the save has ended, for `timeout_seconds` at most. Returns whether it has. Its error stays its
         owner's."""
-        if not self.done and threading.get_ident() in (_writer_thread, self._thread):
+        if not self.done and self._runs_here:
             raise InputError(
                 f"this call waits for the save to {self.path}, and one of that save's own callbacks makes the call, so"
                 " neither would end: call it after that save has ended, from your program's thread or, in a job of one"
                 " process, from a thread that the callback starts"
             )
-        self.rate_limiter.yields = False
-        wake_thread()
-        return self._await(self._ended, timeout_seconds)
+        return self._await_soon(self._ended, timeout_seconds)
 
     def settle(self) -> None:
         """As `RunningWrite.settle`. Does not wait in a thread without which the save cannot go on."""
         is_caller = threading.get_ident() == self._caller and not self._has_returned
-        if is_caller or threading.get_ident() in (_writer_thread, self._thread):
-            return
+        if not (is_caller or self._runs_here):
+            self._await_soon(self._settled, None)
+
+    @property
+    def _runs_here(self) -> bool:
+        """Whether it runs in this thread, or waits for what this thread runs."""
+        return threading.get_ident() in (_writer_thread, self._thread)
+
+    def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:
+        """As `_await`, while the save uses all threads, because a caller waits."""
         self.rate_limiter.yields = False
         wake_thread()
-        self._await(self._settled, None)
+        return self._await(latch, timeout_seconds)
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
         """The result, with the times that are known so far."""
@@ -193,8 +203,7 @@ class RunningSave:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
         self.rate_limiter.end()
-        wake_thread()
-        self._await(self._settled, timeout_seconds)
+        self._await_soon(self._settled, timeout_seconds)
 
     def await_end(self) -> SaveInfo | None:
         """Wait until the save has ended. Returns its result, or None if it failed."""

@@ -194,8 +194,8 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
         return skipped
     save = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
-    step = None if request.step is None else request.step.number
-    pending = RunningSave(save.store, save.plan.written_bytes(call.index), start_time, call.watchdog, step)
+    n_bytes = save.plan.written_bytes(call.index)
+    pending = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number)
     is_limited = background and not request.is_last_step
     pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
     max_bytes = options.staging_bytes if background else options.host_bytes // 2

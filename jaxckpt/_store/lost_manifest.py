@@ -1,6 +1,6 @@
 """Checkpoints that were published and have lost their manifest.
 
-A data folder tells what happened to its manifest by two other files: the second copy of the manifest, and the note of
+Two other files of a data folder show what happened to its manifest: the second copy of the manifest, and the note of
 the writer.
 
     note    copy    manifest is missing because

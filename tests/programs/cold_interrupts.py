@@ -17,11 +17,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-import jax
 import numpy as np
+from interrupting import Interrupt, require_complete
 
 import jaxckpt
 from jaxckpt import rules
@@ -33,28 +31,6 @@ for name in jaxckpt.__all__:
     getattr(jaxckpt, name)  # imports its module
 
 TREES = [{"w": np.full((64, 64), step, np.float32), "b": np.full(7, step), "step": step} for step in range(3)]
-
-
-class Interrupt:
-    """Sends SIGINT to the main thread at the nth point where Python checks for signals: at the start of a Python
-    function, or at the return of a C function."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.seen = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_return"):
-            if self.seen == self.at:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
-            self.seen += 1
-
-
-def require_complete(tree: Any, steps: set[int]) -> None:
-    found = {int(value) for leaf in jax.tree.leaves(tree) for value in np.unique(leaf)}
-    assert len(found) == 1, found
-    assert found <= steps, (found, steps)
 
 
 def save(path: str) -> None:

@@ -10,15 +10,14 @@ import faulthandler
 import gc
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interrupting import Interrupt, require_complete
 
 import jaxckpt
 
@@ -27,33 +26,11 @@ HANG_SECONDS = 20
 folder, names, first, stride = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
 
 
-class Interrupt:
-    """Sends SIGINT to the main thread at the nth point where Python checks for signals: at the start of a Python
-    function, or at the return of a C function."""
-
-    def __init__(self, at: int | None) -> None:
-        self.at = at
-        self.seen = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_return"):
-            if self.seen == self.at:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
-            self.seen += 1
-
-
 def state(step: int) -> Any:
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
     w = jax.device_put(np.full((64, 64), step, np.float32), split)
     return {"w": w, "b": jnp.full(7, step), "host": np.full(5, step), "step": step}
-
-
-def check(tree: Any, steps: set[int]) -> None:
-    found = {int(value) for leaf in jax.tree.leaves(tree) for value in np.unique(leaf)}
-    assert len(found) == 1, found
-    assert found <= steps, (found, steps)
 
 
 def save(path: str) -> None:
@@ -73,14 +50,14 @@ def wait(path: str) -> None:
 
 
 def restore(path: str) -> None:
-    check(jaxckpt.restore(path), {0, 1, 2})
+    require_complete(jaxckpt.restore(path), {0, 1, 2})
 
 
 def checkpointer(path: str) -> None:
     with jaxckpt.Checkpointer(path + "-steps", keep_last=1) as steps:
         newest = steps.latest_step() or 0
         steps.save(newest + 1, STATES[1], overwrite=True)
-        check(steps.restore(), {1})
+        require_complete(steps.restore(), {1})
         if len(steps.steps()) > 1:
             steps.delete(newest)
 
@@ -115,7 +92,7 @@ def attack(name: str) -> None:
         interrupted += hit
         # Like a program that catches KeyboardInterrupt and saves once more.
         jaxckpt.save(path, STATES[2], overwrite=True)
-        check(jaxckpt.restore(path), {2})
+        require_complete(jaxckpt.restore(path), {2})
         at += stride
         if tried % 200 == 0:
             gc.collect()
@@ -125,7 +102,7 @@ def attack(name: str) -> None:
 
 STATES = {step: state(step) for step in range(3)}
 jaxckpt.save(os.path.join(folder, "warm"), STATES[0])
-check(jaxckpt.restore(os.path.join(folder, "warm")), {0})
+require_complete(jaxckpt.restore(os.path.join(folder, "warm")), {0})
 for name in names:
     attack(name)
 faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # the exit must not hang either

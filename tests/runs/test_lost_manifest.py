@@ -284,7 +284,7 @@ def test_an_interrupted_overwrite_is_swept(place: str) -> None:
 
 
 def test_a_checkpoint_of_0_1_has_no_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is read, deleted and overwritten. Without its manifest, it cannot be told from an interrupted deletion."""
+    """It is read, deleted and overwritten. Without its manifest, it looks like an interrupted deletion."""
     caplog.set_level(logging.INFO, "jaxckpt")
     directory = tmp_path / "run"
     shutil.copytree(golden.FOLDER / "0.1" / "run", directory)
