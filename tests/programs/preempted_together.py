@@ -2,7 +2,7 @@
 
 With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM; with "late" in addition, it
 sets this handler after its first saves. With "asks", it calls `save` only if `should_save` returns True. With "dies",
-both raise an error right after the signal, as if the workers of their data loaders had received it too.
+both raise an error after the signal, as if the workers of their data loaders had received it too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from joined import args, process_id
@@ -44,6 +45,12 @@ with jaxckpt.Checkpointer(folder, every=1000 * stride) as checkpoints:
         if step == 7 * stride and process_id == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         if step == 7 * stride and handler == ["dies"]:
+            # JAX's `PreemptionSyncManager::Shutdown` holds the lock that the thread which it joins needs for choosing
+            # the last step: a process that ends before the step is chosen may hang in JAX for ever.
+            number = step  # `save` has asked JAX about 1 to 6
+            while not reached_preemption_sync_point(number):
+                number += 1
+                time.sleep(0.01)
             raise RuntimeError("DataLoader worker is killed by signal: Terminated")
         try:
             if handler == ["asks"] and not checkpoints.should_save(step):

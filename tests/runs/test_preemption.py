@@ -722,7 +722,7 @@ raise RuntimeError("a worker was killed")
     assert "the program ends without its last step: save was last called for step 12, which is not saved" in done.stderr
 
 
-def test_a_job_of_two_that_ends_with_an_error_right_after_the_signal_says_what_is_not_saved(
+def test_a_job_of_two_that_ends_with_an_error_after_the_signal_says_what_is_not_saved(
     run_processes: RunProcesses, tmp_path: Path
 ) -> None:
     done = run_processes(
