@@ -185,7 +185,7 @@ class LocalPath(click.Path):
         if ctx is not None and ctx.resilient_parsing:  # completion imports only light modules
             return super().convert(value, param, ctx)
         from jaxckpt._options import Options
-        from jaxckpt._pipeline.workers import run_watched
+        from jaxckpt._pipeline.lanes import run_watched
 
         work = functools.partial(super().convert, value, param, ctx)
         return run_watched(f"looking at {value}", Options().timeout_seconds, work)

@@ -20,8 +20,8 @@ from jaxckpt._model.paths import containers_of
 from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.progress import LINE_SECONDS, Progress, draws_bars
-from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError, show_path

@@ -7,6 +7,7 @@ import hashlib
 
 from jaxckpt._inspect.verify import VerifyReport, verify_files
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._run_folder.run_paths import resolve_step, steps_of
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.load_manifest import load_manifest
@@ -44,7 +45,7 @@ def _is_intact(store: Store) -> bool:
 def _repair(store: Store, options: Options) -> VerifyReport:
     data, content, manifest, damaged = read_copy(store)
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
-    report = verify_files(source, True, options)
+    report = run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)
     if report.problems:
         raise DataError.of(f"{store.url} was not repaired, because {data} is damaged", report.problems)
     store.publish_copy(data, content, damaged, sync=options.sync)

@@ -233,6 +233,7 @@ def test_a_save_that_was_killed_is_swept(place: str, moment: str) -> None:
     at(directory).mark("00000001")
     transaction = at(path).begin_save(save_id, None)
     at(path).put(f"{transaction.data}/object", b"data")
+    at(path).put(f"{transaction.data}/{MANIFEST}", content)  # in a folder, the draft of the manifest
     at(path).put(f"{transaction.data}/{COPY}", content)
     if moment == "after the manifest":
         transaction.commit(content, sync=False)
