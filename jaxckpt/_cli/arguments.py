@@ -37,7 +37,7 @@ def parse_axis_sizes(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().rpartition("=")
-        if not axis or not size.isdecimal():
+        if not axis or "=" in axis or not size.isdecimal():  # "=" in "data=4 model=2", without the comma
             raise click.BadParameter(f"{text!r}: expected axis sizes such as data=4,model=2")
         if axis in axes:
             raise click.BadParameter(f"{text!r} has the axis {axis!r} twice: give each axis one size")

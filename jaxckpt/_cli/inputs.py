@@ -70,7 +70,8 @@ def resolve_leaf(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
     """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
     name, bracket, rest = text.partition("[")
     if text not in checkpoint and name in checkpoint and bracket and "]" not in rest:
-        raise InputError(f"index [{rest} of leaf {show_path(name)}: the bracket is not closed, expected {text}]")
+        closed = f"{text}]" if rest.strip() else f"{name}[0]"
+        raise InputError(f"index [{rest} of leaf {show_path(name)}: the bracket is not closed, expected {closed}")
     match = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
     index = _index(match[2]) if match else None
     try:
