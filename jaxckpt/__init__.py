@@ -58,9 +58,8 @@ if TYPE_CHECKING:
     from jaxckpt._runs.checkpointer import Checkpointer
     from jaxckpt._runs.follow import Step
     from jaxckpt._runs.run import Run
-    from jaxckpt._save.pending_save import PendingSave
+    from jaxckpt._save.running_saves import PendingSave, SaveInfo
     from jaxckpt._save.save import save, save_async
-    from jaxckpt._save.save_info import SaveInfo
     from jaxckpt.errors import CorruptError, JaxckptError, MismatchError, Preempted
 
 exit_status.exit_with_status_at_exit()  # now, so that it runs after everything that the program registers with atexit
@@ -78,9 +77,8 @@ _MODULES = {
     "_runs.checkpointer": "Checkpointer",
     "_runs.follow": "Step",
     "_runs.run": "Run",
-    "_save.pending_save": "PendingSave",
+    "_save.running_saves": "PendingSave SaveInfo",
     "_save.save": "save save_async",
-    "_save.save_info": "SaveInfo",
     "errors": "CorruptError JaxckptError MismatchError Preempted",
 }
 """The names that each module defines. A module is imported when one of its names is used for the first time."""

@@ -39,8 +39,7 @@ from orbax.checkpoint.checkpoint_args import get_registered_args_cls
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jaxckpt._arguments.pytree import Leaf, flatten
-from jaxckpt._devices.prng_keys import TypedLeaf
-from jaxckpt._devices.shardings import saved_sharding
+from jaxckpt._devices.shardings import TypedLeaf, saved_sharding
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.paths import closest_hint, path_prefixes
 from jaxckpt._model.records import Manifest
@@ -49,7 +48,7 @@ from jaxckpt._model.values import KINDS, NUMBER_KINDS, PYTHON_KINDS
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._restore.match import is_array_like
 from jaxckpt._restore.restore import restore
-from jaxckpt._save.pending_save import PendingSave
+from jaxckpt._save.running_saves import PendingSave
 from jaxckpt._save.save import save, save_async
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import NativeCheckpoint

@@ -27,7 +27,7 @@ from jaxckpt._options import Options, options_or_default, require_whole_number
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._runs.checkpointer import Checkpointer
 from jaxckpt._runs.run import Run
-from jaxckpt._save.pending_save import PendingSave
+from jaxckpt._save.running_saves import PendingSave
 from jaxckpt.errors import DataError, InputError
 
 _ANCHOR = "anchor"

@@ -31,7 +31,7 @@ import jaxckpt
 from jaxckpt._model import manifest as _manifest
 from jaxckpt._model import stacks as _plan
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._restore import destinations as _destinations
+from jaxckpt._restore import placement as _destinations
 from jaxckpt._restore import wants as _wants
 from jaxckpt._save import staging as _staging
 from jaxckpt._save import write_plan as _save_plan

@@ -17,14 +17,14 @@ from jaxckpt._convert.convert import convert as convert_checkpoint
 from jaxckpt._convert.convert import integrate as integrate_ranks
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._inspect.repair import repair as repair_manifests
 from jaxckpt._inspect.report import report as report_on
+from jaxckpt._inspect.verify import repair as repair_manifests
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import is_link, is_step, pins, require_unpinned, step_name
 from jaxckpt._runs.fork import fork_step
-from jaxckpt._runs.pins import pin_step, unpin_name
+from jaxckpt._runs.step_notes import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError

@@ -17,10 +17,9 @@ from jaxckpt._options import Options
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import formats, missing_formats_hint
 from jaxckpt._sources.open_source import Location
+from jaxckpt._store.files import remove_folder
 from jaxckpt._store.folder import sync_path
-from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.lost_manifest import find_lost
-from jaxckpt._store.removal import remove_folder
+from jaxckpt._store.load_manifest import find_lost, load_manifest
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import CheckpointExistsError, JaxckptError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental.layout import Format, Layout
 
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt.errors import show_count, show_path
-
-_log = logging.getLogger("jaxckpt")
 
 
 def order_problem(requested: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:

@@ -23,6 +23,7 @@ from jaxckpt._model.grid import (
     spec_boxes,
     spec_of,
 )
+from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.records import LayoutRecord, Manifest, MeshRecord
 from jaxckpt.errors import LayoutError, SpecError
 
@@ -229,3 +230,28 @@ def _show_ids(ids: Iterable[int]) -> str:
             runs.append([number])
     shown = ["–".join(map(str, run)) for run in runs]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:6], "…", shown[-1]])
+
+
+# The caller's mesh, and PRNG keys -------------------------------------------------------------------------
+
+
+def mesh_in_context() -> Mesh | None:
+    """The mesh of `jax.set_mesh`, if any."""
+    mesh = jax.sharding.get_mesh()
+    return mesh if mesh.shape else None
+
+
+@functools.cache
+def key_dtype(impl: str) -> Any:
+    """The dtype of PRNG keys of an implementation. Raises ValueError if JAX has no implementation of that name."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TypedLeaf(SavedLeaf):
+    """A leaf of a checkpoint with the dtype that it has in JAX: the leaf argument of the user's functions."""
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype that the user sees. Raises ValueError for PRNG keys of an implementation that JAX does not have."""
+        return key_dtype(self.record.impl or "") if self.kind == "key" else self.stored_dtype

@@ -25,23 +25,26 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, pipeline
-from jaxckpt._pipeline.progress import Report, display_progress
+from jaxckpt._pipeline.progress import Report, display_progress, show_bytes
 from jaxckpt._pipeline.threads import Task
-from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import Workers
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.read_plan import max_read_bytes
-from jaxckpt._run_folder.run_paths import steps_of, unfinished_steps
+from jaxckpt._run_folder.run_paths import resolve_step, steps_of, unfinished_steps
+from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._store.load_manifest import load_manifest, read_copy
 from jaxckpt._store.storage_errors import retry_stale
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import store_at
+from jaxckpt._store.store_path import Path, store_at
 from jaxckpt.errors import (
     CorruptError,
     DataError,
+    JaxckptError,
+    ManifestError,
     NotACheckpointError,
     Problem,
     StorageError,
@@ -451,3 +454,69 @@ def _check_concurrently(
         # A small limit, because the queued files are checked even after an interrupt.
         for _, problems in pipeline(files, lambda file: _CHECK_BYTES, begin, Budget(4 * _THREADS * _CHECK_BYTES)):
             yield from problems
+
+
+# Repairs a checkpoint that has lost its manifest ----------------------------------------------------------
+
+
+def repair(path: Path, options: Options) -> list[VerifyReport]:
+    """Restore `manifest.json` of a checkpoint, or of each step of a run, that has lost it. An intact manifest is never
+    replaced.
+
+    First checks the files that the copy names, as `verify(quick=True)` does. Returns the report on each repaired
+    checkpoint: none if no manifest is lost or damaged. A step that cannot be repaired does not affect the others.
+
+    Raises NotACheckpointError; ManifestError if there is no usable copy; DataError if files are missing; InputError if
+    the path is read-only; StorageError.
+    """
+    store = store_at(path, options, to_write=True)
+    if not store.names() and (step := resolve_step(store)) is not None:  # run@40
+        store = step
+    stores = [store] if store.published_data() else steps_of(store) or [store]
+    reports: list[VerifyReport] = []
+    failures: list[JaxckptError] = []
+    for damaged in stores:
+        if _is_intact(damaged):
+            continue
+        try:
+            reports.append(_repair(damaged, options))
+        except (CorruptError, NotACheckpointError) as failure:
+            failures.append(failure)
+    if len(stores) == 1 and failures:
+        raise failures[0]
+    if failures:
+        repaired = f"; repaired: {', '.join(report.path for report in reports)}" if reports else ""
+        what = show_count(len(failures), "step")
+        raise ManifestError("\n".join([f"{what} of {store.url} cannot be repaired{repaired}", *map(str, failures)]))
+    return reports
+
+
+def _is_intact(store: Store) -> bool:
+    """Whether a checkpoint has its manifest. Raises NotACheckpointError."""
+    with contextlib.suppress(CorruptError):
+        load_manifest(store)
+        return True
+    return False
+
+
+def _repair(store: Store, options: Options) -> VerifyReport:
+    try:
+        data, content, manifest, damaged = read_copy(store)
+    except ManifestError as error:
+        raise ManifestError(f"{error}\n{_other_way_out(store)}") from error
+    source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
+    report = run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)
+    if report.problems:
+        raise DataError.of(
+            f"{store.url} was not repaired, because {data} is damaged", report.problems, _other_way_out(store)
+        )
+    store.publish_copy(data, content, damaged, sync=options.sync)
+    return report
+
+
+def _other_way_out(store: Store) -> str:
+    """What to do about a checkpoint that cannot be repaired."""
+    above = store.parent_and_name()
+    if above is not None and is_step(above[1]):
+        return f"jaxckpt.Checkpointer({above[0].url!r}).delete({int(above[1])}) gives the step up"
+    return f"jaxckpt.save({store.url!r}, …, overwrite=True) replaces the checkpoint"

@@ -28,8 +28,7 @@ from jaxckpt._job.job import Departures, connected_job
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline import lanes
-from jaxckpt._pipeline.cancellation import Cancellation
-from jaxckpt._pipeline.phases import Phases
+from jaxckpt._pipeline.control import Cancellation, Phases
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.watchdog import Watchdog, under
 from jaxckpt.errors import InputError

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-from jaxckpt._pipeline.cancellation import Cancellation
+from jaxckpt._pipeline.control import Cancellation
 from jaxckpt.errors import PeerFailedError
 
 Item = TypeVar("Item")

@@ -20,11 +20,10 @@ from jaxckpt._model.object_index import problem_of
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
-from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._save.running_saves import RunningSave
+from jaxckpt._save.running_saves import RunningSave, SaveInfo
 from jaxckpt._save.save import run_and_notify
-from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath, require_shared
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.folder import Folder

@@ -29,7 +29,7 @@ from jaxckpt._options import Options
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._run_folder.steps import is_step, step_name
 from jaxckpt._store.folder import Folder
-from jaxckpt._store.lost_manifest import read_copy
+from jaxckpt._store.load_manifest import read_copy
 from jaxckpt.errors import CheckpointExistsError, CorruptError, ManifestError, NotACheckpointError, StorageError
 
 _log = logging.getLogger("jaxckpt")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import re
 import uuid
@@ -30,15 +29,14 @@ from jaxckpt._local_tier.copies import Domains, plan_local_save
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._model.file_names import MANIFEST, data_folder, is_data_folder, is_data_referenced
 from jaxckpt._options import Options, require_rate, require_whole_number
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._run_folder.steps import RUN, is_step, step_name
 from jaxckpt._save.describe import Draft
 from jaxckpt._store.folder import Folder
+from jaxckpt._store.load_manifest import parse_note
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path
-from jaxckpt._store.writer_note import parse_note
 from jaxckpt.errors import DataError, InputError, StorageError
-
-_log = logging.getLogger("jaxckpt")
 
 _NOTE = "run.json"
 _NEW_NOTE = f"{_NOTE}.new"

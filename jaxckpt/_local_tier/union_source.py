@@ -23,9 +23,8 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, MappedWork
 from jaxckpt._sources.source import Arrivals, StackBoxes
-from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import clean_error_text
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import ArrayReader, Store
 from jaxckpt.errors import DataError, StorageError
 
 

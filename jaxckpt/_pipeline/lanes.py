@@ -218,10 +218,13 @@ def _start(task: _LaneTask[Any]) -> None:
 
 
 def _run_lane(inbox: _Inbox) -> None:
+    trace = profile = None
     while (task := inbox.get()) is not None:
-        # Python gives these only to threads of `threading.Thread`.
-        sys.settrace(threading.gettrace())
-        sys.setprofile(threading.getprofile())
+        # Debuggers, coverage and profilers: Python gives these only to threads of `threading.Thread`.
+        if threading.gettrace() is not trace:
+            sys.settrace(trace := threading.gettrace())
+        if threading.getprofile() is not profile:
+            sys.setprofile(profile := threading.getprofile())
         if task.watchdog is not None:
             _busy[inbox] = task.watchdog
         task.run()

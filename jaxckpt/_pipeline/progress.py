@@ -1,4 +1,4 @@
-"""Progress in bytes, passed to a callback or drawn as a bar."""
+"""What a program can observe of jaxckpt: progress in bytes, log lines, and events of jax.monitoring."""
 
 from __future__ import annotations
 
@@ -6,16 +6,43 @@ import functools
 import logging
 import operator
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import Request, in_caller
-from jaxckpt._pipeline.units import show_bytes, show_rate
+from jaxckpt.errors import show_count
 
-_log = logging.getLogger("jaxckpt")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_bytes(size: float) -> str:
+    """A size as people read it: "1.5 MiB"."""
+    power, rounded = 0, round(size)
+    while power + 1 < len(_UNITS) and rounded >= 1024:
+        power += 1
+        rounded = round(size / 1024**power, 1)
+    return f"{rounded:.{min(power, 1)}f} {_UNITS[power]}"
+
+
+def show_rate(bytes_per_second: float) -> str:
+    """A rate in the units of sizes: "1.5 MiB/s"."""
+    return f"{show_bytes(bytes_per_second)}/s"
+
+
+def parse_bytes(text: str) -> int:
+    """A positive number of bytes: "65536", "64KiB", "1 MiB". Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,15})\s*(B?|[KMGT]iB)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r}: expected bytes, such as 65536, 64KiB or 1MiB")
+    return int(match[1]) << 10 * "bkmgt".index(match[2][:1].lower() or "b")
+
+
+# Progress -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +145,7 @@ class _LineLogger:
         if progress.seconds < self._next and progress.done_bytes < progress.total_bytes:
             return
         self._next = progress.seconds + LINE_SECONDS
-        if _log.isEnabledFor(logging.INFO):
+        if _log.is_enabled_for(logging.INFO):
             _log.info("%s", progress)
         else:
             print(f"jaxckpt: {progress}", file=sys.stderr, flush=True)
@@ -152,3 +179,50 @@ def _bar(title: str, total_bytes: int) -> Generator[Report]:
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(f"{title:>8}"), total=total_bytes)
         yield lambda moved: bar.advance(task, moved)
+
+
+# Log lines, and events of jax.monitoring ------------------------------------------------------------------
+
+
+def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bool, **counts: int) -> None:
+    """Record that something is done: the duration event "/jaxckpt/<event>" with its counts, and a log line (INFO).
+
+    Every process records its own events. `log` is set only in the process that logs for all.
+    """
+    jax = sys.modules.get("jax")  # in a program that has not imported JAX, nothing listens
+    try:
+        if jax is not None:
+            jax.monitoring.record_event_duration_secs(f"/jaxckpt/{event}", seconds, **counts)
+    except Exception as error:
+        _log.warning("a jax.monitoring listener failed after %s: %r", event, error)
+    if log and _log.is_enabled_for(logging.INFO):
+        _log.info("%s", line())
+
+
+def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
+    """Log that a save wrote data again that it could have linked otherwise."""
+    _log.info("%s: wrote %s again that seem unchanged since the last save: %s", url, show_bytes(n_bytes), reason)
+
+
+def log_kept(url: str, name: str) -> None:
+    """Log that data whose manifest was lost is not deleted."""
+    _log.warning(
+        "%s has lost its manifest.json; %s in it was published, and is kept until a checkpoint replaces it", url, name
+    )
+
+
+def log_swept(url: str, name: str) -> None:
+    """Log that the remains of a save or of a deletion were deleted."""
+    _log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)
+
+
+def warn_replicated(url: str, n_arrays: int, n_bytes: int, n_devices: int) -> None:
+    """Log arrays that a restore onto a mesh replicates without being asked to."""
+    _log.warning(
+        "%s: neither specs= nor the checkpoint says how to split %s, %s as stored: each of the %d devices gets a whole"
+        " copy. Pass specs=, or specs=PartitionSpec() to replicate without this warning",
+        url,
+        show_count(n_arrays, "array"),
+        show_bytes(n_bytes),
+        n_devices,
+    )

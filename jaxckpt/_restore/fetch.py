@@ -13,8 +13,7 @@ import jax
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report, display_progress
-from jaxckpt._restore.destinations import Destinations
-from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
+from jaxckpt._restore.placement import Destinations, LeafBuilder, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement

@@ -19,8 +19,7 @@ from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts
 from jaxckpt._arguments.leaf_types import LeafType, leaf_type
 from jaxckpt._arguments.pytree import Leaf, flatten, flatten_values, is_reference
 from jaxckpt._arguments.specs import Specs, mesh_axes
-from jaxckpt._devices.current_mesh import mesh_in_context
-from jaxckpt._devices.prng_keys import TypedLeaf
+from jaxckpt._devices.shardings import TypedLeaf, mesh_in_context
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.paths import (
     closest_hint,
@@ -48,9 +47,16 @@ from jaxckpt._model.tree import (
     user_objects_of,
 )
 from jaxckpt._options import Options, require_bool
-from jaxckpt._restore.assembly import Assembly, Initialized, Kept, LeafOrigin, SavedSubtree
+from jaxckpt._restore.assembly import (
+    Assembly,
+    Initialized,
+    Kept,
+    LeafOrigin,
+    SavedSubtree,
+    TargetObject,
+    shardings_below,
+)
 from jaxckpt._restore.moved_leaves import moved_remedy
-from jaxckpt._restore.stateful_objects import TargetObject, shardings_below
 from jaxckpt._restore.strictness import NONE_ACCEPTED, AcceptedDifferences, Strict, Strictness, accepting
 from jaxckpt._rules.rename import Renaming, renamed_tree, require_single_root, selected_from, split_rename
 from jaxckpt._rules.rule_set import Rules

@@ -25,8 +25,8 @@ from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
 from jaxckpt._sources.source import Source, leaves_at
-from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
 

@@ -22,10 +22,17 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxckpt._arguments.casts import ALLOW_LOSS, Dtypes, Verdict, judge_cast, resolve_policies
 from jaxckpt._arguments.pytree import is_reference
 from jaxckpt._arguments.specs import LeafGroup, assign_specs, mesh_axes, require_fit, resolve_specs
-from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.device_layout import order_problem, warn_of_orders
-from jaxckpt._devices.prng_keys import TypedLeaf, key_dtype
-from jaxckpt._devices.shardings import PlannedSharding, named_sharding, partition_spec, reduced_axes, saved_sharding
+from jaxckpt._devices.shardings import (
+    PlannedSharding,
+    TypedLeaf,
+    key_dtype,
+    mesh_in_context,
+    named_sharding,
+    partition_spec,
+    reduced_axes,
+    saved_sharding,
+)
 from jaxckpt._model.dtypes import DTYPES, dtype_name, is_lossless
 from jaxckpt._model.grid import Spec, spec_of
 from jaxckpt._model.records import Manifest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,13 +22,14 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
-from jaxckpt._pipeline.events import record_event, warn_replicated
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_alone
+from jaxckpt._pipeline.progress import record_event, warn_replicated
+from jaxckpt._restore.assembly import TargetObject
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
-from jaxckpt._restore.stateful_objects import TargetObject
 from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
@@ -44,8 +44,6 @@ from jaxckpt.errors import (
     Problem,
     show_count,
 )
-
-_log = logging.getLogger("jaxckpt")
 
 
 @explain_keywords

@@ -37,7 +37,7 @@ from jaxckpt._restore.shared_reads import (
     split_into_shipments,
 )
 from jaxckpt._sources.source import Source
-from jaxckpt._store.arrays import ArrayReader
+from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import PeersDisagreeError
 
 

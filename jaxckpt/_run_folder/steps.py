@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.manifest import MAX_NESTING, nesting
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._options import require_whole_number
 from jaxckpt._store.store import Store
-from jaxckpt.errors import InputError, StorageError
+from jaxckpt.errors import DataError, InputError, StorageError
 
 RUN = "_run"
 """The folder in a run's directory for notes on the run: leases, pins, metadata, whether the run has ended, and which
@@ -118,3 +122,24 @@ def require_unpinned(run: Store, step: int) -> None:
 def pinned_steps(run: Store) -> set[int]:
     """The steps that have a pin, none of which is deleted."""
     return {step for step, _ in all_pins(run)}
+
+
+# Metadata of the whole run, written once ------------------------------------------------------------------
+
+
+def encode_metadata(metadata: dict[str, Any]) -> bytes:
+    """Metadata as the content of the file."""
+    return json.dumps(metadata, ensure_ascii=False).encode()
+
+
+def read_metadata(run: Store) -> dict[str, Any] | None:
+    """The metadata of a run; None if it has none. Raises DataError, StorageError."""
+    note = run.read(f"{RUN}/{METADATA}")
+    if note is None:
+        return None
+    try:
+        if nesting(note) > MAX_NESTING:
+            raise ValueError(f"nested deeper than {MAX_NESTING}")
+        return msgspec.json.decode(note, type=dict[str, Any])
+    except ValueError as error:
+        raise DataError(f"{run.url}/{RUN}/{METADATA}, the metadata of the run, is damaged: {error}") from error

@@ -35,21 +35,17 @@ from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.steps import Mode, require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
-from jaxckpt._runs.initial import target_of
 from jaxckpt._runs.preemption import PreemptionListener
-from jaxckpt._runs.process_states import Resplit, restore_process_state
+from jaxckpt._runs.restoring import Resplit, restore_process_state, target_of
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
 from jaxckpt._runs.run import Run, StepName
-from jaxckpt._runs.run_step import RunStep
-from jaxckpt._runs.saving import Saver
-from jaxckpt._runs.schedule import SaveSchedule
-from jaxckpt._runs.settings import compare
+from jaxckpt._runs.saving import RunStep, Saver
+from jaxckpt._runs.schedule import SaveSchedule, compare
 from jaxckpt._runs.step_finder import LocatedStep, StepFinder
 from jaxckpt._save.describe import describe
-from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
-from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._save.running_saves import PendingSave, SaveInfo
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt.errors import InputError, JaxckptError, Preempted
 

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import functools
 import json
-import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,20 +13,22 @@ from typing import Any
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.added_metrics import read_added_metrics
-from jaxckpt._run_folder.run_metadata import encode_metadata, read_metadata
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of
 from jaxckpt._run_folder.steps import (
     BEST,
     ENDED,
     METADATA,
     RUN,
+    encode_metadata,
     is_link,
     is_published,
     is_step,
     pinned_steps,
+    read_metadata,
     require_no_checkpoint,
     require_step,
     step_folders,
@@ -48,8 +49,6 @@ from jaxckpt.errors import (
     StorageError,
     show_count,
 )
-
-_log = logging.getLogger("jaxckpt")
 
 
 class Directory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Generator, Mapping
@@ -20,6 +19,7 @@ from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, require_seconds, require_whole_number
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
@@ -31,8 +31,6 @@ from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
 from jaxckpt.errors import InputError, NotACheckpointError, StorageError
-
-_log = logging.getLogger("jaxckpt")
 
 Path = str | os.PathLike[str]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import NoReturn
 
 from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.manifest import state_file_name
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_to_the_end
 from jaxckpt._run_folder.steps import step_folders, step_name
 from jaxckpt._sources.open_source import source_at, step_of
@@ -26,8 +26,6 @@ from jaxckpt.errors import (
     StorageError,
     show_count,
 )
-
-_log = logging.getLogger("jaxckpt")
 
 
 def fork_step(path: Path, new_run: Path, options: Options) -> int:

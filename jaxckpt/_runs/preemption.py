@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import logging
 import os
 import signal
 import threading
@@ -18,10 +17,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxckpt._job.job import Job, connected_job
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.threads import start_thread
 from jaxckpt._save.running_saves import lift_limits
-
-_log = logging.getLogger("jaxckpt")
 
 _MAX_ADVANCE = 1000
 """How many numbers JAX is asked about for one step, at most."""

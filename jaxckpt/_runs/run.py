@@ -24,7 +24,6 @@ from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
-from jaxckpt._run_folder.run_metadata import read_metadata
 from jaxckpt._run_folder.run_paths import (
     best_rule,
     metrics_by_step,
@@ -34,11 +33,19 @@ from jaxckpt._run_folder.run_paths import (
     require_directory,
     resolve_name,
 )
-from jaxckpt._run_folder.steps import Mode, best_of, pins, require_no_checkpoint, require_step, step_folders, step_name
+from jaxckpt._run_folder.steps import (
+    Mode,
+    best_of,
+    pins,
+    read_metadata,
+    require_no_checkpoint,
+    require_step,
+    step_folders,
+    step_name,
+)
 from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
-from jaxckpt._runs.metrics import metrics_of_another_library, recorded_metrics
-from jaxckpt._runs.pins import pin_step, unpin_name
+from jaxckpt._runs.step_notes import metrics_of_another_library, pin_step, recorded_metrics, unpin_name
 from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt._sources.open_source import NamedStep, foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest

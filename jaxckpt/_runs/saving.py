@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,24 +13,124 @@ from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.process_folders import ProcessFolders
 from jaxckpt._local_tier.tier import LocalTier
 from jaxckpt._model.records import StepRecord
+from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
-from jaxckpt._runs.last_save import LastSave
-from jaxckpt._runs.metrics import recorded_metrics
 from jaxckpt._runs.preemption import PreemptionListener
-from jaxckpt._runs.run_step import RunStep
 from jaxckpt._runs.schedule import SaveSchedule
+from jaxckpt._runs.step_notes import recorded_metrics
 from jaxckpt._save.describe import missing_subtrees
-from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import require_on_done
-from jaxckpt._save.request import SaveRequest
+from jaxckpt._save.request import PlanCache, SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
+from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
 
-_log = logging.getLogger("jaxckpt")
+
+class LastSave:
+    """The last save of a Checkpointer."""
+
+    def __init__(self) -> None:
+        self.pending: RunningSave | None = None
+        """The save, if it has not been waited for."""
+
+        self.step: int | None = None
+        """Its step; None if the save failed, or the step was deleted."""
+
+        self._predecessor: RunningSave | None = None
+
+    def set_pending(self, pending: RunningSave, step: int, predecessor: RunningSave | None = None) -> None:
+        """Note that a save has begun.
+
+        An error that it inherited from `predecessor`, the save that it waited for, is not raised again by `wait`.
+        """
+        self.pending, self.step, self._predecessor = pending, step, predecessor
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the save, for at most `seconds`. If it has not ended by then, abandon it.
+
+        Returns whether it has ended or is published. Raises its error. After an interrupt, or an error of the wait
+        itself, the next call waits for the same save.
+        """
+        pending, step = self.pending, self.step
+        if pending is None:
+            return True
+        try:
+            pending.wait(seconds)
+        except BaseException as error:
+            if error is not pending.error and not isinstance(error, TimeoutError):
+                raise
+            if not pending.done:
+                self.pending, self.step = None, step if pending.is_published else None
+                pending.abandon()
+                return pending.is_published
+        self.pending, self.step = None, step if pending.is_published else None  # its `on_done` may have failed
+        inherited = self._predecessor is not None and pending.error is self._predecessor.error
+        if pending.error is not None and not inherited and not pending.is_raised:
+            note = f"jaxckpt: this error ended {pending.name}"
+            if note not in getattr(pending.error, "__notes__", ()):
+                pending.error.add_note(note)
+            raise pending.error
+        return True
+
+    def hurry(self, seconds: float) -> None:
+        """End the limit of the save's rate, and wait for at most `seconds` until it is published. If it is not by then,
+        abandon it. Raises its error.
+
+        The error of an `on_done` that is still running is raised by the next save, or reported at exit.
+        """
+        if self.pending is None:
+            return
+        self.pending.hurry(seconds)
+        if self.pending.is_published and not self.pending.done:
+            self.pending = None
+        else:
+            self.wait(0)
+
+    def forget(self, step: int) -> None:
+        """Note that a step was deleted."""
+        if self.step == step:
+            self.step = None
+
+
+# The destination ------------------------------------------------------------------------------------------
+
+
+class RunStep(SharedPath):
+    """A step of a run. Its publication makes older steps subject to the rules of retention."""
+
+    def __init__(self, directory: Directory, deletion: Deletion, step: int, *, overwrite: bool) -> None:
+        super().__init__(directory.child(step), overwrite=overwrite)
+        self._directory = directory
+        self._deletion = deletion
+
+    def check(self, request: SaveRequest) -> None:
+        """Raise unless the step may be saved, and protect it from deletion until it is saved."""
+        assert request.step is not None, "a Checkpointer saves steps"
+        if not request.is_last_step:
+            self._deletion.raise_failure()
+        self._deletion.protect(request.step.number)
+        try:
+            self._directory.require_savable(request.step, overwrite=self.overwrite, is_last_step=request.is_last_step)
+        except BaseException:
+            self._deletion.end_protection()
+            raise
+
+    def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
+        self._directory.require_same_folder()
+        return super().claim(stacks, save_id)
+
+    def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
+        assert step is not None, "a Checkpointer saves steps"
+        self._deletion.handle_published(step, save_id, created)
+
+
+# Saving ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

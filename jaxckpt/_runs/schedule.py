@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import functools
+import json
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxckpt._job.call import Call
+from jaxckpt._job.rendezvous import Rendezvous, process_names
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import require_seconds, require_whole_number
-from jaxckpt._runs.metrics import recorded_metrics
 from jaxckpt._runs.retention import evaluate_predicate, require_predicate
+from jaxckpt._runs.step_notes import recorded_metrics
+from jaxckpt.errors import PeersDisagreeError
+
+
+def compare(rendezvous: Rendezvous, settings: Mapping[str, Any]) -> Sequence[str]:
+    """Compare the settings, JSON values by name. Returns the name of each process's host in process 0, and nothing in
+    the others. Every process calls this; process 0 raises PeersDisagreeError."""
+    sent = list(map(json.loads, rendezvous.gather(json.dumps([settings, socket.gethostname()]))))
+    for name, first in settings.items():
+        differing = {process: values[name] for process, (values, _) in enumerate(sent) if values[name] != first}
+        if differing:
+            raise PeersDisagreeError(
+                f"{process_names([*differing])} created the Checkpointer with {name}={next(iter(differing.values()))},"
+                f" process 0 with {name}={first}: every process must give the same arguments"
+            )
+    return [host for _, host in sent]
+
+
+# The schedule ---------------------------------------------------------------------------------------------
+
 
 _CLOCK_CHECKS = 60
 """How often several processes check process 0's clock during `every_seconds`, if their steps are short enough."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +15,10 @@ from jaxckpt._local_tier.step_files import Candidate, candidates
 from jaxckpt._local_tier.tier import LocalTier
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._runs.directory import Directory
 from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt.errors import DataError, NotACheckpointError, PathNotSharedError
-
-_log = logging.getLogger("jaxckpt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,14 @@ from jaxckpt._arguments.casts import CASTABLE, Castable, Dtypes, resolve_casts, 
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, require_mesh, resolve_specs
 from jaxckpt._devices.device_layout import warn_of_orders
-from jaxckpt._devices.prng_keys import key_dtype
-from jaxckpt._devices.shardings import LayoutTable, memory_kind, named_sharding, process_layout, reduced_axes
+from jaxckpt._devices.shardings import (
+    LayoutTable,
+    key_dtype,
+    memory_kind,
+    named_sharding,
+    process_layout,
+    reduced_axes,
+)
 from jaxckpt._model.checks import MAX_TIED
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.grid import Layout, Spec, intersect_holders, spec_of

@@ -11,8 +11,7 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._save import running_saves
 from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, describe
-from jaxckpt._save.plan_cache import PlainTree
-from jaxckpt._save.request import PreparedSave, SaveRequest
+from jaxckpt._save.request import PlainTree, PreparedSave, SaveRequest
 from jaxckpt._save.reuse import plan_reuse
 from jaxckpt._save.write_plan import SavePlan
 from jaxckpt._store.store import MAX_FILE_BYTES

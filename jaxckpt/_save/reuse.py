@@ -37,9 +37,8 @@ from jaxckpt._pipeline.workers import MappedWork, submit
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import StagedObject, may_be_shared
 from jaxckpt._save.write_plan import Object, SavePlan
-from jaxckpt._store.arrays import ArrayWriter, ObjectRecord
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import ArrayWriter, ObjectRecord, Store
 from jaxckpt.errors import JaxckptError, StorageError
 
 _NO_LINKS = "object stores have no links"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import numbers
 import os
 import reprlib
@@ -17,18 +16,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from jaxckpt._keywords import explain_names
 from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.exit_status import set_exit_status
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.progress import Progress
-from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.threads import POLL_SECONDS, Latch
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
-from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._store.running_writes import report_writes
 from jaxckpt.errors import InputError, PeerError
 
@@ -36,7 +36,54 @@ if TYPE_CHECKING:
     from jaxckpt._job.call import Call
     from jaxckpt._store.store import Store
 
-_log = logging.getLogger("jaxckpt")
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """What a save wrote."""
+
+    path: str
+    """The path or URL of the checkpoint."""
+
+    save_id: str
+    """Unique id of the save."""
+
+    leaves: int
+    """Leaves of the tree."""
+
+    total_bytes: int
+    """Bytes of array data in the checkpoint, each replica counted once."""
+
+    process_bytes: tuple[int, ...]
+    """Bytes of array data in the objects of each process."""
+
+    objects: int
+    """Objects that hold the array data."""
+
+    files: int
+    """Files of the checkpoint: the objects, a zarr.json for each stack, the state of each process if given, the
+    manifest, and a copy of it."""
+
+    stored_bytes: int
+    """Bytes of the objects, including checksums and indexes."""
+
+    reused_bytes: int
+    """Bytes of the objects that are hard links to an earlier checkpoint and were not written; see `Options.reuse`."""
+
+    manifest_sha256: str
+    """SHA-256 of manifest.json, in hexadecimal digits, for `restore(path, manifest_sha256=…)`."""
+
+    seconds: float
+    """Seconds from the call until this process was notified that the checkpoint is published."""
+
+    blocked_seconds: float
+    """How many of these seconds the caller waited; all of them for `save`."""
+
+    phase_seconds: Mapping[str, float]
+    """Seconds of each phase in this process: "plan", "device_to_host", "write" (includes the fsync of files), "sync"
+    (fsync of folders), "barrier" (waiting for the other processes), "publish"."""
+
+
+# Running saves --------------------------------------------------------------------------------------------
 
 
 class RunningSave:
@@ -400,3 +447,60 @@ def _reset_after_fork() -> None:
 
 lanes.finish_at_exit(_wait_at_exit)
 os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+# Their handle ---------------------------------------------------------------------------------------------
+
+
+@explain_names
+class PendingSave:
+    """A save that runs in a background thread: the result of `save_async`."""
+
+    def __init__(self, save: RunningSave) -> None:
+        self._save = save
+
+    @property
+    def path(self) -> str:
+        """The path or URL of the checkpoint."""
+        return self._save.path
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
+        return self._save.skipped
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, successfully or not."""
+        return self._save.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of the save, which `wait` raises; None if it has not ended or was successful."""
+        return self._save.error
+
+    @property
+    def progress(self) -> Progress:
+        """Bytes that this process has written, and its total."""
+        return self._save.progress
+
+    def wait(self, timeout_seconds: float | None = None) -> SaveInfo:
+        """Wait until the checkpoint is published.
+
+        Args:
+            timeout_seconds: Seconds to wait at most; None: no limit.
+
+        Returns:
+            What was written.
+
+        Raises:
+            TimeoutError: The save is not done yet. It continues.
+            InputError: The save was skipped.
+            Exception: The error of the save; see `save`.
+        """
+        return self._save.wait(timeout_seconds)
+
+    def __repr__(self) -> str:
+        save = self._save
+        state = "skipped" if save.skipped else "in progress" if not save.done else "failed" if save.error else "done"
+        return f"<PendingSave to {save.path}: {state}>"

@@ -24,23 +24,18 @@ from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
-from jaxckpt._pipeline.events import record_event
+from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
-from jaxckpt._pipeline.progress import display_progress
-from jaxckpt._pipeline.rate_limiter import RateLimiter
+from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
 from jaxckpt._pipeline.threads import is_shutting_down
-from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
-from jaxckpt._save.pending_save import PendingSave
 from jaxckpt._save.prepare import prepare
 from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
-from jaxckpt._save.running_saves import RunningSave
-from jaxckpt._save.save_info import SaveInfo
+from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
 from jaxckpt._save.shared_path import SharedPath
-from jaxckpt._save.staged_ahead import StagedAhead
-from jaxckpt._save.staging import stage
+from jaxckpt._save.staging import StagedAhead, stage
 from jaxckpt._save.write import write
 from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, show_count

@@ -17,7 +17,7 @@ from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.events import log_unlinked
+from jaxckpt._pipeline.progress import log_unlinked
 from jaxckpt._run_folder.run_paths import resolve_step
 from jaxckpt._run_folder.steps import is_link, is_step
 from jaxckpt._save.compose_manifest import (
@@ -30,7 +30,7 @@ from jaxckpt._save.compose_manifest import (
 from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.staging import StagedObject, exchanges
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
-from jaxckpt._store.lost_manifest import find_lost, repair_hint
+from jaxckpt._store.load_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import Path, store_at
 from jaxckpt._store.transaction import Transaction, begin

@@ -10,19 +10,17 @@ from dataclasses import dataclass, field
 
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
-from jaxckpt._pipeline.phases import Phases
+from jaxckpt._pipeline.control import Phases, RateLimiter
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.rate_limiter import RateLimiter
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.compose_manifest import Share
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
-from jaxckpt._save.staged_ahead import StagedAhead
-from jaxckpt._save.staging import StagedObject
+from jaxckpt._save.staging import StagedAhead, StagedObject
 from jaxckpt._save.write_plan import Object
-from jaxckpt._store.arrays import ArrayWriter
+from jaxckpt._store.store import ArrayWriter
 
 YIELDING_FACTOR = 4
 """An object of a save that no caller waits for takes this multiple of its bytes from the budget, so that fewer threads

@@ -20,7 +20,7 @@ from jaxckpt._model.records import Manifest, MeshRecord
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
-from jaxckpt._store.arrays import ArrayReader
+from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, show_path
 
 if TYPE_CHECKING:

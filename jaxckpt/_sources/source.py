@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
 from jaxckpt._model.records import Manifest
-from jaxckpt._store.arrays import ArrayReader
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import ArrayReader, Store
 from jaxckpt.errors import (
     DataError,
     NotACheckpointError,

@@ -40,17 +40,15 @@ from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._pipeline.events import log_kept, log_swept
 from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress
-from jaxckpt._store.arrays import ObjectRecord
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
-from jaxckpt._store.lost_manifest import find_lost
+from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken_error, parse_note
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
-from jaxckpt._store.store import MAX_FILE_BYTES, Store
+from jaxckpt._store.store import MAX_FILE_BYTES, ObjectRecord, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
 from jaxckpt._store.transaction import Transaction
-from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
 from jaxckpt.errors import DataError, InputError, StorageError
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from jaxckpt._model.pieces import Array, Bytes, Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._model.zarr import Chunks
 from jaxckpt._options import THREADS
-from jaxckpt._store.arrays import ObjectRecord
+from jaxckpt._store.store import ObjectRecord
 from jaxckpt.errors import DataError
 
 BATCH_BYTES = 4 << 20

@@ -17,8 +17,8 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import note_progress
-from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt._store.tensors import ENCODING_MEMORY_FACTOR, ROOT_CONTEXT, TensorReader, begin_write, open_array
 from jaxckpt.errors import DataError
 

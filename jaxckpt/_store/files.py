@@ -11,6 +11,7 @@ read:   boxes ─▶ objects ─▶ files, each with its index ─▶ preadv, as
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -27,11 +28,11 @@ from jaxckpt._model.grid import Box, slices_within
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
-from jaxckpt._store.arrays import ArrayReader, ObjectRecord
 from jaxckpt._store.codec import ChunkIndex, OpenObject, Target, encode
 from jaxckpt._store.storage_errors import retry_stale, translate_os_errors
-from jaxckpt._store.store import MAX_FILE_BYTES
+from jaxckpt._store.store import MAX_FILE_BYTES, ArrayReader, ObjectRecord
 from jaxckpt.errors import DataError, StorageError
 
 MAX_BUFFERS = 1024  # largest number per system call: IOV_MAX of Linux and macOS
@@ -272,3 +273,43 @@ def _skip_bytes(buffers: list[Any], count: int) -> list[Any]:
             return [memoryview(buffer)[count:], *buffers[number + 1 :]]
         count -= size
     return []
+
+
+# Deleting folders -----------------------------------------------------------------------------------------
+
+
+def remove_folder(path: str, above: int | None = None) -> None:
+    """Delete a folder with everything in it. Anything that cannot be deleted stays. `above` is the open folder that it
+    is in, if not given by its path."""
+    # Unlike shutil.rmtree, this continues after every error: ESTALE on NFS, where another host may delete the same
+    # folder, or an error at close. Working in open folders keeps a link that replaces one from leading elsewhere.
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        try:
+            with os.scandir(folder) as scan:
+                entries = list(scan)
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        remove_folder(entry.name, folder)
+                    else:
+                        os.unlink(entry.name, dir_fd=folder)
+                require_not_stalled()
+                note_progress()  # deleting many files may take long
+        finally:
+            close_unwritten(folder)
+    with contextlib.suppress(OSError):
+        os.rmdir(path, dir_fd=above)
+
+
+def close_unwritten(handle: int) -> None:
+    """Close a handle that nothing needs to be written through. The system may report an error, but closes it in any
+    case."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
+
+
+def remove_if_empty(path: str) -> None:
+    """Delete a folder unless something is in it, for example because another process is writing there."""
+    with contextlib.suppress(OSError):
+        os.rmdir(path)

@@ -38,20 +38,27 @@ from jaxckpt._model.file_names import (
 from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange, read_digest
 from jaxckpt._model.stacks import Stack
-from jaxckpt._pipeline.events import log_kept, log_swept
+from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import JoinedWork, note_progress, submit
 from jaxckpt._store.anchor import Anchor
-from jaxckpt._store.arrays import ArrayReader, ArrayWriter
-from jaxckpt._store.files import FileReader, FileWriter, current_size, link, read_into, read_to_end
-from jaxckpt._store.lost_manifest import find_lost
-from jaxckpt._store.removal import close_unwritten, remove_folder, remove_if_empty
+from jaxckpt._store.files import (
+    FileReader,
+    FileWriter,
+    close_unwritten,
+    current_size,
+    link,
+    read_into,
+    read_to_end,
+    remove_folder,
+    remove_if_empty,
+)
+from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken_error, parse_note
 from jaxckpt._store.storage_errors import UNLISTABLE, retry_stale, translate_os_errors
-from jaxckpt._store.store import Store
+from jaxckpt._store.store import ArrayReader, ArrayWriter, Store
 from jaxckpt._store.tensors import TensorFileReader, TensorFileWriter, TensorReader, open_in_folder
 from jaxckpt._store.transaction import Transaction
 from jaxckpt._store.watched import watched
-from jaxckpt._store.writer_note import manifest_identity, overtaken_error, parse_note
 from jaxckpt.errors import CorruptError, DataError, InputError, JaxckptError, StorageError
 
 _LOCK_SECONDS = 300.0

@@ -33,8 +33,7 @@ from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._store import folder as _folder
 from jaxckpt._store.bucket import Bucket
 from jaxckpt._store.folder import Folder
-from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.lost_manifest import find_lost, read_copy
+from jaxckpt._store.load_manifest import find_lost, load_manifest, read_copy
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
 from jaxckpt._store.transaction import republish

@@ -15,7 +15,7 @@ from sharded_tree import check, make, mesh_of
 import jaxckpt
 from jaxckpt._devices.interconnect import Interconnect
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._pipeline.cancellation import Cancellation
+from jaxckpt._pipeline.control import Cancellation
 from jaxckpt._save import staging
 
 tree, columns = make(mesh_of(2, 2)), P(None, "data")

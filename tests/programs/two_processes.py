@@ -24,7 +24,7 @@ from sharded_tree import check, make, mesh_of, put, value
 
 import jaxckpt
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._pipeline.cancellation import Cancellation
+from jaxckpt._pipeline.control import Cancellation
 from jaxckpt._save import save
 from jaxckpt._store.files import FileReader, FileWriter
 

@@ -16,7 +16,7 @@ from command_line import run, run_json
 
 import jaxckpt
 from jaxckpt import weights
-from jaxckpt._inspect.repair import repair
+from jaxckpt._inspect.verify import repair
 from jaxckpt._model.file_names import COPY, MANIFEST
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store

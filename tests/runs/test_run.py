@@ -17,7 +17,7 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt import errors
-from jaxckpt._runs import pins
+from jaxckpt._runs import step_notes as pins
 from jaxckpt._store.folder import Folder
 
 FAST = jaxckpt.Options(sync=False)

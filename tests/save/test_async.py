@@ -31,9 +31,8 @@ from jaxckpt._job.call import Call
 from jaxckpt._save import running_saves as _background
 from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.describe import Draft
-from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import prepare
-from jaxckpt._save.request import SaveRequest
+from jaxckpt._save.request import PlanCache, SaveRequest
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._store.files import FileWriter
 

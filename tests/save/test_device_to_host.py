@@ -23,7 +23,7 @@ import jaxckpt
 from jaxckpt._devices import device_to_host
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging
-from jaxckpt._save.staged_ahead import StagedAhead
+from jaxckpt._save.staging import StagedAhead
 
 Save = Callable[..., Any]
 

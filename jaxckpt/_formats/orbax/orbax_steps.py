@@ -38,7 +38,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
 from jaxckpt._sources.format_registry import ForeignStep
 from jaxckpt._sources.source import NativeCheckpoint
-from jaxckpt._store.arrays import ArrayReader
+from jaxckpt._store.store import ArrayReader
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import DataError, NotACheckpointError, show_count, show_lines
 
