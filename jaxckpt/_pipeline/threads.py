@@ -46,6 +46,9 @@ class Latch:
         return True
 
 
+_TAKEN = RuntimeError("the error of this work was raised before")
+
+
 class Task(Generic[T]):
     """Work that is done once, by the thread that begins it first. Any number of threads may try."""
 
@@ -64,8 +67,7 @@ class Task(Generic[T]):
         try:
             self._value = work()
         except BaseException as error:
-            # Without this frame, which would keep the task, and the task the error: memory that is not freed.
-            self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            self._error = error
         finally:
             del work  # it may hold much memory
             self._ended.set()
@@ -83,15 +85,18 @@ class Task(Generic[T]):
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result. Raises TimeoutError if the work is not done by then, or the exception of the work."""
+        """Wait for the result. Raises TimeoutError if the work is not done by then, or the exception of the work, once.
+        """
         if not self._ended.wait(timeout):
             raise TimeoutError
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                del self  # likewise
-        return self._value
+        error, self._error = self._error, _TAKEN
+        if error is None:
+            self._error = None
+            return self._value
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and the frames hold the data that was moved
 
 
 def start_thread(run: Callable[[], object], name: str) -> None:

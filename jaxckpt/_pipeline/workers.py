@@ -178,5 +178,8 @@ class JoinedWork:
                 work.result()
             except Exception as failure:
                 error = error or failure
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame

@@ -173,8 +173,13 @@ class PendingRead:
         """Wait until all are read. Raises DataError, StorageError."""
         failed = operate(f"reading from {self.source.url}", self._first_failure)
         if failed is not None:
-            with _naming(self.source, self.stack, failed[0][0]):
-                raise failed[1]
+            box, error = failed
+            del failed
+            with _naming(self.source, self.stack, box[0]):
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback holds this frame, and the frames hold the buffers
 
     def _first_failure(self) -> tuple[Box, Exception] | None:
         for box, pending in self.pending_boxes:

@@ -1195,3 +1195,13 @@ def test_notes_on_an_error_do_not_replace_it(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(jaxckpt.errors.ManifestError):
             checkpoints.restore(1)
     checkpoints.close()
+
+
+def test_a_step_that_another_object_is_saving_is_deleted_too(tmp_path: Path) -> None:
+    first = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    second = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    first.save(1, state(1))
+    first.save(2, {"w": np.zeros(1 << 22)})
+    second.delete(2)
+    first.close()
+    assert second.steps() == [1]
