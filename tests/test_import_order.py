@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,11 @@ SOURCES = {
 }
 
 
+parsed = functools.cache(ast.parse)
+"""The tree of a source. Several tests look at each module's."""
+
+
+@functools.cache
 class Imports(ast.NodeVisitor):
     """All imports of a module as dotted names, except those that only type checkers see."""
 
@@ -65,7 +71,7 @@ class Imports(ast.NodeVisitor):
         self.on_load: set[str] = set()
         self.in_functions: set[str] = set()
         self._into = self.on_load
-        self.visit(ast.parse(source))
+        self.visit(parsed(source))
 
     def visit_Import(self, node: ast.Import) -> None:
         self._into.update(alias.name for alias in node.names)
@@ -128,23 +134,26 @@ def test_no_two_modules_have_the_same_name() -> None:
     assert [name for name, count in names.items() if count > 1 and name != "__init__"] == []
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_module_imports_only_from_below(module: str) -> None:
-    assert not violations(module, SOURCES[module])
+def test_a_module_imports_only_from_below() -> None:
+    found = {module: violations(module, source) for module, source in SOURCES.items()}
+    assert {module: forbidden for module, forbidden in found.items() if forbidden} == {}
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_module_has_a_docstring(module: str) -> None:
-    tree = ast.parse(SOURCES[module])
-    first = (ast.get_docstring(tree) or "").partition("\n")[0]
-    assert len(first) > 15, module
-    assert first.endswith((".", ":")) or module in ("errors",), first
+def test_a_module_has_a_docstring() -> None:
+    firsts = {
+        module: (ast.get_docstring(parsed(source)) or "").partition("\n")[0] for module, source in SOURCES.items()
+    }
+    assert {module: first for module, first in firsts.items() if len(first) <= 15} == {}
+    ends = {module: first for module, first in firsts.items() if not first.endswith((".", ":"))}
+    assert ends.keys() <= {"errors"}, ends
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_only_the_package_itself_has_all(module: str) -> None:
-    names = [node.id for node in ast.walk(ast.parse(SOURCES[module])) if isinstance(node, ast.Name)]
-    assert "__all__" not in names
+def test_only_the_package_itself_has_all() -> None:
+    names = {
+        module: {node.id for node in ast.walk(parsed(source)) if isinstance(node, ast.Name)}
+        for module, source in SOURCES.items()
+    }
+    assert [module for module, found in names.items() if "__all__" in found] == []
 
 
 def test_imports_between_modules_have_no_cycles() -> None:

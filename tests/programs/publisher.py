@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 
 import jax.numpy as jnp
 
@@ -13,3 +14,4 @@ with jaxckpt.weights.Publisher(sys.argv[1], anchor_every=5, options=jaxckpt.Opti
     for step in itertools.count():
         value = jnp.float32(step % 256)
         publisher.publish(step, {"w": jnp.full((300, 70), value), "step": value})
+        time.sleep(0.05)  # a follower reads a step in this time: without a pause it would hardly keep up

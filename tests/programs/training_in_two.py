@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import compiled
 import training_loop
 from joined import args, process_id
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # the example sets 8 when it is imported
+compiled.keep()
 stop = 0
 jitted: dict[str, Any] = {}
 jit = training_loop.jax.jit

@@ -89,19 +89,19 @@ def test_on_sigterm_it_saves_the_step_it_is_in(run_python: RunPython, tmp_path: 
 
 def test_one_of_two_processes_gets_sigterm(run_processes: RunProcesses, tmp_path: Path) -> None:
     def train(runs: list[tuple[Path, int]], status: int) -> list[dict[int, str]]:
-        args = [[str(folder), STEPS, message] for folder, message in runs]
+        args = [[str(folder), steps, message] for folder, message in runs]
         job = PROGRAMS / "training_in_two.py"
-        done = run_processes(job, processes=2, devices_per_process=4, args=args, check=False)
+        done = run_processes(job, processes=2, devices_per_process=4, args=args, timeout=200, check=False)
         assert [one.returncode for one in done] == [status, status], "\n".join(map(str, done))
         first, second = ([losses_of(f"from{run}") for run in one.stdout.split("from")[1:]] for one in done)
         assert first == second
         assert len(first) == len(runs)
         return first
 
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole, stopped, steps = tmp_path / "whole", tmp_path / "stopped", 30
     expected, losses = train([(whole, 0), (stopped, 7)], status=143)
-    assert list(expected) == list(range(1, STEPS + 1))
-    assert newest(stopped) == max(losses) < STEPS
+    assert list(expected) == list(range(1, steps + 1))
+    assert newest(stopped) == max(losses) < steps
     (again,) = train([(stopped, 0)], status=0)
     assert min(again) == max(losses) + 1
     assert losses | again == expected
