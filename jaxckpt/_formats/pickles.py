@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxckpt._formats.byte_reader import LocatedBytes
 from jaxckpt._formats.local_files import opened
 from jaxckpt._formats.pickle_machine import (
     AllowedFunction,
     Global,
-    LocatedBytes,
     Machine,
     OpaqueObject,
     Unbuilt,
@@ -150,14 +150,19 @@ def _ndarray(
     if name is None or not isinstance(data, (bytes, LocatedBytes)):
         return OpaqueObject("numpy.ndarray")
     sides = require_sizes(shape)
-    needed = math.prod(sides) * DTYPES[name].itemsize
+    return ForeignArray(name, sides, data_of_bytes(data, name, sides, fortran), kind)
+
+
+def data_of_bytes(
+    data: bytes | LocatedBytes, dtype: str, shape: tuple[int, ...], fortran: bool = False
+) -> InMemoryData | FileData:
+    """The data of an array from its bytes. Raises ValueError if their number does not fit its shape."""
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
     if len(data) != needed:
-        raise ValueError(f"a NumPy array {name}{list(sides)} has {len(data)} bytes, expected {needed}")
+        raise ValueError(f"an array {dtype}{list(shape)} has {len(data)} bytes, expected {needed}")
     if isinstance(data, bytes):
-        array = np.frombuffer(data, DTYPES[name]).reshape(sides, order="F" if fortran else "C")
-        return ForeignArray(name, sides, InMemoryData(array), kind)
-    strides = f_strides(sides) if fortran else None
-    return ForeignArray(name, sides, FileData(data.path, data.offset, name, sides, strides), kind)
+        return InMemoryData(np.frombuffer(data, DTYPES[dtype]).reshape(shape, order="F" if fortran else "C"))
+    return FileData(data.path, data.offset, dtype, shape, f_strides(shape) if fortran else None)
 
 
 def require_sizes(value: Any) -> tuple[int, ...]:
