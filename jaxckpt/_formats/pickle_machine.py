@@ -36,6 +36,8 @@ class OpaqueObject:
 
     args: tuple[Any, ...] = ()
     state: Any = None
+    is_instance: bool = False
+    """Whether it was made by `__new__`, as namedtuples are, and instances of classes without a custom pickle."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -213,6 +215,12 @@ class Machine(ByteReader):
     def reduce(self) -> None:
         self._call(*self.pop_many(2))
 
+    def new(self) -> None:
+        self.reduce()
+        made = self.stack[-1]
+        if isinstance(made, OpaqueObject):
+            made.is_instance = True
+
     def new_with_keywords(self) -> None:
         called, args, keywords = self.pop_many(3)
         if keywords:
@@ -343,7 +351,8 @@ _CODES: Mapping[Any, Mapping[bytes, Any]] = {
     Machine.put_next: {b"\x94": None},
     Machine.named: {b"\x93": None},
     Machine.named_lines: {b"c": None},
-    Machine.reduce: {b"R": None, b"\x81": None},  # REDUCE, NEWOBJ
+    Machine.reduce: {b"R": None},
+    Machine.new: {b"\x81": None},
     Machine.new_with_keywords: {b"\x92": None},
     Machine.instance: {b"o": None},
     Machine.named_instance: {b"i": None},

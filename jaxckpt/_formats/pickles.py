@@ -47,7 +47,21 @@ def unpickle(
     calls: Mapping[str, AllowedFunction] | None = None,
     persistent: AllowedFunction | None = None,
 ) -> Any:
-    """The content of a pickle in a file: Python data, `OpaqueObject`s, `Global`s, and NumPy arrays as ForeignArrays.
+    """The content of a pickle in a file, as from `unpickle_at`."""
+    return unpickle_at(path, start, size, calls=calls, persistent=persistent)[0]
+
+
+def unpickle_at(
+    path: str,
+    start: int,
+    size: int | None = None,
+    *,
+    calls: Mapping[str, AllowedFunction] | None = None,
+    persistent: AllowedFunction | None = None,
+) -> tuple[Any, int]:
+    """The content of a pickle in a file, and the position of its end.
+
+    The content is Python data, `OpaqueObject`s, `Global`s, and NumPy arrays as ForeignArrays.
 
     `calls` has additional functions. They receive the arguments from the pickle, and raise ValueError or TypeError if
     these are invalid. `persistent` receives the ids of external objects. The result may contain itself: pass it to
@@ -60,7 +74,7 @@ def unpickle(
             raise DataError(f"{path} is {length} bytes long, expected at least {end}")
         machine = Machine(path, handle, start, end, {**ALLOWED_FUNCTIONS, **(calls or {})}, persistent)
         try:
-            return machine.run()
+            return machine.run(), machine.position
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             problem = (
                 "it refers to a memo or mark that does not exist" if isinstance(error, LookupError) else str(error)
@@ -112,7 +126,7 @@ class _NumpyDtype(Unbuilt):
         self.name: str | None = None
         self.order = "<"
         if isinstance(code, Global):
-            self.name = code.name.removeprefix("ml_dtypes.")
+            self.name = code.name.removeprefix("ml_dtypes.").removeprefix("jaxlib.xla_extension.")
         elif isinstance(code, str) and re.fullmatch(r"[|<>=]?[biufc]\d{1,2}", code):
             self.name = np.dtype(code[-2:] if code[-2:-1].isalpha() else code[-3:]).name
             self.order = code[0]
@@ -129,7 +143,7 @@ class _NumpyDtype(Unbuilt):
         return self.name if self.order in "<|=" else None
 
 
-class _NumpyArray(Unbuilt):
+class NumpyArray(Unbuilt):
     """A numpy.ndarray, before its data is set."""
 
     def __init__(self, kind: Any, shape: Any, code: Any) -> None:
@@ -190,7 +204,7 @@ ALLOWED_FUNCTIONS: Mapping[str, AllowedFunction] = {
         f"numpy.{core}.{name}": call
         for core in ("core", "_core")
         for name, call in (
-            ("multiarray._reconstruct", _NumpyArray),
+            ("multiarray._reconstruct", NumpyArray),
             ("multiarray.scalar", lambda dtype, data=None: _ndarray(data, dtype, (), kind="numpy_scalar")),
             ("numeric._frombuffer", lambda data, dtype, shape, order="C": _ndarray(data, dtype, shape, order == "F")),
         )
@@ -210,7 +224,7 @@ def unreadable(reason: str) -> ForeignArray:
 def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | None] = lambda made: None) -> Tree:
     """An unpickled value as a tree for `compose`. Leaves that are not data become unreadable leaves.
 
-    `rebuild` returns leaves for the OpaqueObjects that it knows, and None for others. A dict whose keys JAX cannot
+    `rebuild` returns values for the OpaqueObjects that it knows, and None for others. A dict whose keys JAX cannot
     sort, such as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in its saved order. Raises DataError if the
     value is too large or too deep for a tree, for example if it contains itself.
     """
@@ -245,12 +259,12 @@ def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | Non
             return kind((key, walk(child, depth + 1)) for key, child in node.items())
         if kind is LocatedBytes:
             return ForeignArray("uint8", (node.size,), FileData(node.path, node.offset, "uint8", (node.size,)), "bytes")
-        if kind is _NumpyArray:
+        if kind is NumpyArray:
             return walk(node.array, depth + 1)
         if kind is OpaqueObject and node.name in ("builtins.set", "builtins.frozenset"):
             return unreadable("is a set, which a pytree cannot hold")
-        if kind is OpaqueObject and (leaf := rebuild(node)) is not None:
-            return leaf
+        if kind is OpaqueObject and (made := rebuild(node)) is not None:
+            return walk(made, depth + 1)
         if kind is OpaqueObject:
             return unreadable(f"holds an object made by {node.name[:200]}, whose code is never run")
         if kind is Global:
@@ -262,7 +276,7 @@ def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | Non
 
 def as_array(value: Any) -> ForeignArray | None:
     """An unpickled NumPy array; None for other values and for unsupported dtypes."""
-    array = value.array if isinstance(value, _NumpyArray) else value
+    array = value.array if isinstance(value, NumpyArray) else value
     return array if isinstance(array, ForeignArray) else None
 
 
