@@ -46,7 +46,7 @@ def read_msgpack(path: str, rebuild: Callable[[Any], Tree | None] = lambda node:
             value = reader.value()
             if reader.position != size:
                 raise ValueError(f"it has {size - reader.position} bytes after its end")
-        except (ArithmeticError, OverflowError, TypeError, ValueError, struct.error) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError, struct.error) as error:
             raise DataError(f"{path}: the msgpack is damaged at byte {reader.position}: {error}") from error
     return as_tree(value, path)
 
