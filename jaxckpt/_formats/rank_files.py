@@ -19,7 +19,7 @@ from jaxckpt._formats.export import tree_of_names
 from jaxckpt._formats.local_files import list_names, path_on_disk, read_head, reads_files
 from jaxckpt._formats.npz import read_npz
 from jaxckpt._formats.safetensors import read_header
-from jaxckpt._formats.shards import from_boxes, from_ranks
+from jaxckpt._formats.shards import Unreadable, from_boxes, from_ranks
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, box_at
@@ -95,6 +95,10 @@ def rank_files(
     rank_values = {
         rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
     }
+    for rank, values in rank_values.items():
+        for name, value in values.items():
+            if isinstance(value, ForeignArray) and isinstance(value.data, Unreadable):
+                raise DataError(f"{paths[rank]}: {show_path(name)} cannot be read: {value.data.reason}")
     names = dict.fromkeys(name for values in rank_values.values() for name in values)
     leaf_paths = {leaf.value: leaf.path for leaf in flatten(tree_of_names({name: name for name in names}, {}))[0]}
     tree = tree_of_names(assemble(rank_values, leaf_paths, mesh, specs, offsets, shapes), {})
