@@ -9,12 +9,15 @@ pickles in a row (a number, a version, the machine, the object, the storages' ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from jaxckpt._formats.local_files import read_head, require_length
+from jaxckpt._formats.local_files import list_names, read_head, require_length
+from jaxckpt._formats.model_folder import complete_series, merged, preferred
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
 from jaxckpt._formats.shards import FileData, Unreadable
@@ -66,8 +69,17 @@ def dtype_of(value: Any) -> str | None:
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    """Whether torch.save wrote a file: the first member of its archive is the pickle, or it begins with a number."""
-    return not names and (first_name(path).endswith("/data.pkl") or is_legacy(path))
+    """Whether torch.save wrote a file: an archive with its pickle, or a number at the start."""
+    if names:
+        return not any(name.endswith((".safetensors", ".index.json")) for name in names) and bool(_model_files(names))
+    return re.fullmatch(r"[^/]+/data(\.pkl|/\d+)", first_name(path)) is not None or is_legacy(path)
+
+
+def _model_files(names: Collection[str]) -> Sequence[str]:
+    """The files of transformers or diffusers in a folder, without an index of them."""
+    if single := preferred(names, ".bin"):
+        return [single]
+    return complete_series([name for name in names if name.endswith(".bin") and "-of-" in name]) or []
 
 
 def is_legacy(path: str) -> bool:
@@ -76,7 +88,18 @@ def is_legacy(path: str) -> bool:
 
 def open_torch(path: str) -> ForeignCheckpoint:
     """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
-    return compose(path, read_legacy(path) if is_legacy(path) else read_saved(path), "torch")
+    if not os.path.isdir(path):
+        return compose(path, _read_file(path), "torch")
+    contents: dict[str, Mapping[Any, Any]] = {}
+    for name in _model_files(list_names(path)):
+        contents[name] = _read_file(file := os.path.join(path, name))
+        if not isinstance(contents[name], Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(f"{file} holds a {type(contents[name]).__name__}, expected a dict of tensors")
+    return compose(path, merged(contents), "torch")
+
+
+def _read_file(path: str) -> Any:
+    return read_legacy(path) if is_legacy(path) else read_saved(path)
 
 
 def read_saved(path: str, start: int = 0, size: int | None = None) -> Tree:
@@ -188,6 +211,8 @@ def _read_archive(archive: Archive) -> Any:
     if name is None:
         raise ValueError("it has no data.pkl")
     prefix = name.removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in archive:
+        raise ValueError("it is a TorchScript program: save its state_dict() with torch.save")
 
     def member(name: str) -> Member:
         if f"{prefix}{name}" not in archive:

@@ -40,6 +40,7 @@ from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import (
     CorruptError,
     DataError,
+    ManifestError,
     NotACheckpointError,
     Problem,
     StorageError,
@@ -190,8 +191,8 @@ def _verify(
     try:
         source = source_at(path, options, manifest_sha256)
     except CorruptError as error:
-        # For a foreign checkpoint, the error names the file.
-        problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
+        file = MANIFEST if isinstance(error, ManifestError) else str(path)
+        problem = Problem(None, f"cannot be used: {error}", object=file)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, NativeCheckpoint):
         return _verify_foreign(source, quick, options, step)

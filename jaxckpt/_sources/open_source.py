@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
 import re
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from jaxckpt._model.file_names import MANIFEST
@@ -24,14 +25,12 @@ from jaxckpt._run_folder.run_paths import (
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
+from jaxckpt._sources.signatures import describe, first_bytes
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
-from jaxckpt.errors import (
-    InputError,
-    NotACheckpointError,
-)
+from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -96,6 +95,10 @@ def _open_source(
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
         return NativeCheckpoint.at(store, manifest_sha256)
+    except ManifestError as error:  # or the manifest.json of another library
+        if manifest_sha256 is None and (foreign := _open_foreign(location, store, options)) is not None:
+            return foreign
+        raise error
     except NotACheckpointError as error:
         for _ in range(_TRIES):
             if (step := resolve_step(store)) is None:
@@ -106,9 +109,9 @@ def _open_source(
         foreign = None if manifest_sha256 else _open_foreign(location, store, options)
         if foreign is not None:
             return foreign
-        if (hint := missing_formats_hint()) and _exists(location, store):
-            raise NotACheckpointError(f"{error}{hint}") from None
-        raise
+        hint = missing_formats_hint() if _exists(location, store) else ""
+        reason = f"{store.url} is not a checkpoint: {text}" if (text := _foreign_reason(location)) else str(error)
+        raise NotACheckpointError(f"{reason}{hint}") from None
 
 
 def _open_named_step(
@@ -134,7 +137,7 @@ def _open_named_step(
     form = _recognized_format(path, names)
     if form is None or form.open is None:  # the step was deleted in the meantime
         raise missing_step_error(run, number, sorted({*paths} - {number}))
-    return form.open(path)
+    return _open_as(form.open, path, names)
 
 
 _TRIES = 5
@@ -160,7 +163,57 @@ def _open_foreign(
         if paths:
             path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
     form = _recognized_format(path, names)
-    return form.open(path) if form is not None and form.open is not None else None
+    return _open_as(form.open, path, names or ()) if form is not None and form.open is not None else None
+
+
+def _open_as(
+    open_format: Callable[[str], NativeCheckpoint | ForeignCheckpoint], path: str, names: Collection[str] | None
+) -> NativeCheckpoint | ForeignCheckpoint:
+    """A checkpoint in a recognized format. If its files are of another kind, such as pointers, the error says which."""
+    try:
+        return open_format(path)
+    except DataError as error:
+        if (what := describe(path, names or ())) is None:
+            raise
+        raise NotACheckpointError(f"{path} {what} ({error})") from None
+
+
+def _foreign_reason(location: str | os.PathLike[str]) -> str | None:
+    """The reason why a local file or folder of another program is not a checkpoint, if known, and the way out."""
+    path, names = _local_names(location)
+    if names is None:
+        return None
+    if what := describe(path, names):
+        return f"it {what}"
+    if not names:
+        return (
+            None
+            if os.path.isdir(path)
+            else f"it is a file in no format that jaxckpt reads; it begins with {first_bytes(path)}"
+        )
+    inside = _checkpoints_inside(path)
+    return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}" if inside else None
+
+
+def _checkpoints_inside(path: str) -> list[str]:
+    """Checkpoints of other libraries up to three levels below a folder, as in the cache of a hub."""
+    inside: list[str] = []
+    folders = collections.deque([(path, 0)])
+    for _ in range(_MAX_FOLDERS):
+        if not folders:
+            break
+        folder, depth = folders.popleft()
+        for name in sorted(_local_names(folder)[1] or ()):
+            below, names = _local_names(f"{folder}/{name}")
+            if names and _recognized_format(below, names) is not None:
+                inside.append(os.path.relpath(below, path))
+            elif names and depth < 2 and not name.startswith("."):
+                folders.append((below, depth + 1))
+    return inside
+
+
+_MAX_FOLDERS = 100
+"""The most folders whose content is searched for checkpoints, for an error."""
 
 
 def _exists(location: str | os.PathLike[str], store: Store) -> bool:
