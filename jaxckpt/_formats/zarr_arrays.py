@@ -63,7 +63,7 @@ class _Zarr3(msgspec.Struct, frozen=True):
     codecs: list[_Named]
 
 
-def parse_zarr2(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
+def parse_zarr2(what: str, metadata: dict[str, Any], *, clip: bool = False) -> _ArrayInfo:
     record = convert_checked(what, metadata, _Zarr2)
     dtype = record.dtype
     if dtype not in DTYPES:
@@ -71,19 +71,22 @@ def parse_zarr2(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
             dtype = np.dtype(dtype).name
         except TypeError as error:
             raise DataError(f"{what} has dtype {dtype[:40]!r}") from error
-    return _require_fit(what, dtype, record.shape, record.chunks)
+    return _require_fit(what, dtype, record.shape, record.chunks, clip)
 
 
-def parse_zarr3(what: str, metadata: dict[str, Any]) -> _ArrayInfo:
+def parse_zarr3(what: str, metadata: dict[str, Any], *, clip: bool = False) -> _ArrayInfo:
     record = convert_checked(what, metadata, _Zarr3)
     chunked = [record.chunk_grid, *(codec for codec in record.codecs if codec.name == "sharding_indexed")]
     chunks = [
         convert_checked(what, metadata_part.configuration.get("chunk_shape"), _Sides) for metadata_part in chunked
     ]
-    return [_require_fit(what, record.data_type, record.shape, chunk) for chunk in chunks][-1]
+    return [_require_fit(what, record.data_type, record.shape, chunk, clip) for chunk in chunks][-1]
 
 
-def _require_fit(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int]) -> _ArrayInfo:
+def _require_fit(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int], clip: bool) -> _ArrayInfo:
+    """The parts of an array's metadata, checked. With `clip`, chunks may be larger than the array."""
+    if clip and len(chunk) == len(shape):
+        chunk = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
     itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1  # other dtypes are refused by name
     if len(chunk) != len(shape) or any(not 1 <= c <= max(1, n) for c, n in zip(chunk, shape, strict=True)):
         raise DataError(f"{what} has chunks of {list(chunk)[:40]}, which do not fit its shape {list(shape)[:40]}")
@@ -116,6 +119,21 @@ def read_metadata(
             dtype, shape, chunk = parse(what, metadata)
             arrays[name] = ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)
     return arrays
+
+
+def described_array(
+    folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Driver, *, strict: bool
+) -> ForeignArray | None:
+    """The array that Zarr metadata of any writer describes; None if its dtype is not supported. Raises DataError."""
+    dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
+    try:
+        known = isinstance(dtype, str) and (dtype in DTYPES or (driver == "zarr" and np.dtype(dtype).name in DTYPES))
+    except TypeError:
+        known = False
+    if not known:
+        return None
+    dtype, shape, chunk = _PARSERS[driver][1](what, metadata, clip=True)
+    return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)
 
 
 def require_inside(folder: ArrayFolder, names: Iterable[str]) -> None:
