@@ -57,6 +57,7 @@ Exit codes:
   3    the checkpoint is damaged
   4    the path is not a checkpoint
   5    the file system or object store reported an error
+  6    verify found no damage, but leaves that jaxckpt cannot read
   70   a bug in jaxckpt
   130  interrupted (Ctrl-C)
   141  the program that reads the output has closed it (| head)

@@ -26,12 +26,12 @@ from jaxckpt._formats.pickle_machine import (
     Unbuilt,
     insert,
 )
-from jaxckpt._formats.shards import FileData, Unreadable, f_strides
+from jaxckpt._formats.shards import FileData, f_strides
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.paths import escape_key
 from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._model.values import is_utf8
-from jaxckpt._sources.foreign import ForeignArray, InMemoryData
+from jaxckpt._sources.foreign import ForeignArray, InMemoryData, Unreadable
 from jaxckpt.errors import DataError
 
 MAX_VALUES = 1 << 22

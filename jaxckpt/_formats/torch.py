@@ -20,14 +20,14 @@ from jaxckpt._formats.local_files import list_names, read_head, require_length
 from jaxckpt._formats.model_folder import complete_series, merged, preferred
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
-from jaxckpt._formats.shards import FileData, Unreadable
+from jaxckpt._formats.shards import FileData
 from jaxckpt._formats.zips import Archive, Member, first_name, opened_archive
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Unreadable
 from jaxckpt._sources.format_registry import Format
 from jaxckpt.errors import DataError
 

@@ -20,7 +20,6 @@ _FIRST_BYTES: Mapping[bytes, str] = {
     b"BZh": _COMPRESSED.format("bzip2"),
     b"\xfd7zXZ\0": _COMPRESSED.format("xz"),
     b"\x28\xb5\x2f\xfd": _COMPRESSED.format("zstd"),
-    b"\x89HDF\r\n\x1a\n": "is an HDF5 file that h5py cannot open",
     b"PAR1": "is a Parquet table, which holds no tree of arrays",
     b"MATLAB 5.0": "is a MATLAB file: load it with scipy.io.loadmat, and save the arrays",
     b"<!doctype html": "is an HTML page, from a failed download: it may need a login, or another URL",

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from flax import serialization
 from recorded import DATA
 
 import jaxckpt
+from jaxckpt._cli.main import main
 from jaxckpt._formats.byte_reader import MIN_LOCATED_BYTES
 from jaxckpt.errors import DataError, NotACheckpointError
 
@@ -23,7 +25,7 @@ EVERYDAY = DATA / "everyday"
 def test_a_truncated_file_is_refused_at_every_byte(tmp_path: Path) -> None:
     path = tmp_path / "x.msgpack"
     data = (EVERYDAY / "chunked.msgpack").read_bytes()
-    for end in range(len(data)):
+    for end in range(1, len(data)):
         path.write_bytes(data[:end])
         with pytest.raises(DataError):
             jaxckpt.open(path)
@@ -161,3 +163,32 @@ def test_truncated_pickles_are_refused(tmp_path: Path) -> None:
         (tmp_path / "x.pkl").write_bytes(data[:end])
         with pytest.raises(DataError, match="damaged"):
             jaxckpt.open(tmp_path / "x.pkl")
+
+
+def test_leaves_that_cannot_be_read_are_not_damage(tmp_path: Path) -> None:
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"w": np.ones(3), "unknown": Unknown(), "set": {1}}))
+    report = jaxckpt.verify(tmp_path / "x.pkl")
+    assert report.ok
+    assert not report.problems
+    assert {problem.leaf: problem.reason.split(";")[0] for problem in report.unsupported} == {
+        "unknown": "it holds an object made by builtins.print, whose code is never run",
+        "set": "it is a set, which a pytree cannot hold",
+    }
+    assert "2 leaves cannot be read, without damage" in str(report)
+    checkpoint = jaxckpt.open(tmp_path / "x.pkl")
+    assert checkpoint["w"].unreadable is None
+    assert "unreadable, because it is a set" in repr(checkpoint["set"])
+
+
+def test_the_command_line_of_a_file_with_leaves_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"w": np.ones(3), "unknown": Unknown()}))
+    result = CliRunner().invoke(main, ["verify", str(tmp_path / "x.pkl")])
+    assert result.exit_code == 6, result.output
+    result = CliRunner().invoke(main, ["show", str(tmp_path / "x.pkl")])
+    assert result.exit_code == 0
+    assert "uint8" not in result.output
+    assert "unreadable" in result.output
+    (tmp_path / "y.bin").write_bytes(b"some text")
+    result = CliRunner().invoke(main, ["verify", str(tmp_path / "y.bin")])
+    assert result.exit_code == 4
+    assert "in no format that jaxckpt reads" in result.output
