@@ -201,14 +201,16 @@ def _chosen(path: str, names: Collection[str]) -> Sequence[str]:
             return [index if index_counts(path, index, single) else single]
     elif indices:
         raise several_indices_error(path, indices)
-    if len(files) == 1 or (single := preferred(files, ".safetensors")) is None:
-        if len(files) > 1 and (series := complete_series(files)) is None:
-            raise NotACheckpointError(
-                f"{path} has {len(files)} .safetensors files, but no index (*{INDEX}) that says which of them belong"
-                f" together: give the path of one file, such as {os.path.join(path, files[0])}, or add the index"
-            )
-        return files[:1] if len(files) == 1 else series
-    return [single]
+    if len(files) == 1:
+        return files
+    if (single := preferred(files, ".safetensors")) is not None:
+        return [single]
+    if (series := complete_series(files)) is not None:
+        return series
+    raise NotACheckpointError(
+        f"{path} has {len(files)} .safetensors files, but no index (*{INDEX}) that says which of them belong"
+        f" together: give the path of one file, such as {os.path.join(path, files[0])}, or add the index"
+    )
 
 
 def _tensors_of_file(path: str) -> dict[str, _Tensor]:
