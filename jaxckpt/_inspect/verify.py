@@ -201,7 +201,7 @@ def _verify(
     try:
         source = source_at(path, options, manifest_sha256)
     except CorruptError as error:
-        file = MANIFEST if isinstance(error, ManifestError) else str(path)
+        file = MANIFEST if isinstance(error, ManifestError) or MANIFEST in str(error) else str(path)
         problem = Problem(None, f"cannot be used: {error}", object=file)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, NativeCheckpoint):

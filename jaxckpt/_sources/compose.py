@@ -15,7 +15,7 @@ import numpy as np
 from jaxckpt._arguments.pytree import flatten, mark_as_leaf
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
-from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
+from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord, StepRecord
 from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import PYTHON_KINDS, array_of, encode_value
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
@@ -80,8 +80,20 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         meshes=[msgspec.json.decode(text, type=MeshRecord) for text in meshes],
         layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
         stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
+        step=step_record(metadata),
     )
     return ForeignCheckpoint(url, manifest, list(stacks.values()), tuple(files))
+
+
+def step_record(metadata: Any) -> StepRecord | None:
+    """The record of a step of another library's run, from the "step" and "metrics" in its metadata, if any."""
+    match metadata:
+        case {"step": int(number), "metrics": dict() as metrics}:
+            return StepRecord(number, {name: float(m) for name, m in metrics.items() if type(m) in (int, float)})
+        case {"step": int(number)}:
+            return StepRecord(number)
+        case _:
+            return None
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:

@@ -9,7 +9,9 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
@@ -23,6 +25,7 @@ from jaxckpt._run_folder.run_paths import (
     run_and_name,
 )
 from jaxckpt._run_folder.steps import is_step
+from jaxckpt._sources.compose import step_record
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
 from jaxckpt._sources.signatures import describe, first_bytes
@@ -110,8 +113,11 @@ def _open_source(
         if foreign is not None:
             return foreign
         hint = missing_formats_hint() if _exists(location, store) else ""
-        reason = f"{store.url} is not a checkpoint: {text}" if (text := _foreign_reason(location)) else str(error)
-        raise NotACheckpointError(f"{reason}{hint}") from None
+        reason = _foreign_reason(location)
+        if not hint and reason is None:
+            raise
+        text = f"{store.url} is not a checkpoint: {reason}" if reason else str(error)
+        raise NotACheckpointError(f"{text}{hint}") from None
 
 
 def _open_named_step(
@@ -137,7 +143,14 @@ def _open_named_step(
     form = _recognized_format(path, names)
     if form is None or form.open is None:  # the step was deleted in the meantime
         raise missing_step_error(run, number, sorted({*paths} - {number}))
-    return _open_as(form.open, path, names)
+    return _as_step(_open_as(form.open, path, names), number)
+
+
+def _as_step(checkpoint: NativeCheckpoint | ForeignCheckpoint, number: int) -> NativeCheckpoint | ForeignCheckpoint:
+    """A checkpoint of another library as a step of its run, with the step's number and metrics."""
+    metadata = checkpoint.manifest.metadata
+    record = step_record({**(metadata if isinstance(metadata, dict) else {}), "step": number})
+    return replace(checkpoint, manifest=msgspec.structs.replace(checkpoint.manifest, step=record))
 
 
 _TRIES = 5
@@ -157,13 +170,18 @@ def _open_foreign(
 ) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a local path, or the step of its run that "run@40" or "run@latest" names."""
     path, names = _local_names(location)
+    number: int | None = None
     if names is None and (named := run_and_name(store)) is not None:
         run, name = named
         paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
         if paths:
-            path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
+            number = resolve_name(run, name, sorted(paths))
+            path, names = _local_names(paths[number])
     form = _recognized_format(path, names)
-    return _open_as(form.open, path, names or ()) if form is not None and form.open is not None else None
+    if form is None or form.open is None:
+        return None
+    checkpoint = _open_as(form.open, path, names)
+    return checkpoint if number is None else _as_step(checkpoint, number)
 
 
 def _open_as(
