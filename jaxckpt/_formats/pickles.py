@@ -218,7 +218,7 @@ ALLOWED_FUNCTIONS: Mapping[str, AllowedFunction] = {
 
 def unreadable(reason: str) -> ForeignArray:
     """A leaf that cannot be read. Restoring it raises an error; excluding it does not."""
-    return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
+    return ForeignArray("uint8", (), Unreadable(f"it {reason}"))
 
 
 def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | None] = lambda made: None) -> Tree:

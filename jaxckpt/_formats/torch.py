@@ -29,7 +29,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Unreadable
 from jaxckpt._sources.format_registry import Format
-from jaxckpt.errors import DataError
+from jaxckpt.errors import DataError, UnsupportedError
 
 MAX_REPEATED_BYTES = 1 << 26
 """The largest tensor that repeats elements of its storage by strides of 0. Without a limit, a file of a few bytes could
@@ -174,7 +174,7 @@ class SavedTensor(ArrayData):
             if not isinstance(tensor, ForeignArray):
                 raise DataError(f"{where} holds a {type(tensor).__name__}, expected a tensor")
             if isinstance(tensor.data, Unreadable):
-                raise DataError(f"{where}: {tensor.data.reason}")
+                raise UnsupportedError(f"{where}: {tensor.data.reason}")
             if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
                 raise DataError(
                     f"{where} holds {tensor.dtype}{list(tensor.shape)}, expected {self.dtype}{list(self.shape)}"

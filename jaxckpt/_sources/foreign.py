@@ -21,7 +21,7 @@ from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
 from jaxckpt._store.arrays import ArrayReader
-from jaxckpt.errors import DataError, show_path
+from jaxckpt.errors import DataError, UnsupportedError, show_path
 
 if TYPE_CHECKING:
     from jaxckpt._job.rendezvous import Rendezvous
@@ -85,8 +85,14 @@ class Unreadable(ArrayData):
 
     reason: str
 
+    all_reasons: str = ""
+    """Lines with the path and the reason of each such leaf of the checkpoint."""
+
     def read(self, box: Box, target: Array) -> None:
-        raise DataError(self.reason)
+        reasons = self.all_reasons or self.reason
+        raise UnsupportedError(
+            f"jaxckpt cannot read it, although it is not damaged; leave it out with select=:\n{reasons}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
