@@ -113,6 +113,9 @@ def _open_source(
         if foreign is not None:
             return foreign
         hint = missing_formats_hint() if _exists(location, store) else ""
+        has_other_files = str(error).endswith("it has no manifest.json") or os.path.splitext(store.url)[1] != ""
+        if local_path(location) is None and has_other_files:
+            hint = ". Checkpoints of other libraries are read only from local paths: copy the files to one"
         reason = _foreign_reason(location)
         if not hint and reason is None:
             raise

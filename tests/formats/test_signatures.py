@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
 import jaxckpt
+from jaxckpt._store.tensors import ROOT_CONTEXT
 from jaxckpt.errors import NotACheckpointError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:f492c859ee\nsize 133\n"
@@ -90,3 +92,11 @@ def test_torchscript(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3)), tmp_path / "m.pt")
     with pytest.raises(jaxckpt.errors.DataError, match=r"TorchScript program: save its state_dict\(\)"):
         jaxckpt.open(tmp_path / "m.pt")
+
+
+def test_files_of_others_in_a_bucket() -> None:
+    """Not read yet: the error says so."""
+    ts.KvStore.open("memory://others/run/1000/_METADATA", context=ROOT_CONTEXT).result().write("", b"{}").result()
+    for url in ("memory://others/run/1000", "memory://others/model.safetensors"):
+        with pytest.raises(NotACheckpointError, match="only from local paths: copy the files to one"):
+            jaxckpt.open(url)
