@@ -91,7 +91,7 @@ class Unreadable(ArrayData):
     def read(self, box: Box, target: Array) -> None:
         reasons = self.all_reasons or self.reason
         raise UnsupportedError(
-            f"jaxckpt cannot read it, although it is not damaged; leave it out with select=:\n{reasons}"
+            f"it is not damaged, but of a kind that jaxckpt does not read; leave it out with select=:\n{reasons}"
         )
 
 
