@@ -117,6 +117,15 @@ def test_a_lost_aggregate_file_is_reported(tmp_path: Path) -> None:
         jaxckpt.open(path)
 
 
+def test_a_lost_array_of_orbax_0_2_is_reported(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(EVERYDAY / "orbax027_pytree", tmp_path / "x"))
+    for lost in [child for child in path.iterdir() if child.is_dir()]:
+        lost.rename(tmp_path / "lost")
+        with pytest.raises(DataError, match=f"lacks the array '{lost.name}', to which checkpoint refers"):
+            jaxckpt.open(path)
+        (tmp_path / "lost").rename(lost)
+
+
 def test_a_step_without_the_mark_of_the_others_was_never_committed(tmp_path: Path) -> None:
     run = Path(shutil.copytree(EVERYDAY / "orbax0520_manager", tmp_path / "run"))
     for step in (1, 2):
