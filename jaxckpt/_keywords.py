@@ -173,7 +173,7 @@ _MODULE_ATTRIBUTES = {
     "PyTreeCheckpointer": "save and jaxckpt.restore",
     "StandardCheckpointer": "save and jaxckpt.restore",
     **{name: f"weights.{name}" for name in ("Publisher", "subscribe")},
-    **{name: f"formats.{name}" for name in ("mindspore_ranks", "oneflow_ranks", "rank_files")},
+    **{name: f"formats.{name}" for name in ("mindspore_ranks", "npz_file", "oneflow_ranks", "rank_files")},
     **{name: f"rules.{name}" for name in ("Rule", "Rules", "huggingface_rules")},
     "hf_rules": "rules.huggingface_rules",
     **{name: f"types.{name}" for name in ("Delta", "LeafDelta", "LocalBytes", "Progress", "RestorePlan")},

@@ -128,6 +128,11 @@ class DataError(CorruptError):
     """An object, a zarr.json or a process's state is missing or altered, or a file of another library is damaged."""
 
 
+class UnsupportedError(DataError):
+    """A leaf of another library's checkpoint cannot be read, although it is not damaged: an object of a program, for
+    example. `select=` leaves it out."""
+
+
 class StorageError(JaxckptError, OSError):
     """The file system or the object store refused an operation (no space, no permission, an I/O error), or stopped
     responding."""

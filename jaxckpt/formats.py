@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxckpt._formats.mindspore import mindspore_ranks as mindspore_ranks
+from jaxckpt._formats.npz import npz_file as npz_file
 from jaxckpt._formats.oneflow import oneflow_ranks as oneflow_ranks
 from jaxckpt._formats.rank_files import rank_files as rank_files
 from jaxckpt._keywords import explain_missing_names as _explain_missing_names

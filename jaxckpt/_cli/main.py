@@ -43,9 +43,16 @@ from jaxckpt._cli.arguments import (
     specs_option,
 )
 from jaxckpt._cli.terminal import printable
-from jaxckpt.errors import CheckpointExistsError, CorruptError, InputError, JaxckptError, NotACheckpointError
+from jaxckpt.errors import (
+    CheckpointExistsError,
+    CorruptError,
+    InputError,
+    JaxckptError,
+    NotACheckpointError,
+    UnsupportedError,
+)
 
-NEGATIVE, BAD_INPUT, DAMAGED, NOT_FOUND, STORAGE, BUG = 1, 2, 3, 4, 5, 70
+NEGATIVE, BAD_INPUT, DAMAGED, NOT_FOUND, STORAGE, UNSUPPORTED, BUG = 1, 2, 3, 4, 5, 6, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the codes that shells report for SIGINT and SIGPIPE
 
 _EXIT_CODES = """\b
@@ -57,6 +64,7 @@ Exit codes:
   3    the checkpoint is damaged
   4    the path is not a checkpoint
   5    the file system or object store reported an error
+  6    jaxckpt cannot read a leaf, although it is not damaged
   70   a bug in jaxckpt
   130  interrupted (Ctrl-C)
   141  the program that reads the output has closed it (| head)
@@ -137,6 +145,8 @@ def _message(error: Exception, paths: Sequence[str]) -> tuple[str, int]:
             for python, shell in _PYTHON_HINTS:
                 text = re.sub(python, shell, text)
             return text, BAD_INPUT
+        case UnsupportedError():
+            return re.sub(r"\bselect=", "--select", str(error)), UNSUPPORTED
         case CorruptError():
             full_paths = {path: path if "://" in path else os.path.abspath(path) for path in paths}
             damaged = (path for path, full in full_paths.items() if os.path.join(full, "") in str(error))

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from jaxckpt._inspect.restore_plan import ProcessPlan, RestorePlan
 
 
+UNSUPPORTED = 6
+"""The exit code of `verify` for leaves that cannot be read although they are not damaged."""
+
 _SHOWN_ROWS = 40
 """The most processes or leaves in a plan. The others are only counted."""
 
@@ -45,9 +48,12 @@ def verify(path: str, quick: bool, rate: int | None, progress: bool, as_json: bo
     if as_json:
         problems = [pick_attributes(problem, "leaf box object reason") for problem in report.problems]
         figures = pick_attributes(report, "path ok leaves objects checked_bytes unfinished_steps")
-        print_json({**figures, "quick": quick, "problems": problems})
+        unsupported = [pick_attributes(problem, "leaf reason") for problem in report.unsupported]
+        print_json({**figures, "quick": quick, "problems": problems, "unsupported": unsupported})
     else:
         click.echo(printable(str(report), keep="\n"))
+    if report.ok and report.unsupported:
+        raise click.exceptions.Exit(UNSUPPORTED)
     return report.ok
 
 

@@ -100,13 +100,14 @@ def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict
 
 
 def _leaf_record(path: str, leaf: LazyLeaf) -> dict[str, Any]:
-    is_value = _is_value(leaf)
+    is_value, reason = _is_value(leaf), leaf.unreadable
     return {
         "path": path,
         "kind": leaf.kind,
-        "dtype": None if is_value else leaf.dtype.name,
-        "shape": None if is_value else leaf.shape,
-        "bytes": leaf.nbytes,
+        "dtype": None if is_value or reason else leaf.dtype.name,
+        "shape": None if is_value or reason else leaf.shape,
+        "bytes": 0 if reason else leaf.nbytes,
+        **({"unreadable": reason} if reason else {}),
         "spec": saved_spec(leaf) if leaf.mesh else None,
         "mesh": leaf.mesh or None,
         "layout": leaf.layout,
@@ -213,7 +214,7 @@ def _rows(node: _Node, level: int, depth: int | None, view: _View, *, is_single:
                 show_leaf(label),
                 f"{head}{contents}",
                 layout,
-                size if child.nbytes or not _is_value(child) else "",
+                "" if child.unreadable or (_is_value(child) and not child.nbytes) else size,
             ]
 
 
@@ -259,6 +260,8 @@ def _leaf_texts(leaf: LazyLeaf, one_mesh: bool) -> tuple[str, str]:
     """(dtype and shape, or kind and value; layout)."""
     if _is_value(leaf):
         return leaf.kind if leaf.nbytes else shorten_end(f"{leaf.kind} {leaf.value!r}", _SHOWN_VALUE), ""
+    if leaf.unreadable:
+        return "unreadable", shorten_end(leaf.unreadable, _SHOWN_VALUE)
     layout = show_spec(saved_spec(leaf)) if leaf.mesh and one_mesh else leaf.layout
     return f"{'key ' if leaf.kind == 'key' else ''}{show_array(leaf.dtype.name, leaf.shape)}", layout
 

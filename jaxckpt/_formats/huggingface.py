@@ -125,6 +125,8 @@ _BUFFERS = (
     "h.{i}.attn.masked_bias",
     "model.layers.{i}.self_attn.rotary_emb.inv_freq",
     "model.rotary_emb.inv_freq",
+    "layers.{i}.self_attn.rotary_emb.inv_freq",
+    "rotary_emb.inv_freq",
 )
 """Constants that older versions of transformers stored and newer ones ignore: causal masks, and the frequencies of
 rotary positions, which follow from the configuration."""
@@ -149,15 +151,22 @@ def _require_layers(folder: str | os.PathLike[str], config: Config, names: Itera
         )
 
 
-_LAYER = re.compile(r"(?:model\.layers|(?:transformer\.)?h)\.(\d{1,9})\.")
+_LAYER = re.compile(r"(?:(?:model\.)?layers|(?:transformer\.)?h)\.(\d{1,9})\.")
 """The start of the name of a layer's tensor."""
 
 
 def _as_stored(rules: Rules, names: Collection[str]) -> Rules:
     """The rules for the names in a folder, which differ between versions of transformers and classes of models."""
     stored = list(rules.rules)
-    if "wte.weight" in names:  # a GPT2Model, as in the folder "gpt2" itself, instead of a GPT2LMHeadModel
-        stored = [replace(rule, source=str(rule.source).removeprefix("transformer.")) for rule in stored]
+    if not {"wte.weight", "embed_tokens.weight"}.isdisjoint(names):  # a model without a head, such as GPT2Model
+        stored = [replace(rule, source=re.sub(r"^(transformer|model)\.", "", str(rule.source))) for rule in stored]
+    is_classifier = "score.weight" in names
+    if "lm_head.weight" not in names and (is_classifier or "embed_tokens.weight" in names):
+        stored = [rule for rule in stored if rule != _HEAD]
+    if is_classifier:
+        stored.append(Rule(source="score.weight", target="score/kernel", layout="c m -> m c"))
+    if "score.bias" in names:
+        stored.append(Rule(source="score.bias", target="score/bias"))
     if "lm_head.weight" in names and _HEAD not in stored:
         stored = [
             replace(rule, copies="lm_head.weight") if rule.target == "embed/embedding" else rule for rule in stored
@@ -185,7 +194,7 @@ def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
 def _add_scales(rule: Rule, config: Config) -> Rule:
     """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
     quantization: Config | None = config.get("quantization_config")
-    if quantization is None or not re.fullmatch(r"model\.layers\..*_proj\.weight", str(rule.source)):
+    if quantization is None or not re.fullmatch(r"(model\.)?layers\..*_proj\.weight", str(rule.source)):
         return rule
     method, block = str(quantization["quant_method"]), quantization.get("weight_block_size")
     suffix = "_scale_inv"

@@ -1,26 +1,23 @@
-"""Reads and writes NumPy's .npz files. Stored members are read in place, and deflated members as a stream.
-
-No pickle is read: an array of Python objects is refused.
-"""
+"""Reads and writes NumPy's .npz files. Stored members are read in place, and deflated members as a stream."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import warnings
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxckpt._formats.export import arrays_of, names_of, raw, recorded_paths, tree_of_names
-from jaxckpt._formats.local_files import opened, read_at
+from jaxckpt._formats.local_files import opened, path_on_disk, read_at, reads_files
+from jaxckpt._formats.npy import MAX_HEADER_BYTES, NpyHeader, array_of, read_npy_header
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, npy_dtype
 from jaxckpt._model.grid import Box, extent, flat_boxes, intersection, slices_within, volume
 from jaxckpt._model.pieces import Array, as_bits
@@ -31,10 +28,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
-from jaxckpt.errors import DataError, show_path
-
-MAX_HEADER_BYTES = 10_000
-"""The largest .npy header of a member: NumPy's limit."""
+from jaxckpt.errors import DataError, InputError, show_path
 
 MAX_TEXT_BYTES = 1 << 20
 """The largest str or bytes."""
@@ -54,17 +48,41 @@ def recognizes(path: str, names: Collection[str]) -> bool:
     return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
 
 
-def open_npz(path: str) -> ForeignCheckpoint:
+def open_npz(path: str, void: str | None = None) -> ForeignCheckpoint:
     """The arrays in the tree of their names. Raises DataError."""
     with opened_archive(path) as archive:
         recorded = {_array_name(file): archive.comment(file) for file in archive if archive.comment(file)}
-    return compose(path, tree_of_names(read_npz(path), recorded), "npz")
+    return compose(path, tree_of_names(read_npz(path, void), recorded), "npz")
 
 
-def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
-    """The arrays of an .npz file, by name. Only headers are read.
+@explain_keywords
+@reads_files
+def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
+    """Open an .npz file with arrays of a dtype that NumPy's format does not record, such as float8_e4m3fn.
 
-    Raises DataError if the file is damaged, or contains something other than arrays of numbers.
+    NumPy stores such arrays as bytes without a meaning (dtype V1). If the file is opened by its path, these leaves
+    cannot be read, except that arrays of dtype V2 are bfloat16, as for `jax.numpy.load`.
+
+    Args:
+        path: A local file.
+        dtype: The dtype of these arrays, such as "float8_e4m3fn" or "int4". Other arrays keep their dtype.
+
+    Returns:
+        A checkpoint, which `restore` and the other functions accept in place of a path.
+
+    Raises:
+        InputError: `dtype` is not the name of a dtype.
+        DataError: The file is damaged.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    return open_npz(path_on_disk(path, "path"), dtype)
+
+
+def read_npz(path: str, void: str | None = None) -> dict[str, ForeignArray | str | bytes]:
+    """The arrays of an .npz file, by name. Only headers are read. `void` is the dtype of arrays without one, if given.
+
+    Arrays of other things than numbers cannot be read. Raises DataError if the file is damaged.
     """
     arrays: dict[str, ForeignArray | str | bytes] = {}
     with opened_archive(path) as archive:
@@ -72,7 +90,7 @@ def read_npz(path: str) -> dict[str, ForeignArray | str | bytes]:
             name = _array_name(file)
             if name in arrays:
                 raise DataError(f"{path} has two members {name!r}")
-            arrays[name] = _array(path, name, archive.handle, archive[file])
+            arrays[name] = _array(path, name, archive.handle, archive[file], void)
     return arrays
 
 
@@ -106,57 +124,31 @@ def _head(handle: int, member: Member, count: int) -> bytes:
         raise DataError(f"{member.path} is damaged: {error}") from error
 
 
-def _array(path: str, name: str, handle: int, member: Member) -> ForeignArray | str | bytes:
-    file = io.BytesIO(_head(handle, member, MAX_HEADER_BYTES + 12))
-    try:
-        shape, fortran, dtype = _read_array_header(file)
-    except Exception as error:  # also from NumPy's parser
-        raise DataError(f"{path}: {show_path(name)} is not a NumPy array: {str(error)[:200]}") from error
-    start = file.tell()
-    if dtype.hasobject:
+def _array(path: str, name: str, handle: int, member: Member, void: str | None) -> ForeignArray | str | bytes:
+    where = f"{path}: {show_path(name)}"
+    record = read_npy_header(where, _head(handle, member, MAX_HEADER_BYTES + 12))
+    if not record.dtype.hasobject and record.n_bytes != member.n_bytes - record.start:
         raise DataError(
-            f"{path}: {show_path(name)} holds pickled Python objects; they could run any code, so they are not read"
+            f"{where} has {member.n_bytes - record.start} bytes, expected {record.n_bytes} of"
+            f" {record.dtype}{list(record.shape)}"
         )
-    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(side or 1 for side in shape) >= 1 << 63:
-        raise DataError(f"{path}: {show_path(name)} has shape {list(shape)}, which no array has")
-    n_bytes = dtype.itemsize * math.prod(shape)
-    if n_bytes != member.n_bytes - start:
-        raise DataError(
-            f"{path}: {show_path(name)} has {member.n_bytes - start} bytes, expected {n_bytes} of {dtype}{list(shape)}"
-        )
-    if dtype.kind in "SU" and not shape and n_bytes <= MAX_TEXT_BYTES:
-        return _text(path, name, _head(handle, member, member.n_bytes), start, member, dtype)
-    if dtype.kind == "V":
-        raise DataError(
-            f"{path}: {show_path(name)} has dtype {dtype}: NumPy's format does not record dtypes of other libraries,"
-            " such as bfloat16. Save a view of it as unsigned integers, or use safetensors"
-        )
-    if dtype.name not in DTYPES or not dtype.isnative:
-        raise DataError(f"{path}: {show_path(name)} has dtype {dtype.str}, which JAX does not support")
+    if record.dtype.kind in "SU" and not record.shape and record.n_bytes <= MAX_TEXT_BYTES:
+        return _text(where, _head(handle, member, member.n_bytes), member, record)
+    start, shape, fortran = record.start, record.shape, record.fortran
     if member.deflated:
-        return ForeignArray(dtype.name, shape, Deflated(member, start, dtype.name, shape, fortran))
+        return array_of(record, lambda dtype: Deflated(member, start, dtype, shape, fortran), void)
     strides = f_strides(shape) if fortran else None
-    return ForeignArray(
-        dtype.name, shape, Uncompressed(path, member.offset + start, dtype.name, shape, strides, member)
+    return array_of(
+        record, lambda dtype: Uncompressed(path, member.offset + start, dtype, shape, strides, member), void
     )
 
 
-def _read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, Fortran order, dtype) from a .npy header."""
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of its format is not supported")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    with warnings.catch_warnings(action="ignore"):  # NumPy warns about headers that Python 2 wrote
-        return read(file, MAX_HEADER_BYTES)
-
-
-def _text(path: str, name: str, raw: bytes, start: int, member: Member, dtype: np.dtype[Any]) -> str | bytes:
+def _text(where: str, raw: bytes, member: Member, record: NpyHeader) -> str | bytes:
     member.require_crc32(zlib.crc32(raw))
     try:
-        return np.ndarray((), dtype, raw[start:] or b"\0").item()
+        return np.ndarray((), record.dtype, raw[record.start :] or b"\0").item()
     except ValueError as error:  # raised for a number that is not a Unicode character
-        raise DataError(f"{path}: {show_path(name)} is not text: {error}") from error
+        raise DataError(f"{where} is not text: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from jaxckpt._formats.local_files import read_at
-
-MAX_BYTES = 1 << 30
-"""The largest pickle, without bytes that are only located. Its objects take about a dozen times as much memory."""
-
-MIN_LOCATED_BYTES = 1 << 16
-"""Bytes objects of at least this size are located but not read."""
-
-_WINDOW_BYTES = 1 << 12, 1 << 18
-"""Bytes per read: few at first, because large bytes are soon skipped, then more."""
+from jaxckpt._formats.byte_reader import ByteReader
 
 AllowedFunction = Callable[..., Any]
 
@@ -45,6 +36,8 @@ class OpaqueObject:
 
     args: tuple[Any, ...] = ()
     state: Any = None
+    is_instance: bool = False
+    """Whether it was made by `__new__`, as namedtuples are, and instances of classes without a custom pickle."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -59,57 +52,28 @@ class Unbuilt(abc.ABC):
     def build(self, state: Any) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedBytes:
-    """The position of a bytes object in the file."""
-
-    path: str
-    offset: int
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-
 @dataclass(slots=True, eq=False)
-class Machine:
+class Machine(ByteReader):
     """The virtual machine of pickles."""
 
-    _path: str
-    _handle: int
-    _window_start: int
-    """Position in the file of the window's first byte; at first, of the pickle."""
-
-    _end: int
-    _calls: Mapping[str, AllowedFunction]
-    _persistent: AllowedFunction | None
-    _window: bytes = b""
-    _window_index: int = 0
-    """The next byte in the window."""
-
-    _read_ahead_bytes: int = _WINDOW_BYTES[0]
+    calls: Mapping[str, AllowedFunction]
+    persistent_call: AllowedFunction | None
     stack: list[Any] = field(default_factory=list[Any])
     _marks: list[list[Any]] = field(default_factory=list[list[Any]])
     memo: dict[int, Any] = field(default_factory=dict[int, Any])
     _globals: dict[str, Global] = field(default_factory=dict[str, Global])
-    _n_read: int = 0
-    _budget: int = 1 << 16
-    """How many more values calls may copy. A pickle could otherwise pass a long list to a million calls, and each call
-    copies it."""
-
-    @property
-    def position(self) -> int:
-        return self._window_start + self._window_index
+    _n_copied: int = 0
+    """How many values calls have copied."""
 
     def run(self) -> Any:
         operations = _OPERATIONS
         while True:
             try:
-                code = self._window[self._window_index]
+                code = self.window[self.window_index]
             except IndexError:
-                self._fill(1)
+                self.fill(1)
                 continue
-            self._window_index += 1
+            self.window_index += 1
             entry = operations[code]
             if entry is None:
                 if code == 0x2E:  # STOP
@@ -120,44 +84,6 @@ class Machine:
                 operation(self)
             else:
                 operation(self, argument)
-
-    # Input
-
-    def _fill(self, count: int) -> None:
-        """Make at least this many bytes available in the window."""
-        left = len(self._window) - self._window_index
-        size = max(count - left, min(self._read_ahead_bytes, self._end - self.position - left))
-        if self.position + count > self._end:
-            raise ValueError(f"it ends in the middle of a value of {count} bytes")
-        self._read_ahead_bytes = min(2 * self._read_ahead_bytes, _WINDOW_BYTES[1])
-        self._n_read += size
-        self._budget += 16 * size
-        if self._n_read > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
-        more = read_at(self._handle, size, self.position + left)
-        if len(more) < min(size, count - left):
-            raise ValueError("the file was truncated while it was being read")
-        self._window_start, self._window = self.position, self._window[self._window_index :] + more
-        self._window_index = 0
-
-    def take(self, count: int) -> bytes:
-        start, end = self._window_index, self._window_index + count
-        if end > len(self._window):
-            self._fill(count)
-            start, end = 0, count
-        self._window_index = end
-        return self._window[start:end]
-
-    def number(self, count: int) -> int:
-        return int.from_bytes(self.take(count), "little")
-
-    def line(self) -> bytes:
-        end = self._window.find(b"\n", self._window_index)
-        while end < 0:
-            left, all_left = len(self._window) - self._window_index, self._end - self.position
-            self._fill(min(2 * left + 1, all_left) if left < all_left else left + 1)
-            end = self._window.find(b"\n", left)
-        return self.take(end + 1 - self._window_index)[:-1]
 
     # Stack
 
@@ -214,16 +140,7 @@ class Machine:
             self.push(raw)
 
     def push_bytes(self, width: int) -> None:
-        count = self.number(width)
-        if count < MIN_LOCATED_BYTES:
-            self.push(self.take(count))
-            return
-        skipped = LocatedBytes(self._path, self.position, count)
-        if skipped.offset + count > self._end:
-            raise ValueError(f"it ends in the middle of bytes of length {count}")
-        self._window_start, self._window, self._window_index = skipped.offset + count, b"", 0
-        self._read_ahead_bytes = _WINDOW_BYTES[0]
-        self.push(skipped)
+        self.push(self.take_or_locate(self.number(width)))
 
     def push_from_memo(self, width: int | None = None) -> None:
         number = int(self.line()) if width is None else self.number(width)
@@ -298,6 +215,12 @@ class Machine:
     def reduce(self) -> None:
         self._call(*self.pop_many(2))
 
+    def new(self) -> None:
+        self.reduce()
+        made = self.stack[-1]
+        if isinstance(made, OpaqueObject):
+            made.is_instance = True
+
     def new_with_keywords(self) -> None:
         called, args, keywords = self.pop_many(3)
         if keywords:
@@ -319,10 +242,11 @@ class Machine:
             raise TypeError(f"the arguments of a call are a {type(args).__name__}")
         values = cast("tuple[Any, ...]", args)
         if isinstance(called, Global):
-            function = self._calls.get(called.name)
+            function = self.calls.get(called.name)
             if function is not None:
-                self._budget -= len(values) + sum([len(arg) for arg in values if isinstance(arg, _SIZED)])
-                if self._budget < 0:
+                self._n_copied += len(values) + sum([len(arg) for arg in values if isinstance(arg, _SIZED)])
+                # A pickle could otherwise pass a long list to a million calls, and each call copies it.
+                if self._n_copied > _MIN_COPIED + 16 * self.n_read:
                     raise ValueError("its calls would copy far more than it holds")
                 self.push(function(*values))
                 return
@@ -344,11 +268,12 @@ class Machine:
         self.persistent()
 
     def persistent(self) -> None:
-        if self._persistent is None:
+        if self.persistent_call is None:
             raise ValueError("it refers to an external object")
-        self.push(self._persistent(self.stack.pop()))
+        self.push(self.persistent_call(self.stack.pop()))
 
 
+_MIN_COPIED = 1 << 16
 _SIZED = (str, bytes, tuple, list, dict)
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, as protocols 0 to 2 write them
 
@@ -426,7 +351,8 @@ _CODES: Mapping[Any, Mapping[bytes, Any]] = {
     Machine.put_next: {b"\x94": None},
     Machine.named: {b"\x93": None},
     Machine.named_lines: {b"c": None},
-    Machine.reduce: {b"R": None, b"\x81": None},  # REDUCE, NEWOBJ
+    Machine.reduce: {b"R": None},
+    Machine.new: {b"\x81": None},
     Machine.new_with_keywords: {b"\x92": None},
     Machine.instance: {b"o": None},
     Machine.named_instance: {b"i": None},

@@ -13,26 +13,27 @@ import os
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
+from jaxckpt._formats.byte_reader import LocatedBytes
 from jaxckpt._formats.local_files import opened
 from jaxckpt._formats.pickle_machine import (
     AllowedFunction,
     Global,
-    LocatedBytes,
     Machine,
     OpaqueObject,
     Unbuilt,
     insert,
 )
-from jaxckpt._formats.shards import FileData, Unreadable, f_strides
+from jaxckpt._formats.shards import FileData, f_strides
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.paths import escape_key
 from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._model.values import is_utf8
-from jaxckpt._sources.foreign import ForeignArray, InMemoryData
+from jaxckpt._sources.foreign import ForeignArray, InMemoryData, Unreadable
 from jaxckpt.errors import DataError
 
 MAX_VALUES = 1 << 22
@@ -48,7 +49,21 @@ def unpickle(
     calls: Mapping[str, AllowedFunction] | None = None,
     persistent: AllowedFunction | None = None,
 ) -> Any:
-    """The content of a pickle in a file: Python data, `OpaqueObject`s, `Global`s, and NumPy arrays as ForeignArrays.
+    """The content of a pickle in a file, as from `unpickle_at`."""
+    return unpickle_at(path, start, size, calls=calls, persistent=persistent)[0]
+
+
+def unpickle_at(
+    path: str,
+    start: int,
+    size: int | None = None,
+    *,
+    calls: Mapping[str, AllowedFunction] | None = None,
+    persistent: AllowedFunction | None = None,
+) -> tuple[Any, int]:
+    """The content of a pickle in a file, and the position of its end.
+
+    The content is Python data, `OpaqueObject`s, `Global`s, and NumPy arrays as ForeignArrays.
 
     `calls` has additional functions. They receive the arguments from the pickle, and raise ValueError or TypeError if
     these are invalid. `persistent` receives the ids of external objects. The result may contain itself: pass it to
@@ -61,7 +76,7 @@ def unpickle(
             raise DataError(f"{path} is {length} bytes long, expected at least {end}")
         machine = Machine(path, handle, start, end, {**ALLOWED_FUNCTIONS, **(calls or {})}, persistent)
         try:
-            return machine.run()
+            return machine.run(), machine.position
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             problem = (
                 "it refers to a memo or mark that does not exist" if isinstance(error, LookupError) else str(error)
@@ -113,7 +128,7 @@ class _NumpyDtype(Unbuilt):
         self.name: str | None = None
         self.order = "<"
         if isinstance(code, Global):
-            self.name = code.name.removeprefix("ml_dtypes.")
+            self.name = code.name.removeprefix("ml_dtypes.").removeprefix("jaxlib.xla_extension.")
         elif isinstance(code, str) and re.fullmatch(r"[|<>=]?[biufc]\d{1,2}", code):
             self.name = np.dtype(code[-2:] if code[-2:-1].isalpha() else code[-3:]).name
             self.order = code[0]
@@ -130,7 +145,7 @@ class _NumpyDtype(Unbuilt):
         return self.name if self.order in "<|=" else None
 
 
-class _NumpyArray(Unbuilt):
+class NumpyArray(Unbuilt):
     """A numpy.ndarray, before its data is set."""
 
     def __init__(self, kind: Any, shape: Any, code: Any) -> None:
@@ -151,14 +166,19 @@ def _ndarray(
     if name is None or not isinstance(data, (bytes, LocatedBytes)):
         return OpaqueObject("numpy.ndarray")
     sides = require_sizes(shape)
-    needed = math.prod(sides) * DTYPES[name].itemsize
+    return ForeignArray(name, sides, data_of_bytes(data, name, sides, fortran), kind)
+
+
+def data_of_bytes(
+    data: bytes | LocatedBytes, dtype: str, shape: tuple[int, ...], fortran: bool = False
+) -> InMemoryData | FileData:
+    """The data of an array from its bytes. Raises ValueError if their number does not fit its shape."""
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
     if len(data) != needed:
-        raise ValueError(f"a NumPy array {name}{list(sides)} has {len(data)} bytes, expected {needed}")
+        raise ValueError(f"an array {dtype}{list(shape)} has {len(data)} bytes, expected {needed}")
     if isinstance(data, bytes):
-        array = np.frombuffer(data, DTYPES[name]).reshape(sides, order="F" if fortran else "C")
-        return ForeignArray(name, sides, InMemoryData(array), kind)
-    strides = f_strides(sides) if fortran else None
-    return ForeignArray(name, sides, FileData(data.path, data.offset, name, sides, strides), kind)
+        return InMemoryData(np.frombuffer(data, DTYPES[dtype]).reshape(shape, order="F" if fortran else "C"))
+    return FileData(data.path, data.offset, dtype, shape, f_strides(shape) if fortran else None)
 
 
 def require_sizes(value: Any) -> tuple[int, ...]:
@@ -186,7 +206,7 @@ ALLOWED_FUNCTIONS: Mapping[str, AllowedFunction] = {
         f"numpy.{core}.{name}": call
         for core in ("core", "_core")
         for name, call in (
-            ("multiarray._reconstruct", _NumpyArray),
+            ("multiarray._reconstruct", NumpyArray),
             ("multiarray.scalar", lambda dtype, data=None: _ndarray(data, dtype, (), kind="numpy_scalar")),
             ("numeric._frombuffer", lambda data, dtype, shape, order="C": _ndarray(data, dtype, shape, order == "F")),
         )
@@ -200,10 +220,10 @@ ALLOWED_FUNCTIONS: Mapping[str, AllowedFunction] = {
 
 def unreadable(reason: str, *, is_whole_checkpoint: bool = False) -> ForeignArray:
     """A leaf that cannot be read. Restoring it raises an error; excluding it does not."""
-    remedy = (
-        "save its arrays as a dict, such as its state_dict()" if is_whole_checkpoint else "leave it out with select="
-    )
-    return ForeignArray("uint8", (), Unreadable(f"it {reason}; {remedy}"))
+    data = Unreadable(f"it {reason}")
+    if is_whole_checkpoint:
+        data = replace(data, remedy="save its arrays as a dict, such as its state_dict()")
+    return ForeignArray("uint8", (), data)
 
 
 def as_tree(
@@ -215,7 +235,7 @@ def as_tree(
 ) -> Tree:
     """An unpickled value as a tree for `compose`. Leaves that are not data become unreadable leaves.
 
-    `rebuild` returns leaves for the OpaqueObjects that it knows, and None for others. A dict whose keys JAX cannot
+    `rebuild` returns values for the OpaqueObjects that it knows, and None for others. A dict whose keys JAX cannot
     sort, such as an optimizer's {"step": 2, 0: {…}}, becomes an OrderedDict in its saved order. Raises DataError if the
     value is too large or too deep for a tree, for example if it contains itself.
     """
@@ -251,12 +271,12 @@ def as_tree(
             return kind((key, walk(child, depth + 1)) for key, child in node.items())
         if kind is LocatedBytes:
             return ForeignArray("uint8", (node.size,), FileData(node.path, node.offset, "uint8", (node.size,)), "bytes")
-        if kind is _NumpyArray:
+        if kind is NumpyArray:
             return walk(node.array, depth + 1)
         if kind is OpaqueObject and node.name in ("builtins.set", "builtins.frozenset"):
             return refused("is a set, which a pytree cannot hold")
-        if kind is OpaqueObject and (leaf := rebuild(node)) is not None:
-            return leaf
+        if kind is OpaqueObject and (made := rebuild(node)) is not None:
+            return walk(made, depth + 1)
         if kind is OpaqueObject:
             return refused(f"holds an object made by {node.name[:200]}, whose code is never run")
         if kind is Global:
@@ -268,7 +288,7 @@ def as_tree(
 
 def as_array(value: Any) -> ForeignArray | None:
     """An unpickled NumPy array; None for other values and for unsupported dtypes."""
-    array = value.array if isinstance(value, _NumpyArray) else value
+    array = value.array if isinstance(value, NumpyArray) else value
     return array if isinstance(array, ForeignArray) else None
 
 

@@ -26,7 +26,7 @@ from jaxckpt._model.grid import Box, box_at
 from jaxckpt._model.paths import closest_hint, name_of_path, path_of_name
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, Unreadable
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 if TYPE_CHECKING:
@@ -95,6 +95,10 @@ def rank_files(
     rank_values = {
         rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
     }
+    for rank, values in rank_values.items():
+        for name, value in values.items():
+            if isinstance(value, ForeignArray) and isinstance(value.data, Unreadable):
+                raise DataError(f"{paths[rank]}: {show_path(name)} cannot be read: {value.data.reason}")
     names = dict.fromkeys(name for values in rank_values.values() for name in values)
     leaf_paths = {leaf.value: leaf.path for leaf in flatten(tree_of_names({name: name for name in names}, {}))[0]}
     tree = tree_of_names(assemble(rank_values, leaf_paths, mesh, specs, offsets, shapes), {})

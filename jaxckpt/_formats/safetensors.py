@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -24,10 +25,12 @@ from jaxckpt._formats.local_files import (
     list_names,
     opened,
     read_at,
+    read_head,
     read_indexed,
     read_json,
     several_indices_error,
 )
+from jaxckpt._formats.model_folder import complete_series, merged, preferred
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.shards import FileData
 from jaxckpt._model.dtypes import DTYPES
@@ -136,20 +139,27 @@ def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[s
 # Files and folders as checkpoints --------------------------------------------------------------------------
 
 INDEX = ".safetensors.index.json"
+_INDEX = re.compile(r".+\.safetensors\.index(\.[\w-]+)?\.json")
+"""An index, also of a variant: "model.safetensors.index.fp16.json"."""
+
+_SUFFIXES = (".safetensors", ".sft")
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether this is a .safetensors file, an index of such files, or a folder with one of these."""
-    if not names:
-        return path.endswith((".safetensors", INDEX))
-    return any(name.endswith(INDEX) for name in names) or bool(_tensor_files(names))
+    if names:
+        return any(map(_INDEX.fullmatch, names)) or bool(_tensor_files(names))
+    if path.endswith(_SUFFIXES) or _INDEX.fullmatch(path):
+        return True
+    head = read_head(path, 10)  # a blob in the cache of a hub has no suffix
+    return head[8:] in (b'{"', b"{}") and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
 
 
 def owned_names(path: str, names: Collection[str]) -> set[str]:
     """The names in the folder `path` that belong to this format."""
     chosen = _chosen(path, names)
-    indices = {name for name in names if name.endswith(INDEX)}
-    files = read_json(os.path.join(path, chosen), Index).weight_map.values() if chosen in indices else (chosen,)
+    indices = {name for name in names if _INDEX.fullmatch(name)}
+    files = chosen if indices.isdisjoint(chosen) else read_json(os.path.join(path, *chosen), Index).weight_map.values()
     return {*indices, *files}
 
 
@@ -170,28 +180,37 @@ _Tensor = tuple[ForeignArray, str | None]
 
 def _tensors(path: str) -> dict[str, _Tensor]:
     if os.path.isdir(path):
-        path = os.path.join(path, _chosen(path, list_names(path)))
-    if path.endswith(INDEX):
+        files = [os.path.join(path, name) for name in _chosen(path, list_names(path))]
+        if len(files) > 1:
+            return merged({file: _tensors_of_file(file) for file in files})
+        (path,) = files
+    if _INDEX.fullmatch(path):
         return read_indexed(os.path.dirname(path), path, _tensors_of_file)
     return _tensors_of_file(path)
 
 
-def _chosen(path: str, names: Collection[str]) -> str:
-    """The file in a folder that holds its tensors, or the index of the files that do. Raises DataError, InputError,
+def _chosen(path: str, names: Collection[str]) -> Sequence[str]:
+    """The files in a folder that hold its tensors, or the index of the files that do. Raises DataError, InputError,
     NotACheckpointError."""
-    indices = sorted(name for name in names if name.endswith(INDEX))
-    if len(indices) > 1:
+    files = sorted(_tensor_files(names))
+    indices = sorted(filter(_INDEX.fullmatch, names))
+    index = indices[0] if len(indices) == 1 else preferred(indices, INDEX)
+    if index is not None:
+        single = re.sub(r"\.index(\.[\w-]+)?\.json$", "", index)
+        if index.endswith(INDEX) or preferred(files, ".safetensors") is None:
+            return [index if index_counts(path, index, single) else single]
+    elif indices:
         raise several_indices_error(path, indices)
-    if indices:
-        single = indices[0].removesuffix(".index.json")
-        return indices[0] if index_counts(path, indices[0], single) else single
-    first, *others = sorted(_tensor_files(names))
-    if others:
-        raise NotACheckpointError(
-            f"{path} has {len(others) + 1} .safetensors files, but no index (*{INDEX}) that says which of them belong"
-            f" together: give the path of one file, such as {os.path.join(path, first)}, or add the index"
-        )
-    return first
+    if len(files) == 1:
+        return files
+    if (single := preferred(files, ".safetensors")) is not None:
+        return [single]
+    if (series := complete_series(files)) is not None:
+        return series
+    raise NotACheckpointError(
+        f"{path} has {len(files)} .safetensors files, but no index (*{INDEX}) that says which of them belong"
+        f" together: give the path of one file, such as {os.path.join(path, files[0])}, or add the index"
+    )
 
 
 def _tensors_of_file(path: str) -> dict[str, _Tensor]:
@@ -206,7 +225,7 @@ _PATHS = "jaxckpt.paths"
 
 def _tensor_files(names: Collection[str]) -> list[str]:
     # Names that start with "." are remains of a killed conversion.
-    return [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+    return [name for name in names if name.endswith(_SUFFIXES) and not name.startswith(".")]
 
 
 # Writing --------------------------------------------------------------------------------------------------

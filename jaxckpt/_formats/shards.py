@@ -110,16 +110,6 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
             _read_strided(path, handle, offset + first * strides[dim], steps, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable(ArrayData):
-    """A leaf that cannot be read, in a checkpoint whose other leaves can."""
-
-    reason: str
-
-    def read(self, box: Box, target: Array) -> None:
-        raise DataError(self.reason)
-
-
 def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:
     """The array at a leaf path, from the shards of ranks, split by `spec` over a mesh with these axes.
 

@@ -2,28 +2,34 @@
 
 data.pkl: the object, with its tensors as (storage, offset, shape, strides) ─▶ data/<storage>: bytes ─▶ FileData
 
-The archive may be a part of a larger file, as in torch.distributed.checkpoint.
+The archive may be a part of a larger file, as in torch.distributed.checkpoint. Before version 1.6, torch wrote several
+pickles in a row (a number, a version, the machine, the object, the storages' keys), and then the storages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
+from jaxckpt._formats.local_files import list_names, read_head, require_length
+from jaxckpt._formats.model_folder import complete_series, merged, preferred
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
-from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unreadable
-from jaxckpt._formats.shards import FileData, Unreadable
+from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
+from jaxckpt._formats.shards import FileData
 from jaxckpt._formats.zips import Archive, Member, first_name, opened_archive
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Unreadable
 from jaxckpt._sources.format_registry import Format
-from jaxckpt.errors import DataError
+from jaxckpt.errors import DataError, UnsupportedError
 
 MAX_REPEATED_BYTES = 1 << 26
 """The largest tensor that repeats elements of its storage by strides of 0. Without a limit, a file of a few bytes could
@@ -46,6 +52,13 @@ _DTYPES = {
 """Dtypes by torch's own names, and by lowercase names of its storages without "Storage" (ComplexFloatStorage)."""
 
 
+_OTHER_SIZES = {"untyped": 1, "complexhalf": 4, "quint8": 1, "qint8": 1, "qint32": 4}
+"""Bytes of an element of storages that have no dtype in `DTYPES`."""
+
+_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first pickle of torch before 1.6, after its protocol: the number 0x1950a86a20f9469cfc6c."""
+
+
 def dtype_of(value: Any) -> str | None:
     """The name in `DTYPES` of a torch dtype in a pickle; None for unsupported dtypes and for other values."""
     if not isinstance(value, Global) or not value.name.startswith("torch."):
@@ -56,13 +69,37 @@ def dtype_of(value: Any) -> str | None:
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
-    """Whether torch.save wrote a file: the first member of its archive is the pickle."""
-    return not names and first_name(path).endswith("/data.pkl")
+    """Whether torch.save wrote a file: an archive with its pickle, or a number at the start."""
+    if names:
+        return not any(name.endswith((".safetensors", ".index.json")) for name in names) and bool(_model_files(names))
+    return re.fullmatch(r"[^/]+/data(\.pkl|/\d+)", first_name(path)) is not None or is_legacy(path)
+
+
+def _model_files(names: Collection[str]) -> Sequence[str]:
+    """The files of transformers or diffusers in a folder, without an index of them."""
+    if single := preferred(names, ".bin"):
+        return [single]
+    return complete_series([name for name in names if name.endswith(".bin") and "-of-" in name]) or []
+
+
+def is_legacy(path: str) -> bool:
+    return read_head(path, 2 + len(_LEGACY))[2:] == _LEGACY
 
 
 def open_torch(path: str) -> ForeignCheckpoint:
     """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
-    return compose(path, read_saved(path, is_whole_checkpoint=True), "torch")
+    if not os.path.isdir(path):
+        return compose(path, _read_file(path), "torch")
+    contents: dict[str, Mapping[Any, Any]] = {}
+    for name in _model_files(list_names(path)):
+        contents[name] = _read_file(file := os.path.join(path, name))
+        if not isinstance(contents[name], Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(f"{file} holds a {type(contents[name]).__name__}, expected a dict of tensors")
+    return compose(path, merged(contents), "torch")
+
+
+def _read_file(path: str) -> Any:
+    return read_legacy(path) if is_legacy(path) else read_saved(path, is_whole_checkpoint=True)
 
 
 def read_saved(path: str, start: int = 0, size: int | None = None, *, is_whole_checkpoint: bool = False) -> Tree:
@@ -71,9 +108,45 @@ def read_saved(path: str, start: int = 0, size: int | None = None, *, is_whole_c
     Values that are not data become leaves that cannot be read. Raises DataError, StorageError.
     """
     with opened_archive(path, start, size) as archive:
-        return as_tree(
-            _SavedArchive(archive).read(), f"{path} at byte {start}", is_whole_checkpoint=is_whole_checkpoint
-        )
+        where = f"{path} at byte {start}"
+        return as_tree(_read_archive(archive), where, is_whole_checkpoint=is_whole_checkpoint)
+
+
+def read_legacy(path: str) -> Tree:
+    """The object in a file of torch before 1.6. Raises DataError, StorageError."""
+    _, at = unpickle_at(path, 0)
+    _, at = unpickle_at(path, at)
+    machine, at = unpickle_at(path, at)
+    if not isinstance(machine, dict) or cast("dict[Any, Any]", machine).get("little_endian") is not True:
+        raise DataError(f"{path} was written by a big-endian machine")
+    sizes: dict[str, int] = {}
+    object_at = at
+    _, at = unpickle_at(path, at, persistent=partial(_note_size, sizes))
+    keys, at = unpickle_at(path, at)
+    storages: dict[str, Member] = {}
+    for key in cast("list[Any]", keys if isinstance(keys, list) else []):
+        if key not in sizes:
+            raise DataError(f"{path} has a storage {str(key)[:80]!r} that no tensor uses")
+        storages[key] = Member(path, key, at + 8, sizes[key], sizes[key], 0, False)
+        at += 8 + sizes[key]
+    if sizes.keys() - storages:
+        raise DataError(f"{path} lacks the storage {min(sizes.keys() - storages)[:80]!r}")
+    require_length(path, at)
+    tensors = _Tensors(storages.__getitem__)
+    return as_tree(unpickle_at(path, object_at, calls=tensors.calls, persistent=tensors.storage)[0], path)
+
+
+def _note_size(sizes: dict[str, int], identity: Any) -> OpaqueObject:
+    """Note the bytes of a storage that a pickle refers to."""
+    match identity:
+        case ("storage", Global(name=name), str(key), _, int(count), None):
+            dtype = _storage_dtype(name)
+            if dtype not in DTYPES and dtype not in _OTHER_SIZES:
+                raise ValueError(f"it has a storage of type {name[:80]}, whose size is not known")
+            sizes[key] = require_sizes((count,))[0] * (_OTHER_SIZES.get(dtype) or DTYPES[dtype].itemsize)
+            return OpaqueObject(name)
+        case _:
+            raise ValueError("it refers to something that is not a storage, or to a part of one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +175,7 @@ class SavedTensor(ArrayData):
             if not isinstance(tensor, ForeignArray):
                 raise DataError(f"{where} holds a {type(tensor).__name__}, expected a tensor")
             if isinstance(tensor.data, Unreadable):
-                raise DataError(f"{where}: {tensor.data.reason}")
+                raise UnsupportedError(f"{where}: {tensor.data.reason}")
             if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
                 raise DataError(
                     f"{where} holds {tensor.dtype}{list(tensor.shape)}, expected {self.dtype}{list(self.shape)}"
@@ -133,13 +206,39 @@ class _Storage:
     """Dtype of the elements; empty if each tensor records its own."""
 
 
-class _SavedArchive:
-    """An archive that torch.save wrote, and the functions that its pickle may call."""
+def _read_archive(archive: Archive) -> Any:
+    """The object in an archive. Raises ValueError, TypeError."""
+    name = next((name for name in archive if name.endswith("/data.pkl") and name.count("/") == 1), None)
+    if name is None:
+        raise ValueError("it has no data.pkl")
+    prefix = name.removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in archive:
+        raise ValueError("it is a TorchScript program: save its state_dict() with torch.save")
 
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
+    def member(name: str) -> Member:
+        if f"{prefix}{name}" not in archive:
+            raise ValueError(f"the storage {prefix + name[:80]!r} is missing")
+        found = archive[f"{prefix}{name}"]
+        if found.deflated:
+            raise ValueError(f"{name[:80]!r} in it is compressed, which torch.save does not do")
+        return found
+
+    if f"{prefix}byteorder" in archive and archive.content(member("byteorder"), 16) != b"little":
+        raise ValueError("it was written by a big-endian machine")
+    pickled = member("data.pkl")
+    if pickled.crc32:
+        pickled.check()
+    tensors = _Tensors(lambda key: member(f"data/{key}"))
+    return unpickle(archive.path, pickled.offset, pickled.n_bytes, calls=tensors.calls, persistent=tensors.storage)
+
+
+class _Tensors:
+    """The functions that a pickle of torch may call, which build tensors on its storages."""
+
+    def __init__(self, member_of: Callable[[str], Member]) -> None:
+        self._member_of = member_of
         self._storages: dict[str, _Storage] = {}
-        self._calls = {
+        self.calls: Mapping[str, Callable[..., Any]] = {
             "torch.Size": require_sizes,
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor_v2,
@@ -150,41 +249,17 @@ class _SavedArchive:
             "torch._tensor._rebuild_from_type_v2": self._rebuild_from_type,
         }
 
-    def read(self) -> Any:
-        archive = self._archive
-        name = next((name for name in archive if name.endswith("/data.pkl") and name.count("/") == 1), None)
-        if name is None:
-            raise ValueError("it has no data.pkl; torch.save has written one since version 1.6")
-        self._prefix = name.removesuffix("data.pkl")
-        order = f"{self._prefix}byteorder"
-        if order in archive and archive.content(self._member(order), 16) != b"little":
-            raise ValueError("it was written by a big-endian machine")
-        pickled = self._member(name)
-        if pickled.crc32:
-            pickled.check()
-        return unpickle(archive.path, pickled.offset, pickled.n_bytes, calls=self._calls, persistent=self._storage)
-
-    def _member(self, name: str) -> Member:
-        member = self._archive[name]
-        if member.deflated:
-            raise ValueError(f"{name[:80]!r} in it is compressed, which torch.save does not do")
-        return member
-
-    def _storage(self, identity: Any) -> _Storage | OpaqueObject:
+    def storage(self, identity: Any) -> _Storage | OpaqueObject:
         """The storage that a pickle refers to; an `OpaqueObject` if its elements have an unsupported dtype."""
         match identity:
-            case ("storage", Global(name=name), str(key), _, _):
-                kind = name.rpartition(".")[2].removesuffix("Storage").lower()
+            case ("storage", Global(name=name), str(key), _, _, *_):
+                dtype = _storage_dtype(name)
             case _:
                 raise ValueError("it refers to something that is not a storage")
-        dtype = _DTYPES.get(kind, kind)
         if dtype != "untyped" and dtype not in DTYPES:  # of quantized elements, for example
             return OpaqueObject(name)
         if key not in self._storages:
-            file = f"{self._prefix}data/{key}"
-            if file not in self._archive:
-                raise ValueError(f"the storage {file[:80]!r} is missing")
-            self._storages[key] = _Storage(self._member(file), dtype if dtype in DTYPES else "")
+            self._storages[key] = _Storage(self._member_of(key), dtype if dtype in DTYPES else "")
         return self._storages[key]
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None) -> Any:
@@ -228,10 +303,16 @@ class _SavedArchive:
         data differently."""
         if isinstance(function, Global) and isinstance(kind, Global) and isinstance(args, tuple):
             plain = kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-            rebuild = self._calls.get(function.name)
+            rebuild = self.calls.get(function.name)
             if plain and rebuild and rebuild != self._rebuild_from_type:
                 return rebuild(*cast("tuple[Any, ...]", args))
         return OpaqueObject(kind.name if isinstance(kind, Global) else "torch._tensor._rebuild_from_type_v2")
+
+
+def _storage_dtype(name: str) -> str:
+    """The dtype of the elements of a class of storages; another name for unsupported ones."""
+    kind = name.rpartition(".")[2].removesuffix("Storage").lower()
+    return _DTYPES.get(kind, kind)
 
 
 def _parameter(data: Any = None, grad: Any = None, hooks: Any = None, state: Any = None) -> Any:

@@ -16,6 +16,7 @@ from jaxckpt._model.pieces import Array
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import show_bytes
 from jaxckpt._restore.read_loop import StoredArray, host_value, read_box
+from jaxckpt._sources.foreign import unreadable_reason
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import show_path
 
@@ -56,6 +57,12 @@ class LazyLeaf:
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
+
+    @property
+    def unreadable(self) -> str | None:
+        """The reason why the leaf cannot be read although it is not damaged, such as an object of another program; None
+        for other leaves."""
+        return unreadable_reason(self._source, self._source.manifest.leaves[self._number])
 
     @property
     def nbytes(self) -> int:
@@ -135,6 +142,8 @@ class LazyLeaf:
     @property
     def _contents(self) -> str:
         """Dtype and shape of an array, or the value, as text."""
+        if reason := self.unreadable:
+            return f"unreadable, because {reason}"
         return f"{self.dtype}{list(self.shape)}" if self._leaf.is_array else repr(self.value)
 
     def __repr__(self) -> str:

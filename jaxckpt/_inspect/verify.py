@@ -33,7 +33,7 @@ from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._run_folder.run_paths import resolve_step, steps_of, unfinished_steps
 from jaxckpt._run_folder.steps import is_step
-from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.foreign import ForeignCheckpoint, unreadable_reason
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.load_manifest import load_manifest, read_copy
@@ -88,6 +88,10 @@ class VerifyReport:
     """Steps of a run that were not checked, because their save is in progress or was interrupted. They are not
     problems: no reader sees them, and the next `Checkpointer` deletes those of a killed job."""
 
+    unsupported: tuple[Problem, ...] = ()
+    """Leaves of another library's checkpoint that cannot be read although they are not damaged, with reasons, such as
+    objects of other programs."""
+
     @property
     def ok(self) -> bool:
         """Whether everything is unchanged since the save."""
@@ -105,6 +109,11 @@ class VerifyReport:
         head = f"{self.path}: {show_count(self.leaves, 'leaf')} in {show_count(self.objects, 'object')}, {extent}"
         if self.unfinished_steps:
             head += f", {show_count(len(self.unfinished_steps), 'unfinished step')} skipped"
+        if self.unsupported:
+            lines = [f"{show_path(problem.leaf or '')}: {problem.reason}" for problem in self.unsupported]
+            head += (
+                f"; {show_count(len(lines), 'leaf')} cannot be read, without damage:\n{show_lines(lines)}\nthe others"
+            )
         if self.ok:
             return f"{head}: ok"
         # One line per file and reason, because a damaged object may hold thousands of leaves.
@@ -190,6 +199,7 @@ def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options
         leaves=sum(report.leaves for _, report in reports),
         objects=sum(report.objects for _, report in reports),
         checked_bytes=sum(report.checked_bytes for _, report in reports),
+        unsupported=tuple(problem for _, report in reports for problem in report.unsupported),
     )
 
 
@@ -200,8 +210,8 @@ def _verify(
     try:
         source = source_at(path, options, manifest_sha256)
     except CorruptError as error:
-        # For a foreign checkpoint, the error names the file.
-        problem = Problem(None, f"cannot be used: {error}", object=MANIFEST)
+        file = MANIFEST if isinstance(error, ManifestError) or MANIFEST in str(error) else str(path)
+        problem = Problem(None, f"cannot be used: {error}", object=file)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, NativeCheckpoint):
         return _verify_foreign(source, quick, options, step)
@@ -234,7 +244,10 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, st
     """Read a foreign checkpoint completely, box by box, and compare the checksums of its format. Everything else was
     checked when it was opened."""
     manifest, problems, total = source.manifest, list[Problem](), 0
-    arrays = [] if quick else [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
+    reasons = {leaf.path: reason for leaf in manifest.leaves if (reason := unreadable_reason(source, leaf))}
+    unsupported = tuple(Problem(path, reason, object=source.url) for path, reason in reasons.items())
+    stored = [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
+    arrays = [] if quick else [number for number in stored if manifest.leaves[number].path not in reasons]
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
     with display_progress("verify", sum(sizes.values()), options.progress, step) as advance:
         meter = _ReadMeter(advance, options.max_bytes_per_second)
@@ -257,7 +270,8 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, st
                     problems.append(Problem(leaf.path, str(error), object=source.url))
             total += sizes[number]
         meter.report_rest()
-    return VerifyReport(source.url, quick, tuple(problems), len(manifest.leaves), len(arrays), total)
+    count = len(manifest.leaves)
+    return VerifyReport(source.url, quick, tuple(problems), count, len(arrays), total, unsupported=unsupported)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,7 @@ class Task(Generic[T]):
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result. Raises TimeoutError if the work is not done by then, or the exception of the work, once.
-        """
+        """Wait for the result. Raises TimeoutError if the work is not done by then, or the work's exception, once."""
         if not self._ended.wait(timeout):
             raise TimeoutError
         error, self._error = self._error, _TAKEN

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,14 +16,16 @@ import numpy as np
 from jaxckpt._arguments.pytree import flatten, mark_as_leaf
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
-from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord
+from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord, StepRecord
 from jaxckpt._model.tree import Tree
 from jaxckpt._model.values import PYTHON_KINDS, array_of, encode_value
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData, Unreadable
 from jaxckpt.errors import (
     Problem,
     TreeError,
     show_count,
+    show_lines,
+    show_path,
 )
 
 mark_as_leaf(ForeignArray)
@@ -45,6 +48,7 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     meshes: dict[bytes, int] = {}
     layouts: dict[bytes, int] = {}
     problems: list[Problem] = []
+    reasons: list[str] = []
     for leaf in leaves:
         array, inline = _described(leaf.value)
         if inline is not None:
@@ -64,6 +68,8 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
             LeafRecord(leaf.path, array.kind, numbers.setdefault(key, len(numbers)), len(rows), layout, impl=array.impl)
         )
         rows.append(array.data)
+        if isinstance(array.data, Unreadable):
+            reasons.append(f"{show_path(leaf.path)}: {array.data.reason}")
     if problems:
         raise TreeError.of(
             f"{len(problems)} of the {show_count(len(leaves), 'leaf')} of {url} cannot be read", problems
@@ -80,8 +86,26 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         meshes=[msgspec.json.decode(text, type=MeshRecord) for text in meshes],
         layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
         stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
+        step=step_record(metadata),
     )
-    return ForeignCheckpoint(url, manifest, list(stacks.values()), tuple(files))
+    row_data = [[_with_reasons(data, show_lines(reasons)) for data in rows] for rows in stacks.values()]
+    return ForeignCheckpoint(url, manifest, row_data, tuple(files))
+
+
+def _with_reasons(data: ArrayData, reasons: str) -> ArrayData:
+    """The data of a row. If it cannot be read, its error names all such leaves, so that all can be left out."""
+    return replace(data, all_reasons=reasons) if isinstance(data, Unreadable) else data
+
+
+def step_record(metadata: Any) -> StepRecord | None:
+    """The record of a step of another library's run, from the "step" and "metrics" in its metadata, if any."""
+    match metadata:
+        case {"step": int(number), "metrics": dict() as metrics}:
+            return StepRecord(number, {name: float(m) for name, m in metrics.items() if type(m) in (int, float)})
+        case {"step": int(number)}:
+            return StepRecord(number)
+        case _:
+            return None
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:

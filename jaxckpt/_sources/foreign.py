@@ -16,12 +16,12 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._model.grid import Box, Spec, intersection, relative, show_box, slices_within
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
-from jaxckpt._model.records import Manifest, MeshRecord
+from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
 from jaxckpt._store.store import ArrayReader
-from jaxckpt.errors import DataError, show_path
+from jaxckpt.errors import DataError, UnsupportedError, show_path
 
 if TYPE_CHECKING:
     from jaxckpt._job.rendezvous import Rendezvous
@@ -77,6 +77,24 @@ class InMemoryData(ArrayData):
 
     def read(self, box: Box, target: Array) -> None:
         np.copyto(as_bits(target), as_bits(self.array)[tuple(slice(*side) for side in box)])
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable(ArrayData):
+    """A leaf that cannot be read, in a checkpoint whose other leaves can. It is not damaged."""
+
+    reason: str
+
+    all_reasons: str = ""
+    """Lines with the path and the reason of each such leaf of the checkpoint."""
+
+    remedy: str = "leave it out with select="
+
+    def read(self, box: Box, target: Array) -> None:
+        reasons = self.all_reasons or self.reason
+        raise UnsupportedError(
+            f"it is not damaged, but of a kind that jaxckpt does not read; {self.remedy}:\n{reasons}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +213,14 @@ class ForeignCheckpoint:
 
     def change_since_open(self) -> str | None:
         return None if self.origin is None else self.origin.change_since_open()
+
+
+def unreadable_reason(source: Source, leaf: LeafRecord) -> str | None:
+    """The reason why a leaf cannot be read although it is not damaged; None for other leaves."""
+    if not isinstance(source, ForeignCheckpoint) or leaf.stack is None or leaf.row is None:
+        return None
+    data = source.row_data[leaf.stack][leaf.row]
+    return data.reason if isinstance(data, Unreadable) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
 import re
 import reprlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
@@ -22,16 +25,15 @@ from jaxckpt._run_folder.run_paths import (
     run_and_name,
 )
 from jaxckpt._run_folder.steps import is_step
+from jaxckpt._sources.compose import step_record
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
+from jaxckpt._sources.signatures import describe, first_bytes
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
-from jaxckpt.errors import (
-    InputError,
-    NotACheckpointError,
-)
+from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -96,6 +98,10 @@ def _open_source(
     """The result of `source_at`: tries jaxckpt's own format first, then the steps of a run, then other formats."""
     try:
         return NativeCheckpoint.at(store, manifest_sha256)
+    except ManifestError as error:  # or the manifest.json of another library
+        if manifest_sha256 is None and (foreign := _open_foreign(location, store, options)) is not None:
+            return foreign
+        raise error
     except NotACheckpointError as error:
         for _ in range(_TRIES):
             if (step := resolve_step(store)) is None:
@@ -106,9 +112,15 @@ def _open_source(
         foreign = None if manifest_sha256 else _open_foreign(location, store, options)
         if foreign is not None:
             return foreign
-        if (hint := missing_formats_hint()) and _exists(location, store):
-            raise NotACheckpointError(f"{error}{hint}") from None
-        raise
+        hint = missing_formats_hint() if _exists(location, store) else ""
+        has_other_files = str(error).endswith("it has no manifest.json") or os.path.splitext(store.url)[1] != ""
+        if local_path(location) is None and has_other_files:
+            hint = ". Checkpoints of other libraries are read only from local paths: copy the files to one"
+        reason = _foreign_reason(location)
+        if not hint and reason is None:
+            raise
+        text = f"{store.url} is not a checkpoint: {reason}" if reason else str(error)
+        raise NotACheckpointError(f"{text}{hint}") from None
 
 
 def _open_named_step(
@@ -134,7 +146,14 @@ def _open_named_step(
     form = _recognized_format(path, names)
     if form is None or form.open is None:  # the step was deleted in the meantime
         raise missing_step_error(run, number, sorted({*paths} - {number}))
-    return form.open(path)
+    return _as_step(_open_as(form.open, path, names), number)
+
+
+def _as_step(checkpoint: NativeCheckpoint | ForeignCheckpoint, number: int) -> NativeCheckpoint | ForeignCheckpoint:
+    """A checkpoint of another library as a step of its run, with the step's number and metrics."""
+    metadata = checkpoint.manifest.metadata
+    record = step_record({**(metadata if isinstance(metadata, dict) else {}), "step": number})
+    return replace(checkpoint, manifest=msgspec.structs.replace(checkpoint.manifest, step=record))
 
 
 _TRIES = 5
@@ -154,13 +173,68 @@ def _open_foreign(
 ) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at a local path, or the step of its run that "run@40" or "run@latest" names."""
     path, names = _local_names(location)
+    number: int | None = None
     if names is None and (named := run_and_name(store)) is not None:
         run, name = named
         paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
         if paths:
-            path, names = _local_names(paths[resolve_name(run, name, sorted(paths))])
+            number = resolve_name(run, name, sorted(paths))
+            path, names = _local_names(paths[number])
     form = _recognized_format(path, names)
-    return form.open(path) if form is not None and form.open is not None else None
+    if form is None or form.open is None:
+        return None
+    checkpoint = _open_as(form.open, path, names)
+    return checkpoint if number is None else _as_step(checkpoint, number)
+
+
+def _open_as(
+    open_format: Callable[[str], NativeCheckpoint | ForeignCheckpoint], path: str, names: Collection[str] | None
+) -> NativeCheckpoint | ForeignCheckpoint:
+    """A checkpoint in a recognized format. If its files are of another kind, such as pointers, the error says which."""
+    try:
+        return open_format(path)
+    except DataError as error:
+        if (what := describe(path, names or ())) is None:
+            raise
+        raise NotACheckpointError(f"{path} {what} ({error})") from None
+
+
+def _foreign_reason(location: str | os.PathLike[str]) -> str | None:
+    """The reason why a local file or folder of another program is not a checkpoint, if known, and the way out."""
+    path, names = _local_names(location)
+    if names is None:
+        return None
+    if what := describe(path, names):
+        return f"it {what}"
+    if not names:
+        return (
+            None
+            if os.path.isdir(path)
+            else f"it is a file in no format that jaxckpt reads; it begins with {first_bytes(path)}"
+        )
+    inside = _checkpoints_inside(path)
+    return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}" if inside else None
+
+
+def _checkpoints_inside(path: str) -> list[str]:
+    """Checkpoints of other libraries up to three levels below a folder, as in the cache of a hub."""
+    inside: list[str] = []
+    folders = collections.deque([(path, 0)])
+    for _ in range(_MAX_FOLDERS):
+        if not folders:
+            break
+        folder, depth = folders.popleft()
+        for name in sorted(_local_names(folder)[1] or ()):
+            below, names = _local_names(f"{folder}/{name}")
+            if names and _recognized_format(below, names) is not None:
+                inside.append(os.path.relpath(below, path))
+            elif names and depth < 2 and not name.startswith("."):
+                folders.append((below, depth + 1))
+    return inside
+
+
+_MAX_FOLDERS = 100
+"""The most folders whose content is searched for checkpoints, for an error."""
 
 
 def _exists(location: str | os.PathLike[str], store: Store) -> bool:

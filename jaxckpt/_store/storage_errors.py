@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import ParamSpec, TypeVar
 
-from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError
+from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError, UnsupportedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,6 +68,8 @@ def translate_tensorstore_errors(what: str | Callable[[], str], *, reading: bool
 def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
     """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
     if isinstance(error, DataError):
+        if isinstance(error, UnsupportedError):
+            return UnsupportedError(f"{what}: {error}")
         return DataError(f"{what}: {error}; run jaxckpt.verify for a list of all damage")
     if isinstance(error, StorageError):
         return StorageError(error.errno, f"{what}: {error.strerror}")

@@ -176,6 +176,12 @@ class ArrayFolder:
             results = [pending.result() for pending in [folder.read(key) for key in keys]]
         return [None if result.state == "missing" else bytes(result.value) for result in results]
 
+    def list_keys(self) -> list[str]:
+        """All keys, sorted. Raises DataError, StorageError."""
+        with translate_tensorstore_errors(f"cannot list the arrays in {self.path}", reading=True):
+            keys = ts.KvStore.open(self._spec(), context=self.context).result().list().result()
+        return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
+
     def array_reader(self, name: str, driver: str, metadata: Any, *, strict: bool) -> TensorReader:
         """A reader of the array with this name and Zarr metadata. Reads nothing yet. Unless `strict`, a missing chunk
         reads as the fill value. Raises DataError if the metadata is malformed."""

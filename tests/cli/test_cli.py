@@ -314,7 +314,7 @@ def test_debug_shows_the_traceback(here: Path) -> None:
 
 def test_exit_codes_are_documented() -> None:
     documented = set(re.findall(r"^  (?:\s*)(\d+)\s", run("--help").stdout, re.MULTILINE))
-    assert documented == {"0", "1", "2", "3", "4", "5", "70", "130", "141"}
+    assert documented == {"0", "1", "2", "3", "4", "5", "6", "70", "130", "141"}
     page = (ROOT / "docs/command-line.md").read_text()
     assert set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE)) == documented
 

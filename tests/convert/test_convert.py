@@ -827,7 +827,7 @@ def test_an_unknown_suffix_is_refused_with_a_list_of_known_ones(tmp_path: Path) 
 
 def test_each_written_format_is_listed_and_suffixes_are_unique(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
-    assert len({form.name for form in formats()}) == len(formats()) == 9
+    assert len({form.name for form in formats()}) == len(formats()) == 14
     suffixes = [suffix for form in formats() for suffix in form.suffixes]
     assert len({*suffixes}) == len(suffixes)
     for name in ("jaxckpt", *written_formats()):

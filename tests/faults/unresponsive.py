@@ -211,6 +211,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "Run.unpin": removal_of_a_pin,
     "Run.fork": lambda at: functools.partial(jaxckpt.Run(at.run("fork"), options=OPTIONS).fork, at.path("forked")),
     "rank_files": lambda at: functools.partial(jaxckpt.formats.rank_files, {0: at.rank_file("rank.npz")}),
+    "npz_file": lambda at: functools.partial(jaxckpt.formats.npz_file, at.rank_file("file.npz"), dtype="int4"),
     "mindspore_ranks": mindspore_file,
     "oneflow_ranks": oneflow_file,
     "huggingface_rules": configuration,

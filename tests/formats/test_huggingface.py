@@ -484,3 +484,26 @@ def test_other_families_get_the_list_of_supported_ones_and_no_guess(family: str,
     ) as caught:
         jaxckpt.rules.huggingface_rules(tmp_path)
     assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2", "gemma2"])
+@pytest.mark.parametrize("bare", [True, False])
+def test_embedding_models_and_classifiers(family: str, bare: bool, tmp_path: Path) -> None:
+    """Without a head, names have no "model." (Qwen3-Embedding, e5-mistral); a classifier has its own head."""
+    numpy = importlib.import_module("safetensors.numpy")
+    folder = Path(shutil.copytree(DATA / family, tmp_path / "x"))
+    wanted = jaxckpt.load_numpy(folder, rename=jaxckpt.rules.huggingface_rules(folder))
+    wanted.pop("head", None)
+    tensors = jaxckpt.load_numpy(folder)
+    tensors.pop("lm_head.weight", None)
+    if bare:
+        tensors = {name.removeprefix("model.").removeprefix("transformer."): array for name, array in tensors.items()}
+    else:
+        tensors["score.weight"] = np.arange(2 * wanted["norm"]["scale"].size, dtype=np.float32).reshape(2, -1)
+        wanted["score"] = {"kernel": tensors["score.weight"].T}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    numpy.save_file(tensors, folder / "model.safetensors")
+    found = jaxckpt.load_numpy(folder, rename=jaxckpt.rules.huggingface_rules(folder))
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted)))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import CheckpointExistsError, DataError, InputError
+from jaxckpt.errors import CheckpointExistsError, DataError, InputError, NotACheckpointError
 
 numpy = pytest.importorskip("safetensors.numpy")
 
@@ -23,7 +23,7 @@ SINGLE = "model.safetensors"
 
 
 def write_sharded(folder: Path, value: float, stem: str = "model", names: tuple[str, ...] = ("a", "b")) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     files = {name: f"{stem}-{n:05d}-of-{len(names):05d}.safetensors" for n, name in enumerate(names, 1)}
     for name, file in files.items():
         numpy.save_file({name: np.full(2, value)}, folder / file)
@@ -31,7 +31,7 @@ def write_sharded(folder: Path, value: float, stem: str = "model", names: tuple[
 
 
 def write_single(folder: Path, value: float, name: str = SINGLE) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     numpy.save_file({name: np.full(2, value) for name in ("a", "b")}, folder / name)
 
 
@@ -99,12 +99,75 @@ def test_an_index_of_the_single_file_and_other_files_beside_an_index(tmp_path: P
 
 def test_several_indices_are_an_error_that_says_how_to_choose(tmp_path: Path) -> None:
     write_sharded(tmp_path / "model", 1, "consolidated")
-    write_sharded(tmp_path / "model", 2)
+    write_sharded(tmp_path / "model", 2, "other")
     with pytest.raises(InputError, match="has several index files") as caught:
         jaxckpt.open(tmp_path / "model")
     (path,) = paths_in(str(caught.value))
     assert values(path) == {1}
-    assert values(tmp_path / "model" / INDEX) == {2}
+    write_sharded(tmp_path / "model", 3)  # the one that transformers reads
+    assert values(tmp_path / "model") == {3}
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model", "adapter_model"])
+def test_variants_beside_the_default(stem: str, tmp_path: Path) -> None:
+    for value, other in enumerate(("consolidated", f"{stem}.fp16", f"{stem}.non_ema"), 1):
+        write_single(tmp_path, value, f"{other}.safetensors")
+    with pytest.raises(NotACheckpointError, match=r"has 3 \.safetensors files, but no index"):
+        jaxckpt.open(tmp_path)
+    write_single(tmp_path, 4, f"{stem}.safetensors")
+    assert values(tmp_path) == {4}
+    write_sharded(tmp_path, 5, f"{stem}.fp16")
+    (tmp_path / f"{stem}.fp16.safetensors.index.json").rename(tmp_path / f"{stem}.safetensors.index.fp16.json")
+    assert values(tmp_path) == {4}
+    assert values(tmp_path / f"{stem}.safetensors.index.fp16.json") == {5}
+
+
+def test_a_variant_alone(tmp_path: Path) -> None:
+    write_sharded(tmp_path, 5, "model.fp16")
+    (tmp_path / "model.fp16.safetensors.index.json").rename(tmp_path / "model.safetensors.index.fp16.json")
+    assert values(tmp_path) == {5}
+
+
+def test_complete_shards_without_an_index(tmp_path: Path) -> None:
+    write_sharded(tmp_path, 1, names=("a", "b", "c"))
+    (tmp_path / INDEX).unlink()
+    assert set(jaxckpt.open(tmp_path).leaves) == {"a", "b", "c"}
+    numpy.save_file({"a": np.ones(2)}, tmp_path / "model-00003-of-00003.safetensors")
+    with pytest.raises(DataError, match="'a' is also in another file"):
+        jaxckpt.open(tmp_path)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(NotACheckpointError, match="no index"):
+        jaxckpt.open(tmp_path)
+
+
+def test_other_names_of_safetensors_files(tmp_path: Path) -> None:
+    for name in ("x.sft", "0a1b2c3d"):  # the second as in the cache of a hub
+        write_single(tmp_path, 1, name)
+        assert values(tmp_path / name) == {1}
+
+
+def test_folders_of_torch_without_an_index(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for number in (1, 2):
+        torch.save({f"{number}": torch.full((2,), 2.0)}, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+    torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
+    assert values(tmp_path) == {2}
+    torch.save({"1": torch.full((2,), 1.0)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert values(tmp_path) == {1}
+
+
+def test_roots_list_the_checkpoints_in_them(tmp_path: Path) -> None:
+    write_single(tmp_path / "trainer" / "checkpoint-500", 1)
+    write_single(tmp_path / "diffusers" / "unet", 1, "diffusion_pytorch_model.safetensors")
+    write_single(tmp_path / "diffusers" / "vae", 1, "diffusion_pytorch_model.safetensors")
+    (tmp_path / "diffusers" / "model_index.json").write_text("{}")
+    write_single(tmp_path / "hub" / "snapshots" / "0a1b", 1)
+    for root, inside in {"trainer": "checkpoint-500", "diffusers": "unet, vae", "hub": "snapshots/0a1b"}.items():
+        for call in (jaxckpt.open, jaxckpt.verify, jaxckpt.load_numpy):
+            with pytest.raises(
+                NotACheckpointError, match=f"it is a folder of checkpoints; open one of them: {inside}$"
+            ):
+                call(tmp_path / root)
 
 
 def test_bin_files(tmp_path: Path) -> None:

@@ -116,7 +116,10 @@ def test_every_function_that_reads_accepts_the_number_of_a_step(theirs: str, tmp
     assert jaxckpt.diff(path, f"{theirs}/25").identical
     assert not jaxckpt.diff(path, f"{theirs}@5").identical
     assert "w" in jaxckpt.report(path)
+    assert jaxckpt.Run(theirs).open(25).step == jaxckpt.open(path).step == 25
+    assert jaxckpt.Run(theirs).open(25).metrics == jaxckpt.open(path).metrics == jaxckpt.Run(theirs).metrics(25)
     jaxckpt.convert(path, tmp_path / "ours")
+    assert jaxckpt.open(tmp_path / "ours").step == 25
     jaxckpt.convert(path, tmp_path / "ours.npz")
     for converted in ("ours", "ours.npz"):
         np.testing.assert_equal(jaxckpt.load_numpy(tmp_path / converted), expected)

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 
 from jaxckpt._formats import pickles
-from jaxckpt._formats.pickle_machine import MIN_LOCATED_BYTES, OpaqueObject
+from jaxckpt._formats.byte_reader import MIN_LOCATED_BYTES
+from jaxckpt._formats.pickle_machine import OpaqueObject
 from jaxckpt._formats.pickles import as_tree, unpickle
 from jaxckpt._formats.shards import FileData
 from jaxckpt._sources.foreign import ForeignArray

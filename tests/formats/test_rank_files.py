@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -262,12 +261,11 @@ def bytes_inflated(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def test_arrays_that_are_not_numeric_are_reported(tmp_path: Path, save: Any) -> None:
     path = tmp_path / "a.npz"
     for value, message in (
-        (np.array([{"a": 1}], object), "'w' holds pickled Python objects; they could run any code"),
-        (W.astype(ml_dtypes.bfloat16), r"'w' has dtype \|V2: NumPy's format does not record dtypes of other libraries"),
-        (W.astype(">f4"), "'w' has dtype >f4, which JAX does not support"),
-        (np.array(["a", "b"]), "'w' has dtype <U1, which JAX does not support"),
-        (np.zeros(2, "M8[s]"), r"'w' has dtype <M8\[s\], which JAX does not support"),
-        (np.zeros(2, [("a", "i4")]), "'w' has dtype .* NumPy's format forgets|'w' has dtype"),
+        (np.array([{"a": 1}], object), "'w' cannot be read: it holds pickled Python objects; they could run any code"),
+        (W.astype("V1"), r"'w' cannot be read: it has dtype \|V1, because NumPy's format does not record dtypes"),
+        (np.array(["a", "b"]), "'w' cannot be read: it has dtype <U1, which JAX does not support"),
+        (np.zeros(2, "M8[s]"), r"'w' cannot be read: it has dtype <M8\[s\], which JAX does not support"),
+        (np.zeros(2, [("a", "i4")]), r"'w' cannot be read: it has dtype \|V4, which JAX does not"),
     ):
         save(path, allow_pickle=True, w=value)
         with pytest.raises(DataError, match=message):

@@ -43,7 +43,7 @@ torch.save({"c": base}, folder / "small.pt")
 torch.save({f"p{n}": torch.full((16,), float(n)) for n in range(4)}, folder / "several.pt")
 torch.serialization.set_crc32_options(False)
 torch.save({"c": base}, folder / "no crc.pt")
-torch.save([base], folder / "old.pt", _use_new_zipfile_serialization=False)
+torch.save(state, folder / "old.pt", _use_new_zipfile_serialization=False)
 with (folder / "within").open("wb") as file:
     file.write(b"before")
 with (folder / "within").open("ab") as file:

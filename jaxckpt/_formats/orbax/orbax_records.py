@@ -6,6 +6,7 @@
             _METADATA                          the tree: the keys of each leaf, and what kind of value it was
             manifest.ocdbt, d/, ocdbt.*/       all arrays, in one OCDBT database; else a Zarr array in each <leaf>/
             _strings.json                      leaves that are str
+            checkpoint                         before 0.6: leaves in Flax's msgpack; before 0.3: also the tree
             _sharding, array_metadatas/        of jax.Arrays: their shardings; implementations of PRNG keys
         <item>/metadata                        an item that is JSON
         <item>/manifest.json                   an item that jaxckpt.orbax has written
@@ -37,6 +38,9 @@ STRINGS_FILE = "_strings.json"
 SHARDINGS_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 COMMITTED_MARK = "commit_success.txt"
+
+AGGREGATE_FILE = "checkpoint"
+"""Leaves in one file, before Orbax 0.6."""
 
 SAVE_FILES = {COMMITTED_MARK, STEP_FILE}
 TREE_DATA_FILES = {"manifest.ocdbt", SHARDINGS_FILE, STRINGS_FILE, ARRAYS_FOLDER}

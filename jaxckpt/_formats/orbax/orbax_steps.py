@@ -15,7 +15,9 @@ import msgspec
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._formats.local_files import exists, is_file, is_folder, names_in, names_or_empty
+from jaxckpt._formats.orbax.orbax_aggregate import is_aggregated, owned_by_aggregate, read_aggregate
 from jaxckpt._formats.orbax.orbax_records import (
+    AGGREGATE_FILE,
     COMMITTED_MARK,
     SAVE_FILES,
     STEP_FILE,
@@ -70,12 +72,14 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 def _owned_by_item(path: str, names: Collection[str]) -> set[str]:
     record = read_optional(f"{path}/{TREE_FILE}", TreeRecord)
+    if record is None and is_aggregated(path):
+        return {*SAVE_FILES, *owned_by_aggregate(path)}
     if record is None:
         return {*SAVE_FILES, MANIFEST, "metadata", *filter(is_data_folder, names)}
     arrays = {".".join(key.key for key in entry.key_metadata).split("/")[0] for entry in record.tree_metadata.values()}
-    databases = filter(re.compile(r"d|ocdbt\.process_\d+").fullmatch, names)
+    databases = filter(re.compile(r"d|ocdbt\.process_\w+|ocdbt_data|ocdbt_meta").fullmatch, names)
     zarr = {".zarray", "zarr.json", "c", "0"} if "" in arrays else set[str]()  # for a tree that is a single leaf
-    return {TREE_FILE, *SAVE_FILES, *TREE_DATA_FILES, *databases, *arrays, *zarr}
+    return {TREE_FILE, AGGREGATE_FILE, *SAVE_FILES, *TREE_DATA_FILES, *databases, *arrays, *zarr}
 
 
 def has_step_mark(names: Collection[str]) -> bool:
@@ -132,7 +136,7 @@ def _finite(value: Any) -> Any:
 
 def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item"] | None:
     """What a folder of Orbax holds, from the names in it; None if it is not Orbax's."""
-    if TREE_FILE in names or _has_lost_manifest(path, names):
+    if TREE_FILE in names or _has_lost_manifest(path, names) or _is_aggregate_alone(path, names):
         return "item"
     if has_step_mark(names):
         return "step"
@@ -144,11 +148,18 @@ def _kind(path: str, names: Collection[str]) -> Literal["manager", "step", "item
     # A folder with a model in safetensors may also have a subfolder with a checkpoint of Orbax.
     if any(name.endswith(".safetensors") for name in names):
         return None
-    return "step" if _has_items(path, names, TREE_FILE) else None  # older versions of Orbax write no other mark
+    return "step" if _has_trees(path, names) else None  # older versions of Orbax write no other mark
+
+
+def _is_aggregate_alone(path: str, names: Collection[str]) -> bool:
+    """Whether a folder has only the aggregate file as the record of its tree: later versions write a second one."""
+    return AGGREGATE_FILE in names and TREE_DATA_FILES.isdisjoint(names) and is_aggregated(path)
 
 
 def _is_step(path: str, names: Collection[str], *, strict: bool = False) -> bool:
-    if TREE_FILE in names or has_step_mark(names) or _has_items(path, names, TREE_FILE, strict=strict):
+    if TREE_FILE in names or has_step_mark(names) or _has_trees(path, names, strict=strict):
+        return True
+    if _is_aggregate_alone(path, names):
         return True
     # A jaxckpt run also has folders with a manifest, but they are named like steps. A save that was killed while it
     # published may have left its manifest in its data folder.
@@ -161,6 +172,12 @@ def _has_items(path: str, names: Iterable[str], file: str, *, strict: bool = Fal
     folder may be next to a checkpoint."""
     paths = (f"{path}/{name}/{file}" for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
     return any(map(is_file if strict else os.path.isfile, paths))
+
+
+def _has_trees(path: str, names: Collection[str], *, strict: bool = False) -> bool:
+    """Whether one of the subfolders is an item with a tree."""
+    below = (f"{path}/{name}" for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
+    return _has_items(path, names, TREE_FILE, strict=strict) or any(map(is_aggregated, below))
 
 
 def _newest_step(path: str) -> tuple[str, int]:
@@ -185,9 +202,18 @@ def _unfinished_reason(path: str) -> str | None:
     if TEMPORARY in os.path.basename(path):
         return "is the folder of a save that is in progress or was interrupted"
     record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
-    begun = record.init_timestamp_nsecs is not None and record.commit_timestamp_nsecs is None
-    if begun and not exists(f"{path}/{COMMITTED_MARK}"):
+    if record.commit_timestamp_nsecs is not None or exists(f"{path}/{COMMITTED_MARK}"):
+        return None
+    if _has_items(path, names_in(path), STEP_FILE):  # items that were saved separately, each with its own record
+        return None
+    # Older versions of Orbax write no mark. A checkpoint outside of a run was complete when it got its name.
+    if not _STEP_NAME.fullmatch(os.path.basename(path)):
+        return None
+    if record.init_timestamp_nsecs is not None:
         return "was never committed: its save is in progress or was interrupted"
+    run = os.path.dirname(path)
+    if any(exists(f"{run}/{name}/{COMMITTED_MARK}") for name in names_or_empty(run) if _STEP_NAME.fullmatch(name)):
+        return f"was never committed: it has no {COMMITTED_MARK}, although other steps of its run have one"
     return None
 
 
@@ -202,7 +228,8 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     # Orbax v1 records in this file which item is being deleted.
     deleted = (read_optional(f"{path}/_CHECKPOINT_DELETION", dict[str, Any]) or {}).get("checkpointable_name")
     names = [name for name in _items(path) if name != deleted]
-    if missing := (record.item_handlers or {}).keys() - {*names, deleted}:
+    # Orbax reads steps without the descriptor of Orbax v1, which holds no leaves.
+    if missing := (record.item_handlers or {}).keys() - {*names, deleted, "descriptor"}:
         raise DataError(f"{path} lacks {', '.join(map(repr, sorted(missing)))}, which {STEP_FILE} names as its items")
     if record.item_handlers is None and _has_lost_step_file(path, names):
         raise DataError(
@@ -271,6 +298,8 @@ def _read_item(path: str) -> tuple[Tree, dict[str, Any]]:
         return _open_jaxckpt_item(path)
     if TREE_FILE in names:
         return read_tree(path)
+    if _is_aggregate_alone(path, names):
+        return read_aggregate(path), {}
     if not TREE_DATA_FILES.isdisjoint(names):
         raise DataError(f"{path}/{TREE_FILE} is missing: it records the tree of the arrays in this folder")
     if any(map(is_data_folder, names)):

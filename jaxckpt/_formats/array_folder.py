@@ -1,0 +1,191 @@
+"""Reads folders of arrays that have no other record of a tree than their names.
+
+<folder>/params/w/.zarray           JAX's array_serialization, Levanter, big_vision: an array in each folder
+<folder>/manifest.ocdbt             the same in one OCDBT database
+<folder>/zarr.json, .zgroup         groups of Zarr 3 and 2, also those that `convert` writes
+<folder>/pytreedef.json             JAX's pytree_serialization: numbered arrays in array_store/, and their tree
+<run>/step-100/metadata.json        a run of Levanter
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+
+from jaxckpt._formats.export import tree_of_names
+from jaxckpt._formats.local_files import exists, from_json, names_in, names_or_empty, read_json, read_small
+from jaxckpt._formats.pickles import unreadable
+from jaxckpt._formats.zarr_arrays import described_array
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
+from jaxckpt._model.tree import Tree
+from jaxckpt._model.values import decode_value
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.format_registry import ForeignStep, Format
+from jaxckpt._store.tensors import ArrayFolder
+from jaxckpt.errors import DataError, InputError, NotACheckpointError
+
+_ARRAY_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
+_MARKS = {".zgroup", *_ARRAY_FILES}
+_DATABASE = "manifest.ocdbt"
+_TREE = "pytreedef.json"
+_STORE = "array_store"
+_STEP = re.compile(r"step-(\d{1,18})")
+_STEP_FILE = "metadata.json"
+
+_OTHERS = {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "_strings.json", ".metadata"}
+"""Names in folders that are Orbax's or PyTorch's, perhaps damaged."""
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+MAX_FOLDERS = 1 << 20
+"""The most folders that are searched for arrays."""
+
+_MAX_LOOKED_AT = 200
+"""The most folders that are looked at to recognize a folder of arrays without a mark."""
+
+
+def recognizes(path: str, names: Collection[str]) -> bool:
+    if _is_of_others(path, names):
+        return False
+    if not _MARKS.isdisjoint(names) or _DATABASE in names or {_TREE, _STORE} <= {*names}:
+        return True
+    return bool(names) and (bool(steps_in(path, names)) or _holds_arrays(path))
+
+
+def _is_of_others(path: str, names: Collection[str]) -> bool:
+    """Whether a folder is a checkpoint of jaxckpt, Orbax or PyTorch, perhaps a damaged or unfinished one."""
+    is_unfinished = any(_UNFINISHED in name for name in (os.path.basename(path), *names))
+    return is_unfinished or not _OTHERS.isdisjoint(names) or any(map(is_data_folder, names))
+
+
+def _holds_arrays(path: str) -> bool:
+    """Whether one of the folders below a folder holds an array, and none of those before it another checkpoint."""
+    for below, names in itertools.islice(_folders(path), _MAX_LOOKED_AT):
+        if _is_of_others(below, names) or (below and MANIFEST in names) or _DATABASE in names:
+            return False
+        if not _ARRAY_FILES.keys().isdisjoint(names):
+            return True
+    return False
+
+
+def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The folders below a folder by their names, each with the names in it, without what is inside of an array."""
+    names = names_or_empty(f"{path}/{below}")
+    yield below, names
+    if ".zarray" not in names:
+        for name in sorted(names):
+            inner = f"{below}/{name}" if below else name
+            if name != "c" and not os.path.islink(f"{path}/{inner}") and os.path.isdir(f"{path}/{inner}"):
+                yield from _folders(path, inner)
+
+
+def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
+    """The steps of a run of Levanter, oldest first."""
+    numbered = sorted((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
+    return [ForeignStep(n, f"{path}/{name}") for n, name in numbered if exists(f"{path}/{name}/{_STEP_FILE}")]
+
+
+def open_arrays(path: str) -> ForeignCheckpoint:
+    """The arrays in the tree of their names; of a run, those of its newest step. Raises DataError, StorageError."""
+    names, metadata = names_in(path), dict[str, Any]()
+    if steps := steps_in(path, names):
+        path, metadata = steps[-1].path, {"step": steps[-1].number}
+        names = names_in(path)
+    elif _STEP.fullmatch(os.path.basename(path)) and _STEP_FILE not in names:
+        raise NotACheckpointError(f"{path} was never committed: it has no {_STEP_FILE}, which Levanter writes last")
+    if {_TREE, _STORE} <= {*names}:
+        return compose(path, _read_pytree(path), "jax")
+    arrays, values = _read(path)
+    if not arrays and not values:
+        raise NotACheckpointError(f"{path} has no arrays")
+    return compose(path, tree_of_names(arrays | values, {}), "zarr", metadata=metadata or None)
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a folder by their names, and the Python values that `convert` stored. Raises DataError."""
+    folder = ArrayFolder(path, exists(f"{path}/{_DATABASE}"))
+    if folder.ocdbt:
+        keys = [key for key in folder.list_keys() if key.rpartition("/")[2] in _ARRAY_FILES]
+        texts = zip(keys, folder.read_all(keys), strict=True)
+    else:
+        keys = _array_files(path)
+        texts = ((key, read_small(f"{path}/{key}", 1 << 24)) for key in keys)
+    arrays: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for key, text in texts:
+        name, _, file = key.rpartition("/")
+        what = f"{path}: {key}"
+        metadata = from_json(what, text or b"", dict[str, Any])
+        if metadata.get("node_type") == "group":
+            values |= {} if name else _values(what, metadata)
+            continue
+        arrays[name] = _array(folder, name, what, metadata, _ARRAY_FILES[file])
+    return arrays, values
+
+
+def _array_files(path: str) -> list[str]:
+    """The keys of the metadata of arrays and groups in a folder. Raises DataError."""
+    keys: list[str] = []
+    for number, (below, names) in enumerate(_folders(path)):
+        if number == MAX_FOLDERS:
+            raise DataError(f"{path} has more than {MAX_FOLDERS} folders")
+        keys += [f"{below}/{file}" if below else file for file in _ARRAY_FILES if file in names]
+    return keys
+
+
+def _array(folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Any) -> ForeignArray:
+    """An array; a leaf that cannot be read if its dtype is not supported."""
+    ours = metadata.get("attributes", {}).get("jaxckpt") if driver == "zarr3" else None
+    array = described_array(folder, name, what, metadata, driver, strict=isinstance(ours, dict))
+    if array is None:
+        dtype = metadata.get("dtype", metadata.get("data_type"))
+        return unreadable(f"has the data type {str(dtype)[:80]}, which JAX does not support")
+    # jaxckpt stores dtypes that Zarr lacks as integers of their width.
+    dtype = cast("dict[str, Any]", ours).get("dtype") if isinstance(ours, dict) else None
+    if isinstance(dtype, str) and dtype in DTYPES and DTYPES[dtype].itemsize == DTYPES[array.dtype].itemsize:
+        return replace(array, dtype=dtype)
+    return array
+
+
+def _values(what: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The Python values of the tree that `convert` stored in the attributes of the group. Raises DataError."""
+    values = metadata.get("attributes", {}).get("jaxckpt", {}).get("values", {})
+    try:
+        return {name: decode_value(value["kind"], value["value"]) for name, value in values.items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{what}: its attributes are damaged: {error}") from error
+
+
+def _read_pytree(path: str) -> Tree:
+    """The tree that JAX's pytree_serialization saved. Raises DataError."""
+    try:
+        from jax.experimental.array_serialization import pytree_serialization
+    except ImportError as error:
+        raise InputError(
+            f"{path}: JAX needs the package flatbuffers to read {_TREE}: pip install flatbuffers"
+        ) from error
+    read_json(f"{path}/{_TREE}", dict[str, Any])  # checks its size and syntax
+    try:
+        described = pytree_serialization.load_pytreedef(path)
+    except Exception as error:  # of the decoder of flatbuffers
+        raise DataError(
+            f"{path}/{_TREE} is damaged, or has nodes of classes that are not registered in this program with"
+            f" jax.export.register_pytree_node_serialization: {str(error)[:200]}"
+        ) from error
+    leaves, structure = jax.tree.flatten(described, is_leaf=lambda leaf: leaf is None)
+    arrays, _ = _read(f"{path}/{_STORE}")
+    if lost := [number for number, leaf in enumerate(leaves) if leaf is not None and str(number) not in arrays]:
+        raise DataError(f"{path}/{_STORE} lacks the array {lost[0]}")
+    return jax.tree.unflatten(structure, [None if leaf is None else arrays[str(n)] for n, leaf in enumerate(leaves)])
+
+
+# The last: other formats store their arrays in such folders.
+FORMAT = Format("arrays", recognizes, open_arrays, steps_in=steps_in, order=2)

@@ -1,0 +1,88 @@
+"""Reads Flax's checkpoints in msgpack: one file, a folder of numbered ones, and the folders of transformers.
+
+flax_model.msgpack                    `to_bytes`, also with an index of several files
+<folder>/checkpoint_100               `flax.training.checkpoints.save_checkpoint` without Orbax
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from jaxckpt._formats.flax_msgpack import is_msgpack_map, read_msgpack
+from jaxckpt._formats.local_files import names_in, read_head, read_indexed
+from jaxckpt._formats.pickles import unreadable
+from jaxckpt._model.tree import Tree, nested_dicts
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.format_registry import ForeignStep, Format
+from jaxckpt.errors import NotACheckpointError
+
+_MODELS = ("flax_model.msgpack", "diffusion_flax_model.msgpack")
+_INDEX = ".msgpack.index.json"
+_STEP = re.compile(r"(?:.*\D)?(\d{1,18})")
+_PLACEHOLDERS = ("//GDAPlaceholder:", "//MPArrayPlaceholder:")
+
+
+def recognizes(path: str, names: Collection[str]) -> bool:
+    """Whether this is a file of Flax, or a folder with one; not if it has the same model for PyTorch."""
+    if not names:
+        return path.endswith((".msgpack", _INDEX)) or is_msgpack_map(read_head(path, 300))
+    if any(name.endswith(".safetensors") for name in names):
+        return False
+    return _model_in(names) is not None or bool(steps_in(path, names))
+
+
+def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
+    """The numbered files in a folder, oldest first."""
+    numbered = ((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
+    return [
+        ForeignStep(number, f"{path}/{name}")
+        for number, name in sorted(numbered)
+        if is_msgpack_map(read_head(f"{path}/{name}", 300))
+    ]
+
+
+def open_flax(path: str) -> ForeignCheckpoint:
+    """The tree of a file, or of the newest in a folder. Raises DataError, NotACheckpointError, StorageError."""
+    metadata = None
+    if names := names_in(path):
+        if (model := _model_in(names)) is not None:
+            path = f"{path}/{model}"
+        elif steps := steps_in(path, names):
+            path, metadata = steps[-1].path, {"step": steps[-1].number}
+        else:  # deleted in the meantime
+            raise NotACheckpointError(f"{path} has no checkpoint of Flax")
+    if path.endswith(_INDEX):
+        tree = nested_dicts(read_indexed(os.path.dirname(path), path, lambda file: _flat(read_msgpack(file))))
+    else:
+        tree = read_msgpack(path, _placeholder)
+    return compose(path, tree, "flax", metadata=metadata)
+
+
+def _model_in(names: Collection[str]) -> str | None:
+    """The model in a folder as transformers and diffusers name it, or its index."""
+    known = [name for model in _MODELS for name in (model, f"{model}.index.json") if name in names]
+    return known[0] if known else None
+
+
+def _flat(tree: Tree, above: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by their keys, joined with "/"."""
+    if not isinstance(tree, Mapping):
+        return {above: tree}
+    flat: dict[str, Any] = {}
+    for key, child in cast("Mapping[str, Any]", tree).items():
+        flat |= _flat(child, f"{above}/{key}" if above else key)
+    return flat
+
+
+def _placeholder(node: Any) -> Tree | None:
+    """A leaf whose data several processes wrote elsewhere."""
+    if isinstance(node, str) and node.startswith(_PLACEHOLDERS):
+        return unreadable("is in the folder with the suffix _gda next to the file, which jaxckpt does not read")
+    return None
+
+
+FORMAT = Format("flax", recognizes, open_flax, steps_in=steps_in)

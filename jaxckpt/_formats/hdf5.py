@@ -1,0 +1,163 @@
+"""Reads HDF5 with h5py, which it needs: plain files, Keras's .weights.h5 and .h5, and .keras, an archive with one.
+
+Datasets that are contiguous are read in place, without h5py. Links to other files, and data in other files, are not
+followed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._formats.local_files import opened, read_at, read_head
+from jaxckpt._formats.pickles import MAX_VALUES, unreadable
+from jaxckpt._formats.shards import FileData
+from jaxckpt._formats.zips import opened_archive
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box
+from jaxckpt._model.pieces import Array
+from jaxckpt._model.tree import MAX_DEPTH, Tree
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.format_registry import Format
+from jaxckpt.errors import DataError, InputError
+
+_MAGIC = b"\x89HDF\r\n\x1a\n"
+_KERAS_MEMBER = "model.weights.h5"
+
+
+def recognizes(path: str, names: Collection[str]) -> bool:
+    return not names and (path.endswith(".keras") or read_head(path, len(_MAGIC)) == _MAGIC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An HDF5 file, or the part of an archive that is one."""
+
+    path: str
+    start: int
+    size: int
+
+    @contextmanager
+    def opened(self) -> Generator[Any]:
+        """The file in h5py. Raises DataError, InputError, StorageError."""
+        try:
+            import h5py  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as error:
+            raise InputError(
+                f"{self.path}: HDF5 is read with h5py, which is not installed: pip install h5py"
+            ) from error
+        with opened(self.path) as handle:
+            try:
+                with h5py.File(_Stream(handle, self.start, self.size), "r") as file:
+                    yield file
+            except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+                raise DataError(f"{self.path} is damaged: {str(error)[:200]}") from error
+
+
+class _Stream(io.RawIOBase):
+    """A part of an open file as a Python file."""
+
+    def __init__(self, handle: int, start: int, size: int) -> None:
+        self._handle, self._start, self._size, self._at = handle, start, size, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), max(0, self._size - self._at))
+        buffer[:count] = read_at(self._handle, count, self._start + self._at)
+        self._at += count
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset(ArrayData):
+    """A dataset that h5py reads: it is in chunks, compressed, or of big-endian numbers."""
+
+    part: _Part
+    name: str
+    dtype: str
+
+    def read(self, box: Box, target: Array) -> None:
+        with self.part.opened() as file:
+            values = file[self.name][tuple(slice(*side) for side in box)]
+            target[...] = np.asarray(values).astype(values.dtype.newbyteorder("="), copy=False).view(target.dtype)
+
+
+def open_hdf5(path: str) -> ForeignCheckpoint:
+    """The datasets in the tree of their groups. Raises DataError, InputError, StorageError."""
+    part = _Part(path, 0, os.path.getsize(path))
+    if path.endswith(".keras"):
+        with opened_archive(path) as archive:
+            if _KERAS_MEMBER not in archive or (member := archive[_KERAS_MEMBER]).deflated:
+                raise DataError(f"{path} has no uncompressed {_KERAS_MEMBER}: it is not a model that Keras 3 saved")
+            part = _Part(path, member.offset, member.n_bytes)
+    with part.opened() as file:
+        return compose(path, _tree(part, file, _Budget()), "hdf5")
+
+
+class _Budget:
+    """The values that are left: a group may contain itself."""
+
+    left = MAX_VALUES
+
+
+def _tree(part: _Part, group: Any, budget: _Budget, depth: int = 0) -> Tree:
+    """The tree of a group. Groups without arrays are left out."""
+    import h5py  # pyright: ignore[reportMissingTypeStubs]
+
+    tree: dict[str, Any] = {}
+    for name in group:
+        budget.left -= 1
+        if depth > MAX_DEPTH or budget.left < 0:
+            raise DataError(
+                f"{part.path} holds more than {MAX_VALUES} values, or groups nested deeper than {MAX_DEPTH}"
+            )
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            tree[name] = unreadable("is a link to another place, which is not followed")
+            continue
+        child = group[name]
+        if isinstance(child, h5py.Dataset):
+            tree[name] = _array(part, child)
+        elif isinstance(child, h5py.Group) and (below := _tree(part, child, budget, depth + 1)):
+            tree[name] = below
+    return tree
+
+
+def _array(part: _Part, dataset: Any) -> ForeignArray:
+    if dataset.external or dataset.is_virtual:
+        return unreadable("has its data in other files, which are not followed")
+    dtype, shape = dataset.dtype, dataset.shape
+    name = dtype.name
+    if dtype.kind == "V" and dtype.names is None:  # as h5py stores bfloat16; Keras 3 records the name
+        name = str(dataset.attrs.get("dtype", "bfloat16"))
+    if shape is None or name not in DTYPES or DTYPES[name].itemsize != dtype.itemsize:
+        return unreadable(f"has dtype {dtype}, which JAX does not support")
+    offset = dataset.id.get_offset()
+    if offset is not None and not dataset.chunks and (dtype.kind == "V" or dtype.isnative):
+        data = FileData(part.path, part.start + offset, name, shape)
+        if data.end > part.start + part.size:
+            raise DataError(f"{part.path} is too short for {dataset.name[:80]!r}")
+        return ForeignArray(name, shape, data)
+    return ForeignArray(name, shape, _Dataset(part, dataset.name, name), chunk=_chunk(dataset))
+
+
+def _chunk(dataset: Any) -> tuple[int, ...] | None:
+    """The sides of a chunk, if the dataset has them."""
+    if dataset.chunks is None:
+        return None
+    return tuple(min(c, max(1, n)) for c, n in zip(dataset.chunks, dataset.shape, strict=True))
+
+
+FORMAT = Format("hdf5", recognizes, open_hdf5)

@@ -1,0 +1,97 @@
+"""The header of an array in NumPy's format, which .npz and .npy files share, and the array that it describes.
+
+No pickle is read: an array of Python objects cannot be read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._formats.pickles import unreadable
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box
+from jaxckpt._model.pieces import Array
+from jaxckpt._sources.foreign import ArrayData, ForeignArray
+from jaxckpt.errors import DataError
+
+MAX_HEADER_BYTES = 10_000
+"""The largest header: NumPy's limit."""
+
+MAGIC = b"\x93NUMPY"
+
+
+@dataclass(frozen=True, slots=True)
+class NpyHeader:
+    """The header of an array."""
+
+    start: int
+    """Bytes from the start of the header to the first element."""
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def read_npy_header(where: str, head: bytes) -> NpyHeader:
+    """The header of an array that starts with these bytes. Raises DataError, which begins with `where`."""
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version} of its format is not supported")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        with warnings.catch_warnings(action="ignore"):  # NumPy warns about headers that Python 2 wrote
+            shape, fortran, dtype = read(file, MAX_HEADER_BYTES)
+    except Exception as error:  # also from NumPy's parser
+        raise DataError(f"{where} is not a NumPy array: {str(error)[:200]}") from error
+    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(side or 1 for side in shape) >= 1 << 63:
+        raise DataError(f"{where} has shape {list(shape)}, which no array has")
+    return NpyHeader(file.tell(), shape, fortran, dtype)
+
+
+def array_of(record: NpyHeader, data_of: Callable[[str], ArrayData], void: str | None = None) -> ForeignArray:
+    """The array that a header describes, or a leaf that cannot be read. `data_of` takes the name of its dtype.
+
+    NumPy writes dtypes of other libraries as bytes without a meaning. `void` is their dtype; by default, those of two
+    bytes are bfloat16, as for `jax.numpy.load`.
+    """
+    dtype, shape = record.dtype, record.shape
+    if dtype.hasobject:
+        return unreadable("holds pickled Python objects; they could run any code, so they are not read")
+    if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
+        name = void or ("bfloat16" if dtype.itemsize == 2 else "")
+        if name not in DTYPES or DTYPES[name].itemsize != dtype.itemsize:
+            return unreadable(
+                f"has dtype {dtype}, because NumPy's format does not record dtypes of other libraries: open it with"
+                ' jaxckpt.formats.npz_file(path, dtype="float8_e4m3fn"), for example'
+            )
+        return ForeignArray(name, shape, data_of(name))
+    if dtype.name not in DTYPES:
+        return unreadable(f"has dtype {dtype.str}, which JAX does not support")
+    data = data_of(dtype.name)
+    return ForeignArray(dtype.name, shape, data if dtype.isnative else _Swapped(data))
+
+
+@dataclass(frozen=True, slots=True)
+class _Swapped(ArrayData):
+    """An array of numbers in big-endian order."""
+
+    data: ArrayData
+
+    def read(self, box: Box, target: Array) -> None:
+        self.data.read(box, target)
+        target.byteswap(inplace=True)
+
+    def check(self) -> None:
+        self.data.check()

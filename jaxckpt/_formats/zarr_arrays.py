@@ -1,0 +1,145 @@
+"""Arrays in Zarr 2 or 3, in a folder or an OCDBT database, read with tensorstore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from jaxckpt._formats.local_files import convert_checked, from_json
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box
+from jaxckpt._model.pieces import Array
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray
+from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.tensors import ArrayFolder
+from jaxckpt.errors import DataError, show_lines
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray(AsyncArrayData):
+    """An array in a folder."""
+
+    folder: ArrayFolder
+    name: str
+    driver: Literal["zarr", "zarr3"]
+    metadata: Any
+    strict: bool
+
+    def start(self, box: Box, target: Array) -> Pending[None]:
+        reader = self.folder.array_reader(self.name, self.driver, self.metadata, strict=self.strict)
+        return reader.read([(box, target)])[0]
+
+    def read(self, box: Box, target: Array) -> None:
+        with translate_tensorstore_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
+            self.start(box, target).result()
+
+
+_Sides = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
+_ArrayInfo = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""(dtype, shape, chunk) of an array."""
+
+
+class _Zarr2(msgspec.Struct, frozen=True):
+    shape: _Sides
+    chunks: _Sides
+    dtype: str
+
+
+class _Named(msgspec.Struct, frozen=True):
+    name: str
+    configuration: dict[str, Any] = {}
+
+
+class _Zarr3(msgspec.Struct, frozen=True):
+    shape: _Sides
+    chunk_grid: _Named
+    data_type: str
+    codecs: list[_Named]
+
+
+def parse_zarr2(what: str, metadata: dict[str, Any], *, clip: bool = False) -> _ArrayInfo:
+    record = convert_checked(what, metadata, _Zarr2)
+    dtype = record.dtype
+    if dtype not in DTYPES:
+        try:
+            dtype = np.dtype(dtype).name
+        except TypeError as error:
+            raise DataError(f"{what} has dtype {dtype[:40]!r}") from error
+    return _require_fit(what, dtype, record.shape, record.chunks, clip)
+
+
+def parse_zarr3(what: str, metadata: dict[str, Any], *, clip: bool = False) -> _ArrayInfo:
+    record = convert_checked(what, metadata, _Zarr3)
+    chunked = [record.chunk_grid, *(codec for codec in record.codecs if codec.name == "sharding_indexed")]
+    chunks = [
+        convert_checked(what, metadata_part.configuration.get("chunk_shape"), _Sides) for metadata_part in chunked
+    ]
+    return [_require_fit(what, record.data_type, record.shape, chunk, clip) for chunk in chunks][-1]
+
+
+def _require_fit(what: str, dtype: str, shape: Sequence[int], chunk: Sequence[int], clip: bool) -> _ArrayInfo:
+    """The parts of an array's metadata, checked. With `clip`, chunks may be larger than the array."""
+    if clip and len(chunk) == len(shape):
+        chunk = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
+    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1  # other dtypes are refused by name
+    if len(chunk) != len(shape) or any(not 1 <= c <= max(1, n) for c, n in zip(chunk, shape, strict=True)):
+        raise DataError(f"{what} has chunks of {list(chunk)[:40]}, which do not fit its shape {list(shape)[:40]}")
+    if math.prod(side or 1 for side in shape) * itemsize >= 1 << 63:
+        raise DataError(f"{what} has shape {list(shape)[:40]}, which is too large to address")
+    return dtype, tuple(shape), tuple(chunk)
+
+
+# Several arrays -------------------------------------------------------------------------------------------
+
+Driver = Literal["zarr", "zarr3"]
+_PARSERS: Mapping[str, tuple[str, Any]] = {"zarr": (".zarray", parse_zarr2), "zarr3": ("zarr.json", parse_zarr3)}
+
+
+def read_metadata(
+    folder: ArrayFolder, leaves: Mapping[str, str], driver: Driver, *, strict: bool
+) -> dict[str, ForeignArray]:
+    """The arrays of these names that exist in a folder, read together. `leaves` has the leaf of each for messages.
+
+    Raises DataError if a name leads out of the folder, or an array is damaged; StorageError.
+    """
+    require_inside(folder, leaves)
+    file, parse = _PARSERS[driver]
+    arrays: dict[str, ForeignArray] = {}
+    texts = folder.read_all([f"{name}/{file}" if name else file for name in leaves])
+    for (name, leaf), text in zip(leaves.items(), texts, strict=True):
+        if text is not None:
+            what = f"{folder.path}: the Zarr metadata of {leaf}"
+            metadata = from_json(what, text, dict[str, Any])
+            dtype, shape, chunk = parse(what, metadata)
+            arrays[name] = ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)
+    return arrays
+
+
+def described_array(
+    folder: ArrayFolder, name: str, what: str, metadata: dict[str, Any], driver: Driver, *, strict: bool
+) -> ForeignArray | None:
+    """The array that Zarr metadata of any writer describes; None if its dtype is not supported. Raises DataError."""
+    dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
+    try:
+        known = isinstance(dtype, str) and (dtype in DTYPES or (driver == "zarr" and np.dtype(dtype).name in DTYPES))
+    except TypeError:
+        known = False
+    if not known:
+        return None
+    dtype, shape, chunk = _PARSERS[driver][1](what, metadata, clip=True)
+    return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)
+
+
+def require_inside(folder: ArrayFolder, names: Iterable[str]) -> None:
+    """Raise DataError if arrays of these names would be outside the folder."""
+    outside = [name for name in names if name and not {"", ".", ".."}.isdisjoint(name.split("/"))]
+    if outside and not folder.ocdbt:
+        raise DataError(
+            f"{folder.path} has arrays whose names are not folders below it:\n{show_lines(map(repr, outside))}"
+        )

@@ -1,0 +1,154 @@
+"""Folders of Zarr arrays without another record: those of JAX, Levanter, big_vision and zarr, and our own exports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.array_serialization import serialization
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from recorded import require_same
+
+import jaxckpt
+from jaxckpt.errors import DataError, NotACheckpointError
+
+W = np.arange(64, dtype=np.float32).reshape(8, 8)
+TREE = {
+    "model": {"w": W, "b": np.arange(8).astype(ml_dtypes.bfloat16), "zeros": np.zeros((4, 2), np.int32)},
+    "opt": {"count": np.array(3, np.int32)},
+}
+NAMES = {
+    "model/w": W,
+    "model/b": TREE["model"]["b"],
+    "model/zeros": TREE["model"]["zeros"],
+    "opt/count": TREE["opt"]["count"],
+}
+
+
+@pytest.fixture
+def sharded() -> dict[str, jax.Array]:
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    specs = {"model/w": P("x", "y"), "model/b": P("x")}
+    return {name: jax.device_put(array, NamedSharding(mesh, specs.get(name, P()))) for name, array in NAMES.items()}
+
+
+def serialize(folder: Path, arrays: dict[str, jax.Array], *, ocdbt: bool) -> None:
+    specs = [serialization.get_tensorstore_spec(str(folder / name), ocdbt=False) for name in arrays]
+    if ocdbt:
+        base = {"driver": "file", "path": f"{folder}/"}
+        specs = [{"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": name}} for name in arrays]
+
+    async def write() -> None:
+        await asyncio.gather(
+            *(serialization.async_serialize(a, s) for a, s in zip(arrays.values(), specs, strict=True))
+        )
+
+    asyncio.run(write())
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_arrays_of_jax(ocdbt: bool, sharded: dict[str, jax.Array], tmp_path: Path) -> None:
+    serialize(tmp_path / "x", sharded, ocdbt=ocdbt)
+    require_same(jaxckpt.load_numpy(tmp_path / "x"), TREE)
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    restored = jaxckpt.restore(
+        tmp_path / "x", mesh=mesh, specs=lambda path, leaf: P("y", "x") if path.endswith("w") else P()
+    )
+    assert restored["model"]["w"].sharding.spec == P("y", "x")
+    require_same(jax.tree.map(np.asarray, restored), jax.tree.map(np.asarray, TREE))
+    assert jaxckpt.verify(tmp_path / "x").ok
+
+
+def test_pytrees_of_jax(tmp_path: Path) -> None:
+    pytest.importorskip("flatbuffers")
+    from jax.experimental.array_serialization import pytree_serialization
+
+    tree = {"a": [jnp.asarray(W), None, (jnp.ones(3, jnp.bfloat16),)], "b": {"c": jnp.asarray(2)}}
+    pytree_serialization.save(tree, tmp_path / "x")
+    require_same(jaxckpt.load_numpy(tmp_path / "x"), jax.tree.map(np.asarray, tree))
+    text = (tmp_path / "x" / "pytreedef.json").read_text()
+    (tmp_path / "x" / "pytreedef.json").write_text(text.replace('repr": "', 'repr": "AAAA'))
+    with pytest.raises(DataError, match="is damaged, or has nodes"):
+        jaxckpt.open(tmp_path / "x")
+
+
+def test_runs_of_levanter(sharded: dict[str, jax.Array], tmp_path: Path) -> None:
+    for step in (90, 100, 110):
+        serialize(tmp_path / f"step-{step}", sharded, ocdbt=False)
+        if step < 110:  # written last
+            (tmp_path / f"step-{step}" / "metadata.json").write_text(json.dumps({"step": step}))
+    assert jaxckpt.Run(tmp_path).steps() == [90, 100]
+    assert jaxckpt.open(tmp_path).metadata == {"step": 100}
+    require_same(jaxckpt.load_numpy(f"{tmp_path}@90"), TREE)
+    with pytest.raises(NotACheckpointError, match=r"never committed: it has no metadata\.json"):
+        jaxckpt.open(tmp_path / "step-110")
+    (tmp_path / "step-100" / "manifest.json").write_text(json.dumps({"arrays": []}))  # Levanter's own
+    require_same(jaxckpt.load_numpy(tmp_path / "step-100"), TREE)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_groups_of_zarr(version: Any, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(tmp_path / "x", mode="w", zarr_format=version)
+    for name, array in (("a/w", W), ("a/big", W.astype(">f4")), ("scalar", np.array(2.5)), ("wide", W[:1])):
+        chunks = (3, 100) if array.ndim else ()
+        group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks)[...] = array
+    group.create_array("date", shape=(2,), dtype="M8[s]")
+    checkpoint = jaxckpt.open(tmp_path / "x")
+    assert set(checkpoint.leaves) == {"a/w", "a/big", "scalar", "wide", "date"}
+    found = jaxckpt.load_numpy(tmp_path / "x", select=lambda name: name != "date")
+    require_same(found, {"a": {"w": W, "big": W}, "scalar": np.array(2.5), "wide": W[:1]})
+    with pytest.raises(DataError, match="has the data type"):
+        checkpoint["date"][...]
+
+
+def test_our_own_exports_come_back(tmp_path: Path) -> None:
+    tree = TREE | {
+        "step": 7,
+        "name": "x",
+        "rate": 0.5,
+        "fp8": W.astype(ml_dtypes.float8_e4m3fn),
+        "empty": np.zeros((0, 3)),
+    }
+    jaxckpt.save(tmp_path / "ours", tree)
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "x.zarr", select=lambda name: name != "name")
+    wanted = {name: child for name, child in tree.items() if name != "name"}
+    require_same(jaxckpt.load_numpy(tmp_path / "x.zarr"), wanted)
+    assert jaxckpt.verify(tmp_path / "x.zarr").ok
+    lost = next(file for file in (tmp_path / "x.zarr" / "fp8" / "c").rglob("*") if file.is_file())
+    lost.unlink()
+    with pytest.raises(DataError):
+        jaxckpt.load_numpy(tmp_path / "x.zarr", select="fp8")
+
+
+def test_other_folders_do_not_open_as_arrays(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "run" / "00000010", {"w": W})
+    (tmp_path / "run" / "00000010" / "manifest.json").unlink()  # as if the save had not finished
+    for data in (tmp_path / "run" / "00000010").glob("data-*/manifest*"):
+        data.unlink()
+    (tmp_path / "orbax" / "8.orbax-checkpoint-tmp" / "default" / "w").mkdir(parents=True)
+    (tmp_path / "orbax" / "8.orbax-checkpoint-tmp" / "default" / "w" / ".zarray").write_text("{}")
+    (tmp_path / "text" / "notes").mkdir(parents=True)
+    for folder in ("run", "run/00000010", "orbax", "orbax/8.orbax-checkpoint-tmp", "text"):
+        with pytest.raises((NotACheckpointError, DataError), match=r"not a checkpoint|in progress"):
+            jaxckpt.open(tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["", "{", "[]", '{"shape": [-1]}', '{"shape": [9223372036854775807, 99], "chunks": [1, 1], "dtype": "<f4"}'],
+)
+def test_damaged_metadata(metadata: str, tmp_path: Path) -> None:
+    os.makedirs(tmp_path / "w")
+    (tmp_path / "w" / ".zarray").write_text(metadata)
+    with pytest.raises(DataError):
+        jaxckpt.load_numpy(tmp_path)

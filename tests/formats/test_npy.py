@@ -1,0 +1,90 @@
+"""Files in NumPy's format: .npz with members that cannot be read, .npy, and Equinox's .eqx."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt.errors import DataError, InputError
+
+W = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_one_member_does_not_block_the_others(save: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    members = {
+        "bfloat16": W.astype(ml_dtypes.bfloat16),
+        "big": W.astype(">f4"),
+        "big complex": (W + 2j).astype(">c8").T,
+        "text": np.array(["a", "b"]),
+        "date": np.zeros(2, "M8[s]"),
+        "objects": np.array([{"a": 1}], object),
+        "void": W.astype("V1"),
+        "w": W,
+    }
+    save(path, **members)
+    checkpoint = jaxckpt.open(path)
+    assert set(checkpoint.leaves) == set(members)
+    assert np.array_equal(checkpoint["big"][1:3, 2:], W[1:3, 2:])
+    found = jaxckpt.load_numpy(path, select=lambda name: name not in ("text", "date", "objects", "void"))
+    for name, array in found.items():
+        assert array.dtype == members[name].dtype.newbyteorder("=")
+        assert np.array_equal(array, members[name])
+    for name in ("text", "date", "objects", "void"):
+        with pytest.raises(DataError, match=r"it (has dtype|holds pickled)"):
+            jaxckpt.load_numpy(path, select=name)
+
+
+def test_a_dtype_that_numpy_does_not_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    array = W.astype(ml_dtypes.float8_e4m3fn)
+    np.savez(path, w=array, b=W[0])
+    found = jaxckpt.load_numpy(jaxckpt.formats.npz_file(path, dtype="float8_e4m3fn"))
+    assert found["w"].dtype == array.dtype
+    assert found["w"].tobytes() == array.tobytes()
+    assert found["b"].dtype == np.float32
+    with pytest.raises(InputError, match="is not one of"):
+        jaxckpt.formats.npz_file(path, dtype="V1")
+    with pytest.raises(DataError, match=r"has dtype \|V1"):  # of another width
+        jaxckpt.load_numpy(jaxckpt.formats.npz_file(path, dtype="bfloat16"))
+
+
+def test_npy_files(tmp_path: Path) -> None:
+    for array in (W, W.T, np.array(3), W.astype(ml_dtypes.bfloat16), W.astype(">i8"), np.zeros((0, 3))):
+        np.save(tmp_path / "x.npy", array)
+        found = jaxckpt.load_numpy(tmp_path / "x.npy")
+        assert found.dtype == array.dtype.newbyteorder("=")
+        assert np.array_equal(found, array)
+    data = (tmp_path / "x.npy").read_bytes()
+    for end in range(6, len(data)):
+        (tmp_path / "x.npy").write_bytes(data[:end])
+        with pytest.raises(DataError):
+            jaxckpt.open(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("line", [b"", json.dumps({"width": 4}).encode() + b"\n"])
+def test_equinox_files(line: bytes, tmp_path: Path) -> None:
+    model = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    model = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.ones(4, jnp.bfloat16))
+    with (tmp_path / "model.eqx").open("wb") as file:
+        file.write(line)
+        eqx.tree_serialise_leaves(file, model)
+    found = jaxckpt.load_numpy(tmp_path / "model.eqx")
+    dynamic, static = eqx.partition(model, eqx.is_array_like)
+    restored = eqx.combine(jax.tree.unflatten(jax.tree.structure(dynamic), found), static)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(model), strict=True):
+        assert not eqx.is_array(wanted) or (leaf.dtype == wanted.dtype and np.array_equal(leaf, wanted))
+    data = (tmp_path / "model.eqx").read_bytes()
+    (tmp_path / "model.eqx").write_bytes(data[:-1])
+    with pytest.raises(DataError, match="but the file has"):
+        jaxckpt.open(tmp_path / "model.eqx")
