@@ -87,11 +87,11 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
     claimed: dict[str, Rule] = {}
     rules_of_leaves, problems = _rules_of_leaves(rules.rules, leaves)
     for rule in rules_of_leaves:
-        matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
+        matches = [matching_paths(name, leaves.paths, rule.numbers) for name in paths_in(rule.source)]
         if not any(matches):
             problems.append(Problem(None, f"{rule} matches nothing{_hint(paths_in(rule.source)[0], leaves.paths)}"))
             continue
-        scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
+        scales = [matching_paths(name, leaves.paths, rule.numbers) for name in paths_in(rule.scales)]
         copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
         own = [*copies] if rule.tied else [*matches, *scales, *copies]
         paths = [path for matched in own for path in matched.values()]
