@@ -49,9 +49,11 @@ def huggingface_rules(
 ) -> Rules:
     """Make rules that map the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
 
-    Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
-    leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized. If the
-    model uses its embedding as head and the folder also stores the head, both must be equal: a read compares them.
+    docs/huggingface.md has a table of the supported families, and names the leaves. Experts are stacked along an axis,
+    whether the folder has a tensor for each expert or for all experts of a layer. Weights quantized in float8 blocks,
+    in MXFP4, or in int8 or float8 by compressed-tensors, are dequantized. If the model uses its embedding as head and
+    the folder also stores the head, both must be equal: a read compares them. The layers with which DeepSeek predicts
+    further tokens are left out.
 
     Args:
         folder: A local folder with the model's config.json, and usually with its tensors: the rules follow their names,
@@ -89,8 +91,12 @@ def huggingface_rules(
         drop = [name for name in CONSTANTS if matching_paths(name, stored.names)]
         for tower in FAMILIES[family]:
             own, unused = _tower_rules(folder, tower, config, stored, bool(scan) and is_plain)
-            rules += [_add_scales(_resized(rule, config, vocab_size), config) for rule in own]
+            rules += [
+                _add_scales(_resized(rule, {**config, **tower.config_in(config)}, vocab_size), config) for rule in own
+            ]
             drop += unused
+        if vocab_size is not None and not any(rule.resized for rule in rules):
+            raise InputError(f"vocab_size= is not for models of model_type {family!r}")
         plain = Rules(rules, drop)
         return plain if is_plain else maxtext_rules(plain, config, scan is not False)
     except KeyError as error:
@@ -197,10 +203,7 @@ def _tower_rules(
     folder: str | os.PathLike[str], tower: Tower, config: Config, stored: _Stored, scan: bool
 ) -> tuple[list[Rule], Sequence[str]]:
     """The rules for a model, or for a part of it with layers of its own, and the tensors that it does not use."""
-    config = {**tower.settings, **(config[tower.config] if tower.config else config)}
-    for ours, theirs in tower.keys.items():
-        names = theirs.split()
-        config[ours] = config[next((name for name in names if config.get(name) is not None), names[-1])]
+    config = {**config, **tower.config_in(config)}
     heads = int(config["num_attention_heads"])
     sizes = {"two": 2, "i": int(config["num_hidden_layers"])}
     if tower.has_given_heads:
@@ -219,6 +222,7 @@ def _tower_rules(
         name = f"{tower.layers}{line.source}" if line.source.startswith(".") else line.source
         return name[1:] if name.startswith("/") else f"{prefix}{name}"
 
+    drop = _require_layers(folder, f"{prefix}{tower.layers}", tower, config, stored.names)
     rules: dict[tuple[str, ...], Rule] = {}
     used: dict[str, _Line] = {}
     of_experts = _expert_layers(config, sizes["i"]) if experts else []
@@ -243,12 +247,11 @@ def _tower_rules(
         for targets in earlier:
             rules.pop(targets, None)
         used |= dict.fromkeys(line.targets, line)
-        layers: Sequence[int] | None = None
+        layers: Sequence[int] | None = range(sizes["i"]) if drop and line.source.startswith(".") else None
         if experts and line.targets[0].startswith(("mlp/", "moe/")):
             layers = [n for n in range(sizes["i"]) if (n in of_experts) == line.targets[0].startswith("moe/")]
-        if layers != []:
+        if layers is None or layers:
             rules[line.targets] = _rule_of_line(line, source, tower.target, sizes, config, layers, scan)
-    drop = _require_layers(folder, f"{prefix}{tower.layers}", tower, config, stored.names)
     return [*rules.values()], drop
 
 

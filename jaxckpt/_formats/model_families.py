@@ -49,6 +49,14 @@ class Tower:
     has_given_heads: bool = False
     """Whether the number of heads, and not their size, determines the layouts with heads."""
 
+    def config_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Its settings, under the names of Llama's. Raises KeyError if one is missing."""
+        own = {**self.settings, **(config[self.config] if self.config else config)}
+        for ours, theirs in self.keys.items():
+            names = theirs.split()
+            own[ours] = own[next((name for name in names if own.get(name) is not None), names[-1])]
+        return own
+
 
 _MODEL = """
 embed_tokens.weight               embed/embedding

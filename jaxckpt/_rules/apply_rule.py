@@ -113,7 +113,9 @@ def _number_problems(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
     gaps = [*itertools.islice((number for number in expected if number not in values), 6)]
     if invalid := [*gaps, *sorted(number for number in values if number not in expected)]:
         shown = ", ".join(map(str, invalid[:5])) + (", …" if len(invalid) > 5 else "")
-        ends = f"{expected[0]} to {expected[-1]}" if len(expected) == expected[-1] - expected[0] + 1 else expected
+        whole = range(expected[0], expected[-1] + 1)
+        is_whole = expected == whole or (len(expected) == len(whole) and [*expected] == [*whole])
+        ends = f"{expected[0]} to {expected[-1]}" if is_whole else expected
         yield f"{{{name}}} must be {ends}; {'missing' if gaps else 'found'}: {shown}"
 
 

@@ -742,3 +742,84 @@ def test_a_rule_for_a_container_that_does_not_fit_is_an_error(tmp_path: Path) ->
     clash = Rules([Rule(source="a/0/w", target="b/w")], keep=True)
     with pytest.raises(jaxckpt.MismatchError, match="'b/w' is made by a rule, and also kept"):
         jaxckpt.load_numpy(tmp_path / "c", rename=clash)
+
+
+# Chosen numbers, indices of an axis, and packed values -----------------------------------------------------------
+
+
+def test_chosen_numbers_are_stacked_in_their_order_and_unstacked(tmp_path: Path) -> None:
+    tree = {f"h.{n}.w": np.full((2, 3), n) for n in range(7)}
+    jaxckpt.save(tmp_path / "a", tree)
+    groups = {"local": (1, 4), "global": range(0, 7, 3), "last": (5, 2)}
+    rules = Rules(
+        [Rule(source="h.{i}.w", target=name, layout="a b -> a i b", numbers={"i": own}) for name, own in groups.items()]
+    )
+    found = jaxckpt.load_numpy(tmp_path / "a", rename=rules)
+    assert {name: leaf[0, :, 0].tolist() for name, leaf in found.items()} == {n: [*own] for n, own in groups.items()}
+    jaxckpt.save(tmp_path / "b", found)
+    back = jaxckpt.load_numpy(tmp_path / "b", rename=rules.inverse())
+    assert back.keys() == tree.keys()
+    assert all(same(back[name], tree[name]) for name in tree)
+    some = [Rule(source="h.{i}.w", target="x/{i}", numbers={"i": (3, 9, 5)}), *rules.rules[:1]]
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)\{i\} must be \(3, 9, 5\); missing: 9.*'h.0.w' matches no rule"
+    ):
+        jaxckpt.open(tmp_path / "a", rename=Rules(some))
+
+
+def test_each_target_is_one_index_of_a_named_axis(tmp_path: Path) -> None:
+    qkv = np.arange(24 * 5).reshape(24, 5)
+    tree = {f"h.{i}.qkv": qkv + 1000 * i for i in range(2)}
+    jaxckpt.save(tmp_path / "a", tree)
+    rule = Rule(source="h.{i}.qkv", target=("q", "k", "v"), layout="(h n d) m -> i m h d", sizes={"d": 4}, axis="n")
+    found = jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule]))
+    for number, name in enumerate("qkv"):
+        expected = (
+            np.stack([qkv + 1000 * i for i in range(2)]).reshape(2, 2, 3, 4, 5)[:, :, number].transpose(0, 3, 1, 2)
+        )
+        assert same(found[name], np.ascontiguousarray(expected))
+    jaxckpt.save(tmp_path / "b", found)
+    back = jaxckpt.load_numpy(tmp_path / "b", rename=Rules([rule]).inverse())
+    assert all(same(back[name], tree[name]) for name in tree)
+    jaxckpt.save(tmp_path / "c", {**found, "k": found["k"][:, :4]})
+    with pytest.raises(jaxckpt.MismatchError, match=r"'k' is int64\[2, 4, 2, 4\], and 'q' is int64\[2, 5, 2, 4\]"):
+        jaxckpt.open(tmp_path / "c", rename=Rules([rule]).inverse())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_box_of_packed_values_equals_numpys_result(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)))
+    blocks = random_bits(data.draw(st.integers(0, 999)), shape, "uint8")
+    scales = np.random.default_rng(0).integers(100, 140, shape[:2]).astype("uint8")
+    low_and_high = np.stack([blocks & 15, blocks >> 4], -1).reshape(*shape[:2], -1)
+    values = low_and_high.view(DTYPES["float4_e2m1fn"]).astype("float32") * np.float32(2.0) ** (
+        scales.astype("float32")[..., None] - 127
+    )
+    rule = Rule(source="b", scales="s", target="w", packed="float4_e2m1fn", dtype="bfloat16", layout="r g k -> (g k) r")
+    with tempfile.TemporaryDirectory() as folder:
+        jaxckpt.save(f"{folder}/a", {"b": blocks, "s": scales})
+        leaf = jaxckpt.open(f"{folder}/a", rename=Rules([rule]))["w"]
+        expected = values.reshape(shape[0], -1).T.astype(leaf.dtype)
+        box = data.draw(boxes(leaf.shape))
+        at = tuple(slice(*side) for side in box)
+        assert same(leaf[at], np.ascontiguousarray(expected[at]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"numbers": {"j": (1, 2)}}, "numbers= names 'j', which is not a number"),
+        ({"numbers": {"i": (1, 1)}}, "different numbers for 'i'"),
+        ({"numbers": {"i": (-1,)}}, "a number in numbers="),
+        ({"numbers": {"i": ()}}, "different numbers for 'i'"),
+        ({"axis": "n"}, "needs a layout with this axis"),
+        ({"axis": "n", "layout": "n m -> n m"}, "an axis of only the side with one path"),
+        ({"axis": "n", "layout": "n m -> m", "target": "t/{i}"}, "an axis of only the side with one path"),
+        ({"packed": "float4_e2m1fn"}, "packed= needs scales="),
+        ({"packed": "int4", "scales": "c/{i}"}, "packed= must be"),
+    ],
+)
+def test_invalid_numbers_axes_and_packed_values_are_an_error(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match=expected):
+        Rule(**{"source": "s/{i}", "target": ("q/{i}", "k/{i}"), **arguments})

@@ -54,7 +54,7 @@ def _rotated(x: Any, config: dict[str, Any], pairs: bool = False) -> Any:
 
 
 def _attention(layer: Any, x: Any, config: dict[str, Any]) -> Any:
-    epsilon = config.get("rms_norm_eps")
+    epsilon = config.get("rms_norm_eps", 1e-5)
     if "kv_a" in layer:
         rope, nope, rank = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"))
         q = _project(
