@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, Spec, whole_box
 from jaxckpt._model.leaves import SavedLeaf
+from jaxckpt._model.paths import relative_path
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, MisfitError, solve
 from jaxckpt._rules.mapped_data import ComparedData, MappedData, MappedSource
@@ -24,13 +25,15 @@ from jaxckpt.errors import show_path
 
 
 class SourceLeaves:
-    """The arrays of a source, by path."""
+    """The arrays of a source, or those below a container of it, by path."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, within: str = "") -> None:
         self._source = source
         self._readers: dict[int, Any] = {}
         self._numbers = source.manifest.numbers
         self.paths = self._numbers.keys()
+        if within:
+            self.paths = {path: None for path in self._numbers if relative_path(within, path) is not None}.keys()
 
     def array(self, path: str) -> ForeignArray:
         """A leaf. Raises MisfitError if a rule cannot use it."""

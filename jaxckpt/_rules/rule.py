@@ -49,71 +49,60 @@ class Rule:
         ... )
         >>> one.inverse().layout
         'i model heads dim -> (heads dim) model'
+
+    Attributes:
+        source: The path of the source leaf; `{i}` matches a whole number. Several paths are joined along
+            `axis`. If source and target end with "/**", the rule is for all leaves below a container, of any
+            shape; it has neither layout nor sizes, and layers are stacked or unstacked along `axis`.
+        target: The path of the target leaf. If only the source has a number such as `{i}`, the leaves are
+            stacked along the axis of that name in the target's layout. If only the target has it, the source is
+            unstacked along its axis of that name. Several paths are parts along `axis`.
+        layout: The axes of source and target in einops notation, such as "(h d) m -> m h d". Empty: no change.
+        sizes: Sizes of axes that the shapes do not determine. It may also give the count of a number in the
+            paths: with {"i": 32}, a missing number from 0 to 31 is an error.
+        numbers: The values of a number in the paths, such as {"i": range(3, 61)}: others do not match, and a
+            missing one is an error. Leaves are stacked in this order.
+        axis: The dimension of the target along which sources are joined, or of the source along which targets
+            are split. Or the name of an axis that only the source has: each target is one index of it. With
+            layout="(h n d) m -> m h d" and axis="n", three targets are the q, k and v of each head.
+        parts: Sizes along `axis` of several sources or targets. By default targets have equal sizes. `inverse`
+            needs `parts` if the sizes of the sources differ.
+        dtype: The dtype of the target, cast as by NumPy. None: the dtype of the source.
+        scales: For quantized sources, the paths of the scales, one for each path of `source`. Each value is
+            first multiplied by the scale of its block, in float32. The target is float32 unless `dtype` is
+            given. `inverse` does not quantize.
+        block: The shape of a block of values with one scale, such as (128, 128). None: the scales have the
+            shape of the values, with size 1 in each dimension that they do not depend on.
+        packed: For sources of bytes with two 4-bit values each, the dtype of the values: "float4_e2m1fn" for
+            MXFP4. The first is in the low bits. The last dimension has twice the size, and the scales are
+            exponents (float8_e8m0fnu). There is no inverse.
+        resized: Target sizes of axes whose source size, in `sizes`, differs, such as {"vocab": 256128}. Larger
+            targets are padded with zeros; smaller targets are truncated.
+        scale: Target values are source × scale + offset, computed in float32, or in float64 for float64 and
+            int64. If the source has integers, a scale or offset needs `dtype`.
+        offset: Added to the scaled values; see `scale`.
+        tied: Whether another rule has the same source. `inverse` makes the source from the other rule's target.
+        copies: Paths of source leaves that repeat `source`, such as the stored head of a model that uses its
+            embedding as head. All values that are read are compared bit for bit: a difference is a DataError.
+            `inverse` leaves them out.
     """
 
     source: Paths
-    """The path of the source leaf; `{i}` matches a whole number. Several paths are joined along `axis`. If source and
-    target end with "/**", the rule is for all leaves below a container, of any shape; it has neither layout nor sizes,
-    and layers are stacked or unstacked along `axis`."""
-
     target: Paths
-    """The path of the target leaf. If only the source has a number such as `{i}`, the leaves are stacked along the axis
-    of that name in the target's layout. If only the target has it, the source is unstacked along its axis of that name.
-    Several paths are parts along `axis`."""
-
     layout: str = ""
-    """The axes of source and target in einops notation, such as "(h d) m -> m h d". Empty: no change."""
-
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Sizes of axes that the shapes do not determine. It may also give the count of a number in the paths: with
-    {"i": 32}, a missing number from 0 to 31 is an error."""
-
     numbers: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
-    """The values of a number in the paths, such as {"i": range(3, 61)}: others do not match, and a missing one is an
-    error. Leaves are stacked in this order."""
-
     axis: int | str = 0
-    """The dimension of the target along which sources are joined, or of the source along which targets are split. Or
-    the name of an axis that only the source has: each target is one index of it. With
-    layout="(h n d) m -> m h d" and axis="n", three targets are the q, k and v of each head."""
-
     parts: tuple[int, ...] | None = None
-    """Sizes along `axis` of several sources or targets. By default targets have equal sizes. `inverse` needs `parts` if
-    the sizes of the sources differ."""
-
     dtype: str | None = None
-    """The dtype of the target, cast as by NumPy. None: the dtype of the source."""
-
     scales: Paths = ()
-    """For quantized sources, the paths of the scales, one for each path of `source`. Each value is first multiplied by
-    the scale of its block, in float32. The target is float32 unless `dtype` is given. `inverse` does not quantize."""
-
     block: tuple[int, ...] | None = None
-    """The shape of a block of values with one scale, such as (128, 128). None: the scales have the shape of the values,
-    with size 1 in each dimension that they do not depend on."""
-
     packed: str = ""
-    """For sources of bytes with two 4-bit values each, the dtype of the values: "float4_e2m1fn" for MXFP4. The first is
-    in the low bits. The last dimension has twice the size, and the scales are exponents (float8_e8m0fnu). There is no
-    inverse."""
-
     resized: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Target sizes of axes whose source size, in `sizes`, differs, such as {"vocab": 256128}. Larger targets are padded
-    with zeros; smaller targets are truncated."""
-
     scale: float = 1.0
-    """Target values are source × scale + offset, computed in float32, or in float64 for float64 and int64. If the
-    source has integers, a scale or offset needs `dtype`."""
-
     offset: float = 0.0
-    """Added to the scaled values; see `scale`."""
-
     tied: bool = False
-    """Whether another rule has the same source. `inverse` makes the source from the other rule's target."""
-
     copies: Paths = ()
-    """Paths of source leaves that repeat `source`, such as the stored head of a model that uses its embedding as head.
-    All values that are read are compared bit for bit: a difference is a DataError. `inverse` leaves them out."""
 
     def inverse(self, dtype: str | None = None) -> Rule:
         """The rule from target to source.

@@ -823,3 +823,60 @@ def test_any_box_of_packed_values_equals_numpys_result(data: st.DataObject) -> N
 def test_invalid_numbers_axes_and_packed_values_are_an_error(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(jaxckpt.errors.InputError, match=expected):
         Rule(**{"source": "s/{i}", "target": ("q/{i}", "k/{i}"), **arguments})
+
+
+# Whole trees ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "whole", "axis"),
+    [("params/layers/{i}", "params/layers", 0), ("params/layers_{n}", "params/layers", 1), ("params/{i}", "params", 0)],
+)
+def test_stack_and_its_inverse_keep_everything_else(tmp_path: Path, layers: str, whole: str, axis: int) -> None:
+    tree: dict[str, Any] = {f"{layers}/mlp/w".replace(layers[-3:], str(n)): np.full((2, 3), n) for n in range(3)}
+    tree |= {"step": 4, "opt/mu": np.ones(2)}
+    jaxckpt.save(tmp_path / "a", nested_dicts(tree))
+    rules = jaxckpt.rules.stack(layers, axis=axis)
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=rules)
+    stacked = jaxckpt.open(tmp_path / "b")
+    expected = np.stack([np.full((2, 3), n) for n in range(3)], axis)
+    np.testing.assert_array_equal(stacked[f"{whole}/mlp/w"][...], expected)
+    assert stacked["step"].value == 4
+    back = jaxckpt.open(tmp_path / "b", rename=rules.inverse())
+    assert {path: np.asarray(back[path][...]).tolist() for path in tree} == {
+        p: np.asarray(v).tolist() for p, v in tree.items()
+    }
+    for wrong in ("layers", "layers/{i}/{j}", 3):
+        with pytest.raises(jaxckpt.errors.InputError, match="path of a layer with one number"):
+            jaxckpt.rules.stack(wrong)  # pyright: ignore
+
+
+def test_rules_for_the_parameters_of_a_training_state(tmp_path: Path) -> None:
+    rules = Rules(
+        [Rule(source="wte", target="embed", layout="v m -> m v"), Rule(source="h.{i}", target="layers/{i}")], ["mask"]
+    )
+    theirs = {"wte": np.ones((2, 3)), "h.0": np.zeros(2), "h.1": np.ones(2), "mask": np.ones(1)}
+    jaxckpt.save(tmp_path / "theirs", theirs)
+    params = jaxckpt.load_numpy(tmp_path / "theirs", rename=rules)
+    state = jaxckpt.load_numpy(tmp_path / "theirs", rename=rules.below(target="params"))
+    jax.tree.map(np.testing.assert_array_equal, state, {"params": params})
+    jaxckpt.save(tmp_path / "state", {**state, "opt_state": {"mu": state["params"]}, "step": 3})
+    found = jaxckpt.load_numpy(tmp_path / "state", rename=rules.inverse().below(source="params"))
+    jax.tree.map(np.testing.assert_array_equal, found, {name: theirs[name] for name in theirs if name != "mask"})
+    jaxckpt.save(tmp_path / "nested", {"old": theirs, "step": 3})
+    both = rules.below(source="old", target="new/params")
+    jax.tree.map(
+        np.testing.assert_array_equal, jaxckpt.load_numpy(tmp_path / "nested", rename=both), {"new": {"params": params}}
+    )
+
+
+def test_drop_takes_what_select_takes(tmp_path: Path) -> None:
+    jaxckpt.save(
+        tmp_path / "a", {"w": np.ones(2), "opt": {"mu": {"w": 2}, "nu": {"w": 3}}, "h": {"0": {"b": 4}, "x": {"b": 5}}}
+    )
+    rule = Rule(source="w", target="w")
+    for drop in (["opt", "h"], ["opt/**", "h/*/b"], ["opt/mu", "**/nu/w", "h/{i}", "h/x"]):
+        assert set(jaxckpt.open(tmp_path / "a", rename=Rules([rule], drop, keep=True))) == {"w"}
+    assert set(jaxckpt.open(tmp_path / "a").restore(select="h/{i}")["h"]) == {"0"}
+    with pytest.raises(jaxckpt.MismatchError, match=r"drop 'opt/m\*/x' matches nothing"):
+        jaxckpt.open(tmp_path / "a", rename=Rules([rule], ["opt/m*/x"], keep=True))
