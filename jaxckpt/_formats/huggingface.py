@@ -74,7 +74,7 @@ def huggingface_rules(
         StorageError: config.json cannot be read.
         InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
-    config = _config_of(folder)
+    config = read_config(folder)
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise InputError(
@@ -86,7 +86,7 @@ def huggingface_rules(
     is_plain = layout == "plain"
     try:
         config = {**config, "mxfp4": _quantization_method(config) == "mxfp4"}
-        stored = _Stored(_tensor_names(folder))
+        stored = _Stored(tensor_names(folder))
         rules: list[Rule] = []
         drop = [name for name in CONSTANTS if matching_paths(name, stored.names)]
         for tower in FAMILIES[family]:
@@ -107,13 +107,14 @@ def huggingface_rules(
         raise DataError(f"the config.json of {folder} has a value that does not fit: {error}") from error
 
 
-def _config_of(folder: str | os.PathLike[str]) -> Config:
+def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Config:
+    """The configuration of a model or adapter in a local folder. Raises DataError, StorageError, InputError."""
     local = local_path(folder, "folder, the first argument,")
     if local is None:
-        raise InputError(f"{folder} must be a local folder: its config.json is read")
+        raise InputError(f"{folder} must be a local folder: its {name} is read")
     if os.path.isfile(local):
         local = os.path.dirname(local)
-    path = Path(local) / "config.json"
+    path = Path(local) / name
     with translate_os_errors(f"cannot read {path}"):
         try:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -123,12 +124,12 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
                     f"there is no folder {local}: to download a model, call"
                     f" huggingface_hub.snapshot_download(name, local_dir={os.fspath(folder)!r})"
                 ) from error
-            raise DataError(f"{local} has no config.json: give the folder of a model of Hugging Face") from error
+            raise DataError(f"{local} has no {name}: give the folder of a model of Hugging Face") from error
         except (IsADirectoryError, msgspec.MsgspecError) as error:
             raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
 
 
-def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
+def tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
     """The names of the tensors in a folder; none if it has only the configuration. Raises DataError."""
     try:
         return source_at(folder, Options()).manifest.numbers.keys()
@@ -318,7 +319,7 @@ def _rule_of_line(
 
 def huggingface_dtype(folder: str | os.PathLike[str]) -> str:
     """The dtype of the weights of a Hugging Face folder, from its config.json. Raises DataError."""
-    return _dtype(_config_of(folder))
+    return _dtype(read_config(folder))
 
 
 def _dtype(config: Config) -> str:
