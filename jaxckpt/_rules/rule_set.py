@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from jaxckpt._keywords import explain_names
+from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.paths import closest_hint, join_paths
 from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import nested_dicts
@@ -108,6 +108,7 @@ def _below(container: str, names: Paths) -> Paths:
     return joined[0] if isinstance(names, str) else joined
 
 
+@explain_keywords
 def stack(layers: str, *, axis: int = 0) -> Rules:
     """Rules that stack the layers of a tree for `jax.lax.scan`; all other leaves stay. Their `inverse()` unstacks.
 
