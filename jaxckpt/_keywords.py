@@ -172,9 +172,11 @@ _MODULE_ATTRIBUTES = {
     "CheckpointManagerOptions": "Checkpointer(directory, …), which takes them as arguments",
     "PyTreeCheckpointer": "save and jaxckpt.restore",
     "StandardCheckpointer": "save and jaxckpt.restore",
-    **{name: f"weights.{name}" for name in ("Publisher", "subscribe")},
-    **{name: f"formats.{name}" for name in ("mindspore_ranks", "npz_file", "oneflow_ranks", "rank_files")},
-    **{name: f"rules.{name}" for name in ("Rule", "Rules", "huggingface_rules")},
+    **{name: f"weights.{name}" for name in ("Publisher", "subscribe", "average")},
+    **{
+        name: f"formats.{name}" for name in ("mindspore_ranks", "npz_file", "oneflow_ranks", "rank_files", "merge_lora")
+    },
+    **{name: f"rules.{name}" for name in ("Rule", "Rules", "huggingface_rules", "lora_rules", "stack")},
     "hf_rules": "rules.huggingface_rules",
     **{name: f"types.{name}" for name in ("Delta", "LeafDelta", "LocalBytes", "Progress", "RestorePlan")},
     "VerifyReport": "types.VerifyReport",
@@ -263,7 +265,8 @@ def explain_missing_names(module: str) -> Callable[[str], Any]:
         near: list[str] = []
         if not name.startswith("_"):  # Python looks for many of these
             public = [own for own in vars(sys.modules[module]) if not own.startswith("_")]
-            near = difflib.get_close_matches(name, public, n=1)
+            known = _MODULE_ATTRIBUTES.get(name, "").rpartition(".")[2]
+            near = [known] if known in public else difflib.get_close_matches(name, public, n=1)
         hint = f": did you mean {near[0]}?" if near else ""
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
+from jaxckpt._formats.average import average as average
 from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.select import Rename, Select
 from jaxckpt._model.tree import Tree

@@ -11,7 +11,7 @@ from typing import Any, cast
 from jaxckpt._model.paths import closest_paths, path_prefixes, unescape_key
 from jaxckpt._model.select import parse_select
 
-_WILDCARD = re.compile(r"[*?]|\[.*\]")
+_WILDCARD = re.compile(r"[*?]|\[.*\]|\{\w+\}")
 
 
 def key_problem(
@@ -39,6 +39,12 @@ def key_problem(
         f"{argument} has the key {shown}, but the keys of {argument} are the keys of the tree, not {kind}: give"
         f" {instead}{other}"
     )
+
+
+def pattern_of(prefix: str) -> str:
+    """The path or glob that an entry with keys that are hardly those of a tree is; empty for any other entry."""
+    kinds = {_kind(unescape_key(component)) for component in prefix.split("/")} - {""}
+    return _intended_path(prefix) if kinds and "tuples" not in kinds else ""
 
 
 def is_meant_for(prefix: str, paths: Iterable[str]) -> bool:

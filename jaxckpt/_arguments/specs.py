@@ -11,10 +11,11 @@ from typing import Any, Protocol, TypeGuard, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxckpt._arguments.prefix_keys import key_problem
+from jaxckpt._arguments.prefix_keys import key_problem, pattern_of
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._model.paths import closest_hint, containers_of, longest_prefix
+from jaxckpt._model.paths import closest_hint, containers_of, escape_key, longest_prefix
+from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._options import Options
 from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
 
@@ -101,9 +102,10 @@ def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
 def resolve_specs(
     specs: Specs, leaves: Sequence[tuple[str, ShapedLeaf]], on_host: Container[str] = ()
 ) -> dict[str, Spec]:
-    """The spec of each leaf for which `specs` has one. Leaves `on_host` take a spec at their own path, that of a
-    subtree without other leaves, and that of a function, which may return None for them. Raises a SpecError that names
-    invalid or unused entries."""
+    """The spec of each leaf for which `specs` has one. A key that is not in the tree may be a path or a glob, as in
+    `select=`: the first that matches is for the leaves without another spec. Leaves `on_host` take a spec at their own
+    path, that of a subtree without other leaves, and that of a function, which may return None for them. Raises a
+    SpecError that names invalid or unused entries."""
     if specs is None:
         return {}
     if isinstance(specs, Mesh):  # a Mesh is callable (as a decorator), and must not be taken for a function
@@ -123,6 +125,14 @@ def resolve_specs(
         path: head for path, head in heads.items() if path not in on_host or head == path or head not in with_others
     }
     used = set(chosen.values())
+    # JAX sorts the keys of a dict; patterns apply in the caller's order.
+    order = {escape_key(key): n for n, key in enumerate(specs)} if isinstance(specs, Mapping) else {}
+    unused_keys = sorted(by_prefix.keys() - used, key=lambda prefix: (order.get(prefix.split("/")[0], 0), prefix))
+    patterns = {prefix: parse_select(pattern) for prefix in unused_keys if (pattern := pattern_of(prefix))}
+    for path, _ in leaves:
+        if path not in on_host and (matches := [prefix for prefix, selector in patterns.items() if selector(path)]):
+            chosen.setdefault(path, matches[0])
+            used.update(matches)
     # One spec for all leaves is valid even if there are no leaves.
     unused = [prefix for prefix in by_prefix if prefix not in used and (prefix or leaves)]
     if unused:
@@ -157,9 +167,13 @@ def _refuse_bare_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
 
 def _unused_error(prefix: str, paths: Sequence[str]) -> SpecError:
     """The error for an entry of `specs` that applies to no leaf."""
+    candidates = {*paths, *containers_of(paths)}
+    if pattern := pattern_of(prefix):
+        hint = unmatched_hint(pattern, candidates)
+        return SpecError(f"specs has {pattern!r}, which matches no array on devices{hint}")
     if problem := key_problem("specs", prefix, "PartitionSpec(…)", paths):
         return SpecError(problem)
-    hint = closest_hint(prefix, {*paths, *containers_of(paths)})
+    hint = closest_hint(prefix, candidates)
     return SpecError(f"specs has {show_path(prefix)}, but no leaf at or below that path is an array on devices{hint}")
 
 

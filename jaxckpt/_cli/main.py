@@ -340,6 +340,7 @@ def plan() -> None:
     click.option(
         "--chunk-bytes", type=parse_size, metavar="SIZE", help="Approximate size of one chunk, such as 64KiB."
     ),
+    click.option("--merge-lora", metavar="ADAPTER", help="Merge a LoRA adapter of PEFT (a folder) into SOURCE."),
     indivisible_option,
     overwrite_option,
     progress_option,
@@ -352,6 +353,27 @@ def convert() -> None:
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     jaxckpt convert Llama-3.1-8B run0 --rules maxtext --format orbax
     jaxckpt convert run9 exported --rules maxtext --back-to Llama-3.1-8B --format safetensors
+    """
+
+
+@_command(
+    "writing",
+    click.argument("checkpoints", nargs=-1, required=True),
+    click.option("--weights", metavar="W1,W2,…", help="The factor of each checkpoint. By default 1 / count."),
+    click.option("--output", "-o", "destination", required=True, metavar="DESTINATION", help="The new checkpoint."),
+    click.option("--format", metavar=f"[{'|'.join(FORMATS)}]", shell_complete=complete_format, help="As for convert."),
+    select_option,
+    overwrite_option,
+    progress_option,
+)
+def average() -> None:
+    """Write the weighted sum of checkpoints, computed in float32.
+
+    RUN@last5 means the newest 5 steps of a run. Factors may be negative.
+
+    \b
+    jaxckpt average run1@last5 --select params -o averaged
+    jaxckpt average tuned other base --weights 1,1,-1 -o merged --format safetensors
     """
 
 

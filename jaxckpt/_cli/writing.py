@@ -15,6 +15,8 @@ from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
 from jaxckpt._convert.convert import integrate as integrate_ranks
+from jaxckpt._formats.average import average as averaged
+from jaxckpt._formats.peft import merge_lora as merged
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
@@ -41,6 +43,7 @@ def convert(
     rules: str | None,
     back_to: str | None,
     chunk_bytes: int | None,
+    merge_lora: str | None,
     indivisible: Literal["error", "replicate"],
     overwrite: bool,
     progress: bool,
@@ -51,7 +54,7 @@ def convert(
         raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
     renaming = rules_of(source, rules, back_to) or renames(rename) or None
     convert_checkpoint(
-        source,
+        source if merge_lora is None else merged(source, merge_lora),
         destination,
         format=format,
         mesh=mesh,
@@ -63,6 +66,25 @@ def convert(
         options=replace(progress_options(progress), indivisible=indivisible),
     )
     print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
+
+
+def average(
+    checkpoints: Sequence[str],
+    weights: str | None,
+    destination: str,
+    format: str | None,
+    select: Sequence[str],
+    overwrite: bool,
+    progress: bool,
+    as_json: bool,
+) -> None:
+    try:
+        factors = None if weights is None else [*map(float, weights.split(","))]
+    except ValueError:
+        raise click.UsageError(f"--weights {weights!r} must be numbers with commas, such as 1,1,-1") from None
+    source = averaged(checkpoints, weights=factors, select=select or None)
+    convert_checkpoint(source, destination, format=format, overwrite=overwrite, options=progress_options(progress))
+    print_done(f"{source.url} → {destination}", {"source": source.url, "destination": destination}, as_json)
 
 
 def report(

@@ -11,22 +11,24 @@ for the layers in front:
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from jaxckpt._formats.local_files import reads_files
 from jaxckpt._formats.maxtext import maxtext_rules
+from jaxckpt._formats.model_families import CONSTANTS, FAMILIES, Tower
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._options import Options
 from jaxckpt._rules.axis_layouts import AxisLayout as Axes
 from jaxckpt._rules.axis_layouts import axes_of
-from jaxckpt._rules.rule import Paths, Rule, matching_paths, paths_in
+from jaxckpt._rules.rule import Paths, Rule, captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._store.storage_errors import translate_os_errors
@@ -47,9 +49,11 @@ def huggingface_rules(
 ) -> Rules:
     """Make rules that map the tensors of a Hugging Face folder to a tree of arrays. Pass them as `rename=`.
 
-    Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) and GPT-2. docs/huggingface.md names the
-    leaves. Weights quantized in float8 blocks, or in int8 or float8 by compressed-tensors, are dequantized. If the
-    model uses its embedding as head and the folder also stores the head, both must be equal: a read compares them.
+    docs/huggingface.md has a table of the supported families, and names the leaves. Experts are stacked along an axis,
+    whether the folder has a tensor for each expert or for all experts of a layer. Weights quantized in float8 blocks,
+    in MXFP4, or in int8 or float8 by compressed-tensors, are dequantized. If the model uses its embedding as head and
+    the folder also stores the head, both must be equal: a read compares them. The layers with which DeepSeek predicts
+    further tokens are left out.
 
     Args:
         folder: A local folder with the model's config.json, and usually with its tensors: the rules follow their names,
@@ -70,25 +74,31 @@ def huggingface_rules(
         StorageError: config.json cannot be read.
         InputError: The model's family or its quantization is not supported, or an argument is invalid.
     """
-    config = _config_of(folder)
+    config = read_config(folder)
     family = str(config.get("model_type"))
-    if family not in _FAMILIES:
+    if family not in FAMILIES:
         raise InputError(
             f"{folder} is of model_type {family!r}, for which there are no rules: they exist for"
-            f" {', '.join(_FAMILIES)}. Write your own Rules for other models."
+            f" {', '.join(FAMILIES)}. Write your own Rules for other models."
         )
     if layout not in ("plain", "maxtext"):
         raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
     is_plain = layout == "plain"
     try:
-        stacked = bool(scan) and is_plain
-        rules = _gpt2(config, stacked) if family == "gpt2" else _llama(config, stacked, **_FAMILIES[family])
-        names = _tensor_names(folder)
-        _require_layers(folder, config, names)
-        rules = _as_stored(rules, names)
-        resized = [_resized(rule, config, vocab_size) for rule in rules.rules]
-        rules = Rules([_add_scales(rule, config) for rule in resized], rules.drop)
-        return rules if is_plain else maxtext_rules(rules, config, scan is not False)
+        config = {**config, "mxfp4": _quantization_method(config) == "mxfp4"}
+        stored = _Stored(tensor_names(folder))
+        rules: list[Rule] = []
+        drop = [name for name in CONSTANTS if matching_paths(name, stored.names)]
+        for tower in FAMILIES[family]:
+            own, unused = _tower_rules(folder, tower, config, stored, bool(scan) and is_plain)
+            rules += [
+                _add_scales(_resized(rule, {**config, **tower.config_in(config)}, vocab_size), config) for rule in own
+            ]
+            drop += unused
+        if vocab_size is not None and not any(rule.resized for rule in rules):
+            raise InputError(f"vocab_size= is not for models of model_type {family!r}")
+        plain = Rules(rules, drop)
+        return plain if is_plain else maxtext_rules(plain, config, scan is not False)
     except KeyError as error:
         raise DataError(f"the config.json of {folder} has no {error.args[0]!r}") from error
     except InputError:
@@ -97,13 +107,14 @@ def huggingface_rules(
         raise DataError(f"the config.json of {folder} has a value that does not fit: {error}") from error
 
 
-def _config_of(folder: str | os.PathLike[str]) -> Config:
+def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Config:
+    """The configuration of a model or adapter in a local folder. Raises DataError, StorageError, InputError."""
     local = local_path(folder, "folder, the first argument,")
     if local is None:
-        raise InputError(f"{folder} must be a local folder: its config.json is read")
+        raise InputError(f"{folder} must be a local folder: its {name} is read")
     if os.path.isfile(local):
         local = os.path.dirname(local)
-    path = Path(local) / "config.json"
+    path = Path(local) / name
     with translate_os_errors(f"cannot read {path}"):
         try:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -113,26 +124,12 @@ def _config_of(folder: str | os.PathLike[str]) -> Config:
                     f"there is no folder {local}: to download a model, call"
                     f" huggingface_hub.snapshot_download(name, local_dir={os.fspath(folder)!r})"
                 ) from error
-            raise DataError(f"{local} has no config.json: give the folder of a model of Hugging Face") from error
+            raise DataError(f"{local} has no {name}: give the folder of a model of Hugging Face") from error
         except (IsADirectoryError, msgspec.MsgspecError) as error:
             raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
 
 
-_BUFFERS = (
-    "transformer.h.{i}.attn.bias",
-    "transformer.h.{i}.attn.masked_bias",
-    "h.{i}.attn.bias",
-    "h.{i}.attn.masked_bias",
-    "model.layers.{i}.self_attn.rotary_emb.inv_freq",
-    "model.rotary_emb.inv_freq",
-    "layers.{i}.self_attn.rotary_emb.inv_freq",
-    "rotary_emb.inv_freq",
-)
-"""Constants that older versions of transformers stored and newer ones ignore: causal masks, and the frequencies of
-rotary positions, which follow from the configuration."""
-
-
-def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
+def tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
     """The names of the tensors in a folder; none if it has only the configuration. Raises DataError."""
     try:
         return source_at(folder, Options()).manifest.numbers.keys()
@@ -140,43 +137,189 @@ def _tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:
         return ()
 
 
-def _require_layers(folder: str | os.PathLike[str], config: Config, names: Iterable[str]) -> None:
-    """Raise DataError if the folder has tensors of more or fewer layers than its config.json says."""
-    numbers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
-    field = "n_layer" if config.get("model_type") == "gpt2" else "num_hidden_layers"
-    if numbers and max(numbers) + 1 != int(config[field]):
+def _require_layers(
+    folder: str | os.PathLike[str], start: str, tower: Tower, config: Config, names: Iterable[str]
+) -> Sequence[str]:
+    """Raise DataError if the folder has tensors of more or fewer layers of a tower than its config.json says.
+
+    Returns the tensors of layers that predict further tokens (multi-token prediction of DeepSeek), which follow the
+    layers of the model. transformers ignores them.
+    """
+    pattern = re.compile(re.escape(start).replace(r"\{i\}", r"(\d{1,9})") + r"\.")
+    numbers = {name: int(match[1]) for name in names if (match := pattern.match(name))}
+    field = tower.keys.get("num_hidden_layers", "num_hidden_layers")
+    count = int(config["num_hidden_layers"])
+    allowed = count + int(config.get("num_nextn_predict_layers") or 0)
+    found = max(numbers.values(), default=count - 1) + 1
+    if not count <= found <= allowed:
         raise DataError(
-            f"the config.json of {folder} has {field} {config[field]}, but the tensors of the folder are of"
-            f" {show_count(max(numbers) + 1, 'layer')}: correct {field}, or download the folder again"
+            f"the config.json of {folder} has {field} {count}, but the tensors of the folder are of"
+            f" {show_count(found, 'layer')}: correct {field}, or download the folder again"
         )
+    return [name for name, number in numbers.items() if number >= count]
 
 
-_LAYER = re.compile(r"(?:(?:model\.)?layers|(?:transformer\.)?h)\.(\d{1,9})\.")
-"""The start of the name of a layer's tensor."""
+# Tables -----------------------------------------------------------------------------------------------------
 
 
-def _as_stored(rules: Rules, names: Collection[str]) -> Rules:
-    """The rules for the names in a folder, which differ between versions of transformers and classes of models."""
-    stored = list(rules.rules)
-    if not {"wte.weight", "embed_tokens.weight"}.isdisjoint(names):  # a model without a head, such as GPT2Model
-        stored = [replace(rule, source=re.sub(r"^(transformer|model)\.", "", str(rule.source))) for rule in stored]
-    is_classifier = "score.weight" in names
-    if "lm_head.weight" not in names and (is_classifier or "embed_tokens.weight" in names):
-        stored = [rule for rule in stored if rule != _HEAD]
-    if is_classifier:
-        stored.append(Rule(source="score.weight", target="score/kernel", layout="c m -> m c"))
-    if "score.bias" in names:
-        stored.append(Rule(source="score.bias", target="score/bias"))
-    if "lm_head.weight" in names and _HEAD not in stored:
-        stored = [
-            replace(rule, copies="lm_head.weight") if rule.target == "embed/embedding" else rule for rule in stored
-        ]
-    return Rules(stored, [name for name in _BUFFERS if matching_paths(name, names)])
+class _Line(NamedTuple):
+    """A line of a table of model_families.py."""
+
+    source: str
+    targets: tuple[str, ...]
+    layout: str
+    condition: str
+
+
+@functools.cache
+def _lines(table: str) -> Sequence[_Line]:
+    lines: list[_Line] = []
+    for text in filter(None, table.splitlines()):
+        text, _, condition = text.partition(" if ")
+        alternatives = [part.split(",") for part in re.findall(r"\{([^{}]*,[^{}]*)\}", text)]
+        for choice in zip(*alternatives, strict=True) if alternatives else [()]:
+            chosen = iter(choice)
+            source, target, *layout = re.sub(r"\{[^{}]*,[^{}]*\}", lambda _: next(chosen), text).split(None, 2)  # noqa: B023
+            parts = re.search(r"\[(.*)\]", target)
+            targets = [target.replace(parts[0], part) for part in parts[1].split(",")] if parts else [target]
+            sides = "".join(layout).strip()
+            layout = f"{sides} -> {sides}" if sides and "->" not in sides else sides
+            lines.append(_Line(source, tuple(targets), layout, condition.strip()))
+    return lines
+
+
+class _Stored:
+    """The names of the tensors in a folder; none if it has only the configuration."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+        self._shapes = {re.sub(r"\d+", "0", name) for name in names}
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor with this name, with any numbers."""
+        return re.sub(r"\{\w+\}|\d+", "0", name) in self._shapes
+
+
+def _tower_rules(
+    folder: str | os.PathLike[str], tower: Tower, config: Config, stored: _Stored, scan: bool
+) -> tuple[list[Rule], Sequence[str]]:
+    """The rules for a model, or for a part of it with layers of its own, and the tensors that it does not use."""
+    config = {**config, **tower.config_in(config)}
+    heads = int(config["num_attention_heads"])
+    sizes = {"two": 2, "i": int(config["num_hidden_layers"])}
+    if tower.has_given_heads:
+        sizes["h"] = heads
+    else:
+        sizes["d"] = int(config.get("head_dim") or config["hidden_size"] // heads)
+    experts = next((int(config[name]) for name in _EXPERT_COUNTS if config.get(name)), 0)
+    if experts:
+        sizes["e"] = experts
+    lines = _lines(tower.table)
+    prefixes = tower.prefixes
+    first = next(line.source for line in lines if line.source[0] not in "./")
+    prefix = next((start for start in prefixes if f"{start}{first}" in stored.names), prefixes[0])
+
+    def full(line: _Line) -> str:
+        name = f"{tower.layers}{line.source}" if line.source.startswith(".") else line.source
+        return name[1:] if name.startswith("/") else f"{prefix}{name}"
+
+    drop = _require_layers(folder, f"{prefix}{tower.layers}", tower, config, stored.names)
+    rules: dict[tuple[str, ...], Rule] = {}
+    used: dict[str, _Line] = {}
+    of_experts = _expert_layers(config, sizes["i"]) if experts else []
+    for line in lines:
+        source, is_head = full(line), line.targets == ("head/kernel",)
+        if line.condition in ("stored", "copy"):
+            if not stored.has(source):
+                continue
+            if line.condition == "copy":
+                rules[line.targets] = replace(rules[line.targets], copies=(*rules[line.targets].copies, source))
+                continue
+        elif not _holds(line.condition, config):
+            if is_head and source in stored.names:
+                embed = ("embed/embedding",)
+                rules[embed] = replace(rules[embed], copies=source)
+            continue
+        if is_head and stored.names and not stored.has(source) and (not prefix or stored.has("score.weight")):
+            continue  # a base model, such as a LlamaModel, has no head, and a classifier has another one
+        earlier = {used[name].targets: used[name] for name in line.targets if name in used}
+        if earlier and (not stored.has(source) or any(stored.has(full(other)) for other in earlier.values())):
+            continue
+        for targets in earlier:
+            rules.pop(targets, None)
+        used |= dict.fromkeys(line.targets, line)
+        layers: Sequence[int] | None = range(sizes["i"]) if drop and line.source.startswith(".") else None
+        if experts and line.targets[0].startswith(("mlp/", "moe/")):
+            layers = [n for n in range(sizes["i"]) if (n in of_experts) == line.targets[0].startswith("moe/")]
+        if layers is None or layers:
+            rules[line.targets] = _rule_of_line(line, source, tower.target, sizes, config, layers, scan)
+    return [*rules.values()], drop
+
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _first(names: Paths) -> str:
+    return paths_in(names)[0]
+
+
+def _holds(condition: str, config: Config) -> bool:
+    """Whether a condition such as "a and !b or c" holds, for settings of config.json."""
+    values = [
+        [bool(config.get(name.strip("! "))) != name.strip().startswith("!") for name in term.split(" and ")]
+        for term in condition.split(" or ")
+    ]
+    return not condition or any(map(all, values))
+
+
+def _expert_layers(config: Config, count: int) -> Sequence[int]:
+    """The numbers of the layers with experts, as the settings of the different families say."""
+    if config.get("moe_layers"):
+        return [*map(int, config["moe_layers"])]
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
+    dense: Collection[int] = config.get("mlp_only_layers") or range(int(config.get("first_k_dense_replace") or 0))
+    return [number for number in range(count) if (number + 1) % step == 0 and number not in dense]
+
+
+def _rule_of_line(
+    line: _Line,
+    source: str,
+    target: str,
+    sizes: Mapping[str, int],
+    config: Config,
+    layers: Sequence[int] | None,
+    scan: bool,
+) -> Rule:
+    """The rule of a line, for all layers or for some."""
+    layout, is_layer = line.layout, line.source.startswith(".")
+    start = "" if line.source.startswith("/") else target
+    if is_layer:
+        start += "layers/" if scan else "layers/{i}/"
+    if is_layer and scan:
+        layout = layout.replace("->", "-> i")
+    axes = axes_of(Axes.parse(layout).source) if layout else []
+    more: dict[str, Any] = {}
+    if "n" in axes:
+        more["axis"] = "n"
+    elif len(line.targets) == 3:  # queries, keys and values, which differ in the number of heads
+        of_keys = int(config.get("num_key_value_heads") or config["num_attention_heads"]) * sizes["d"]
+        more["parts"] = (int(config["num_attention_heads"]) * sizes["d"], of_keys, of_keys)
+    if layers is not None:
+        more["numbers"] = {"i": tuple(layers)}
+    known = {*axes, *captures(source)} - {*more.get("numbers", ())}
+    targets = tuple(f"{start}{name}" for name in line.targets)
+    return Rule(
+        source=source,
+        target=targets[0] if len(targets) == 1 else targets,
+        layout=layout,
+        sizes={axis: size for axis, size in sizes.items() if axis in known},
+        **more,
+    )
 
 
 def huggingface_dtype(folder: str | os.PathLike[str]) -> str:
     """The dtype of the weights of a Hugging Face folder, from its config.json. Raises DataError."""
-    return _dtype(_config_of(folder))
+    return _dtype(read_config(folder))
 
 
 def _dtype(config: Config) -> str:
@@ -191,10 +334,19 @@ def _resized(rule: Rule, config: Config, vocab_size: int | None) -> Rule:
     return replace(rule, layout=layout, sizes={"v": int(config["vocab_size"])}, resized={"v": vocab_size})
 
 
+def _quantization_method(config: Config) -> str:
+    return str((config.get("quantization_config") or {}).get("quant_method", ""))
+
+
 def _add_scales(rule: Rule, config: Config) -> Rule:
     """The rule, with scales if it is for a layer's weight in a quantized model. Raises InputError."""
     quantization: Config | None = config.get("quantization_config")
-    if quantization is None or not re.fullmatch(r"(model\.)?layers\..*_proj\.weight", str(rule.source)):
+    source = _first(rule.source)
+    if source.endswith("_blocks"):
+        scales = source.replace("_blocks", "_scales")
+        return replace(rule, scales=scales, packed="float4_e2m1fn", dtype=_dtype(config))
+    is_weight = "layers/" in _first(rule.target) and re.search(r"_proj(_with_mqa)?\.weight$", source)
+    if quantization is None or not is_weight or config["mxfp4"]:
         return rule
     method, block = str(quantization["quant_method"]), quantization.get("weight_block_size")
     suffix = "_scale_inv"
@@ -202,8 +354,8 @@ def _add_scales(rule: Rule, config: Config) -> Rule:
         suffix, block = "_scale", _block_of(quantization)
     elif method != "fp8" or not block:
         raise InputError(
-            f"a model quantized by {method!r} cannot be read; rules exist for block-wise fp8, and for int8 and"
-            " float8 of compressed-tensors"
+            f"a model quantized by {method!r} cannot be read; rules exist for block-wise fp8, for int8 and float8 of"
+            " compressed-tensors, and for MXFP4 of gpt_oss"
         )
     return replace(rule, scales=f"{rule.source}{suffix}", block=tuple(block) if block else None, dtype=_dtype(config))
 
@@ -228,130 +380,3 @@ def _block_of(quantization: Config) -> Sequence[int] | None:
 def _sides(block: str | Sequence[int] | None) -> tuple[int, ...]:
     """The sides of a block; older versions of compressed-tensors write "128x128"."""
     return tuple(map(int, block.split("x"))) if isinstance(block, str) else tuple(block or ())
-
-
-_LayerLeaf = tuple[str, Paths, str]
-"""(tensor of a layer; leaf, or the leaves into which its heads are split; layout)."""
-
-
-def _layer_rules(
-    prefix: str, leaves: Iterable[_LayerLeaf], sizes: Mapping[str, int], scan: bool, **more: Any
-) -> list[Rule]:
-    """Rules that make leaves of each layer. `sizes` has the number of layers, "i", and the sizes of other axes."""
-    rules: list[Rule] = []
-    for source, target, layout in leaves:
-        dims = Axes.parse(layout).source
-        targets = tuple(f"layers/{name}" if scan else f"layers/{{i}}/{name}" for name in paths_in(target))
-        rules.append(
-            Rule(
-                source=f"{prefix}.{source}",
-                target=targets[0] if len(targets) == 1 else targets,
-                layout=layout.replace("->", "-> i") if scan else layout,
-                sizes={axis: size for axis, size in sizes.items() if axis in ("i", *axes_of(dims))},
-                axis=dims.index(("h", "d")) if len(targets) > 1 else 0,
-                **more,
-            )
-        )
-    return rules
-
-
-_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
-
-
-def _llama(
-    config: Config,
-    scan: bool,
-    *,
-    bias: str = "",
-    norms: Mapping[str, str] = _NORMS,
-    head_norms: bool = False,
-    is_tied: bool = False,
-    offset: float = 0.0,
-) -> Rules:
-    """The rules for Llama and for families with the same architecture.
-
-    Args:
-        config: The folder's config.json.
-        scan: Whether layers are stacked.
-        bias: The attention projections that have a bias, such as "qkv".
-        norms: Maps Hugging Face's names of a layer's norms to the names in the tree.
-        head_norms: Whether queries and keys have norms.
-        is_tied: Whether the embedding is also the head, if the configuration does not specify this.
-        offset: Added to the weights of norms.
-    """
-    heads = int(config["num_attention_heads"])
-    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-    sizes = {"i": int(config["num_hidden_layers"]), "d": dim}
-    norm: dict[str, Any] = {"offset": offset, "dtype": "float32"} if offset else {}
-    if config.get("attention_bias"):
-        bias = "qkvo"
-    weights = [
-        ("self_attn.o_proj.weight", "attn/o/kernel", "m (h d) -> h d m"),
-        ("mlp.down_proj.weight", "mlp/down/kernel", "m f -> f m"),
-    ]
-    weights += [(f"self_attn.{n}_proj.weight", f"attn/{n}/kernel", "(h d) m -> m h d") for n in "qkv"]
-    weights += [(f"self_attn.{n}_proj.bias", f"attn/{n}/bias", "(h d) -> h d") for n in "qkv" if n in bias]
-    if "o" in bias:
-        weights.append(("self_attn.o_proj.bias", "attn/o/bias", "m -> m"))
-    weights += [(f"mlp.{n}_proj.weight", f"mlp/{n}/kernel", "f m -> m f") for n in ("gate", "up")]
-    if config.get("mlp_bias"):
-        weights += [(f"mlp.{n}_proj.bias", f"mlp/{n}/bias", "f -> f") for n in ("gate", "up", "down")]
-    scales = [(f"{theirs}.weight", f"{ours}/scale", "m -> m") for theirs, ours in norms.items()]
-    if head_norms:
-        scales += [(f"self_attn.{n}_norm.weight", f"attn/{n}_norm/scale", "d -> d") for n in "qk"]
-    rules = [
-        Rule(source="model.embed_tokens.weight", target="embed/embedding"),
-        Rule(source="model.norm.weight", target="norm/scale", **norm),
-        *_layer_rules("model.layers.{i}", weights, sizes, scan),
-        *_layer_rules("model.layers.{i}", scales, sizes, scan, **norm),
-    ]
-    return Rules(rules if config.get("tie_word_embeddings", is_tied) else [*rules, _HEAD])
-
-
-_HEAD = Rule(source="lm_head.weight", target="head/kernel", layout="v m -> m v")
-
-
-def _gpt2(config: Config, scan: bool) -> Rules:
-    sizes = {"i": int(config["n_layer"]), "d": int(config["n_embd"]) // int(config["n_head"])}
-    leaves: list[_LayerLeaf] = [
-        ("attn.c_attn.weight", tuple(f"attn/{n}/kernel" for n in "qkv"), "m (h d) -> m h d"),
-        ("attn.c_attn.bias", tuple(f"attn/{n}/bias" for n in "qkv"), "(h d) -> h d"),
-        ("attn.c_proj.weight", "attn/o/kernel", "(h d) m -> h d m"),
-        ("attn.c_proj.bias", "attn/o/bias", "m -> m"),
-    ]
-    for theirs, ours in (("ln_1", "attn_norm"), ("ln_2", "mlp_norm")):
-        leaves += [(f"{theirs}.weight", f"{ours}/scale", "m -> m"), (f"{theirs}.bias", f"{ours}/bias", "m -> m")]
-    for theirs, ours in (("mlp.c_fc", "mlp/up"), ("mlp.c_proj", "mlp/down")):
-        leaves += [(f"{theirs}.weight", f"{ours}/kernel", "f g -> f g"), (f"{theirs}.bias", f"{ours}/bias", "g -> g")]
-    rules = [
-        Rule(source="transformer.wte.weight", target="embed/embedding"),
-        Rule(source="transformer.wpe.weight", target="positions/embedding"),
-        Rule(source="transformer.ln_f.weight", target="norm/scale"),
-        Rule(source="transformer.ln_f.bias", target="norm/bias"),
-        *_layer_rules("transformer.h.{i}", leaves, sizes, scan),
-    ]
-    return Rules(rules if config.get("tie_word_embeddings", True) else [*rules, _HEAD])
-
-
-_GEMMA: Mapping[str, Any] = {
-    "norms": {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "post_attn_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "post_mlp_norm",
-    },
-    "is_tied": True,
-    "offset": 1.0,
-}
-"""Gemma stores the weights of norms minus 1; the tree has the full scale, in float32."""
-
-_FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"bias": "qkv"},
-    "qwen3": {"head_norms": True},
-    "gemma2": _GEMMA,
-    "gemma3_text": {**_GEMMA, "head_norms": True},
-    "gpt2": {},
-}
-"""How each family differs from Llama; GPT-2 has rules of its own."""

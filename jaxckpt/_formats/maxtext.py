@@ -43,6 +43,7 @@ _GEMMA_NAMES = {
     "post_mlp_norm": "post_ffw_norm",
 }
 
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 _SCALED_QUERIES = ("llama", "mistral", "gemma2")
 _PATTERN = {"gemma3_text": 6}
 """Number of alternating kinds of layers, each of which is stacked separately."""
@@ -55,13 +56,15 @@ of layers that are stacked, one layer, or None for all layers, with `{i}` in the
 def maxtext_rules(plain: Rules, config: Mapping[str, Any], scan: bool) -> Rules:
     """The rules to MaxText's tree, from the rules to the plain tree without `scan`. Raises InputError."""
     family = str(config["model_type"])
-    if family == "gpt2":
-        raise InputError('layout="maxtext" needs a model that MaxText supports, which gpt2 is not')
+    if family not in _FAMILIES:
+        raise InputError(f'layout="maxtext" is for {", ".join(_FAMILIES)}, and the model is {family}')
     names = {**_NAMES, **_GEMMA_NAMES} if "gemma" in family else _NAMES
     rules: list[Rule] = []
     for rule in plain.rules:
         (target,) = paths_in(rule.target)
         module, _, leaf = target.removeprefix("layers/{i}/").rpartition("/")
+        if leaf == "weight":  # a norm of Gemma
+            leaf, rule = "scale", replace(rule, offset=1.0, dtype="float32")
         if module in ("attn/q", "attn/k"):
             rule = _adapt_query_or_key(rule, module == "attn/q", config)
         if not target.startswith("layers/"):
@@ -121,15 +124,9 @@ def _rule_for_group(rule: Rule, name: str, group: LayerGroup) -> Rule:
         source, scales = _filled(rule.source, numbers), _filled(rule.scales, numbers)
         return replace(rule, source=source, scales=scales, target=target, sizes=sizes)
     layout = AxisLayout.parse(rule.layout)
-    dims = (*layout.target[:1], (), *layout.target[1:])
+    dims = (*layout.target[:1], ("i",), *layout.target[1:])
     return replace(
-        rule,
-        source=tuple(_filled(rule.source, number) for number in numbers),
-        scales=tuple(_filled(rule.scales, number) for number in numbers if rule.scales),
-        target=target,
-        layout=str(AxisLayout(layout.source, dims)),
-        sizes=sizes,
-        axis=1,
+        rule, target=target, layout=str(AxisLayout(layout.source, dims)), sizes=sizes, numbers={"i": numbers}
     )
 
 

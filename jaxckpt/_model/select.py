@@ -125,8 +125,9 @@ class Selector:
 def parse_select(select: Select | None) -> Selector:
     """A test of leaf paths.
 
-    A glob (`*` within one component, `**` across components) or a compiled regular expression (`fullmatch`) selects
-    the leaves whose path, or the path of a container above them, it matches. Several patterns select the union.
+    A glob (`*` within one component, `**` across components, `{i}` for a whole number) or a compiled regular expression
+    (`fullmatch`) selects the leaves whose path, or the path of a container above them, it matches. Several patterns
+    select the union.
 
     Raises InputError for anything else. Call this once per argument, because a generator can be read only once.
     """
@@ -183,7 +184,7 @@ def _parse_pattern(pattern: object) -> Entry:
     return Entry(_abbreviate(pattern), matches)
 
 
-_WILDCARD = re.compile(r"[*?[]")
+_WILDCARD = re.compile(r"[*?[]|\{[A-Za-z_]\w*\}")
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
@@ -191,7 +192,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
     # "**" is any number of components, also none at the end.
     pattern = re.sub(r"(?<=.)(/\*\*)+$", "", pattern, flags=re.DOTALL)
     out: list[str] = []
-    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern):
+    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*|\*|\?|\[[^\]]*\]|\{[A-Za-z_]\w*\})", pattern):
         match token:
             case "**/":  # any number of components
                 out.append("(?:.*/)?")
@@ -201,12 +202,14 @@ def _glob(pattern: str) -> re.Pattern[str]:
                 out.append("[^/]*")
             case "?":
                 out.append("[^/]")
+            case _ if token.startswith("{"):
+                out.append("(?:0|[1-9][0-9]*)" if token.endswith("}") else re.escape(token))
             case _ if token.startswith("[") and token.endswith("]"):
                 out.append(f"(?!/){fnmatch.translate(token)[4:-3]}")
             case _:
                 out.append(re.escape(token))
     body = "".join(out)
-    if "[" in pattern:  # a pattern with brackets also matches the path that is spelled like it
+    if "[" in pattern or "{" in pattern:  # a pattern with brackets also matches the path that is spelled like it
         body += f"|{re.escape(pattern)}"
     return re.compile(f"(?s:(?:{body})(?:/.*)?)")
 

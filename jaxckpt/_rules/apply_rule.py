@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, Spec, whole_box
 from jaxckpt._model.leaves import SavedLeaf
+from jaxckpt._model.paths import relative_path
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, MisfitError, solve
 from jaxckpt._rules.mapped_data import ComparedData, MappedData, MappedSource
@@ -24,13 +25,15 @@ from jaxckpt.errors import show_path
 
 
 class SourceLeaves:
-    """The arrays of a source, by path."""
+    """The arrays of a source, or those below a container of it, by path."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, within: str = "") -> None:
         self._source = source
         self._readers: dict[int, Any] = {}
         self._numbers = source.manifest.numbers
         self.paths = self._numbers.keys()
+        if within:
+            self.paths = {path: None for path in self._numbers if relative_path(within, path) is not None}.keys()
 
     def array(self, path: str) -> ForeignArray:
         """A leaf. Raises MisfitError if a rule cannot use it."""
@@ -95,21 +98,28 @@ def apply_rule(
             try:
                 stacks.append(_stack_sources(rule, stacked, paths, scale_of, leaves))
                 if len(stacks) == len(group):
-                    targets.extend(_targets_of_group(rule, stacked, numbers, stacks))
+                    if isinstance(rule.axis, str) and len(stacks) > 1:
+                        axes, stacks = (*stacked, rule.axis), [_merged(stacks)]
+                    else:
+                        axes = stacked
+                    targets.extend(_targets_of_group(rule, axes, numbers, stacks))
             except MisfitError as misfit:
                 problems.append(str(misfit))
     return targets, problems
 
 
 def _number_problems(name: str, values: Set[int], rule: Rule) -> Iterator[str]:
-    """A problem if the values of a number in the paths are not exactly 0 to its given size - 1."""
-    count = rule.sizes.get(name)
-    if count is None:
+    """A problem if the values of a number in the paths are not exactly the given ones, or 0 to its given size - 1."""
+    expected = rule.numbers.get(name) or range(rule.sizes.get(name, 0))
+    if not expected:
         return
-    gaps = itertools.islice((number for number in range(count) if number not in values), 6)
-    if invalid := [*gaps, *sorted(number for number in values if number >= count)]:
+    gaps = [*itertools.islice((number for number in expected if number not in values), 6)]
+    if invalid := [*gaps, *sorted(number for number in values if number not in expected)]:
         shown = ", ".join(map(str, invalid[:5])) + (", …" if len(invalid) > 5 else "")
-        yield f"{{{name}}} must be 0 to {count - 1}; {'missing' if invalid[0] < count else 'found'}: {shown}"
+        whole = range(expected[0], expected[-1] + 1)
+        is_whole = expected == whole or (len(expected) == len(whole) and [*expected] == [*whole])
+        ends = f"{expected[0]} to {expected[-1]}" if is_whole else expected
+        yield f"{{{name}}} must be {ends}; {'missing' if gaps else 'found'}: {shown}"
 
 
 class _SourceStack(NamedTuple):
@@ -129,6 +139,11 @@ def _stack_sources(
     leaves: SourceLeaves,
 ) -> _SourceStack:
     """The leaves to stack. Raises MisfitError."""
+    chosen = [rule.numbers.get(name) for name in stacked]
+    paths = {
+        tuple(own.index(value) if own else value for own, value in zip(chosen, values, strict=True)): path
+        for values, path in paths.items()
+    }
     counts = tuple(max(index[number] for index in paths) + 1 for number in range(len(stacked)))
     if missing := math.prod(counts) - len(paths):
         # The first gap is at most the count of paths. The limit avoids counting up to a huge number in a path.
@@ -144,7 +159,9 @@ def _stack_sources(
             array = _compared(array, path, paths_in(rule.copies), leaves)
         if path in scale_of:
             scaled = scale_of[path]
-            array = dequantize(path, array, None if scaled is None else leaves.array(scaled), rule.block)
+            array = dequantize(
+                path, array, None if scaled is None else leaves.array(scaled), rule.block, is_packed=bool(rule.packed)
+            )
         first = first or array
         if (array.mesh, array.spec) != (first.mesh, first.spec):
             first = replace(first, mesh=None, spec=())
@@ -153,6 +170,16 @@ def _stack_sources(
         blocks[index] = array.data
     assert first is not None
     return _SourceStack(counts, blocks, first, show_path(next(iter(paths.values()))))
+
+
+def _merged(stacks: Sequence[_SourceStack]) -> _SourceStack:
+    """Stacks of equal leaves as one, with an additional last axis. Raises MisfitError."""
+    first = stacks[0]
+    for stack in stacks:
+        if (stack.counts, _shown(stack.first)) != (first.counts, _shown(first.first)):
+            raise MisfitError(f"{stack.name} is {_shown(stack.first)}, and {first.name} is {_shown(first.first)}")
+    blocks = {(*index, number): data for number, stack in enumerate(stacks) for index, data in stack.blocks.items()}
+    return first._replace(counts=(*first.counts, len(stacks)), blocks=blocks)
 
 
 def _shown(array: ForeignArray) -> str:
@@ -179,10 +206,12 @@ def _targets_of_group(
 ) -> Iterator[tuple[str, ForeignArray]]:
     """The target leaves that are built from one set of source leaves. Raises MisfitError."""
     names = paths_in(rule.target)
-    for name, cut in zip(names, _cuts(rule, len(names), stacks[0]), strict=True):
+    own_axis = rule.axis if isinstance(rule.axis, str) else None
+    for position, (name, cut) in enumerate(zip(names, _cuts(rule, len(names), stacks[0]), strict=True)):
         pieces = [_piece(rule, stacked, stack, cut) for stack in stacks]
         shapes = [piece.shape for piece in pieces]
         if len(pieces) > 1:
+            assert isinstance(rule.axis, int)  # otherwise they are one stack
             other_sides = {(*shape[: rule.axis], -1, *shape[rule.axis + 1 :]) for shape in shapes}
             shown = " and ".join(str(list(shape)) for shape in shapes)
             if len(other_sides) > 1 or len({piece.dtype for piece in pieces}) > 1 or rule.axis >= len(shapes[0]):
@@ -192,11 +221,14 @@ def _targets_of_group(
         unstacked = [axis for axis in captures(name) if axis not in numbers]
         for values in itertools.product(*(range(pieces[0].sizes[axis]) for axis in unstacked)):
             fixed = dict(zip(unstacked, values, strict=True))
+            numbered = {axis: rule.numbers[axis][at] if axis in rule.numbers else at for axis, at in fixed.items()}
+            if own_axis and len(names) > 1:
+                fixed[own_axis] = position
             placed: list[tuple[Box, MappedSource]] = []
             shape, end = list(shapes[0]), 0
             for piece in pieces:
                 box = list(whole_box(piece.shape))
-                if len(pieces) > 1:
+                if len(pieces) > 1 and isinstance(rule.axis, int):
                     box[rule.axis] = end, (end := end + piece.shape[rule.axis])
                     shape[rule.axis] = end
                 placed.append((tuple(box), replace(piece, fixed=fixed)))
@@ -213,7 +245,7 @@ def _targets_of_group(
                 mesh=mesh,
                 spec=_carry_over_spec(mesh, first.spec, pieces[0], shape) if mesh else (),
             )
-            yield fill_captures(name, {**numbers, **fixed}), array
+            yield fill_captures(name, {**numbers, **numbered}), array
 
 
 def _unit(piece: MappedSource, chunk: Sequence[int]) -> tuple[int, ...]:
@@ -252,11 +284,14 @@ def _carry_over_spec(mesh: MeshRecord, spec: Spec, piece: MappedSource, shape: S
 def _piece(rule: Rule, stacked: tuple[str, ...], stack: _SourceStack, cut: Interval | None) -> MappedSource:
     """A stack, or its part along `rule.axis`, in the layout of the target. Raises MisfitError."""
     shape, start = list(stack.first.shape), [0] * len(stack.first.shape)
-    if cut is not None:
+    if cut is not None and isinstance(rule.axis, int):
         start[rule.axis], shape[rule.axis] = cut[0], cut[1] - cut[0]
     axes = tuple((f"_{number}",) for number in range(len(shape)))
     layout = AxisLayout.parse(rule.layout) if rule.layout else AxisLayout(axes, axes)
-    sizes = solve(stack.name, layout.source, shape, {**rule.sizes, **dict(zip(stacked, stack.counts, strict=True))})
+    given = {**rule.sizes, **{name: len(values) for name, values in rule.numbers.items()}}
+    if isinstance(rule.axis, str):
+        given[rule.axis] = max(len(paths_in(rule.source)), len(paths_in(rule.target)))
+    sizes = solve(stack.name, layout.source, shape, {**given, **dict(zip(stacked, stack.counts, strict=True))})
     first = stack.first
     unit = math.prod(first.chunk or ()) * DTYPES[first.dtype].itemsize
     if (rule.scale, rule.offset) != (1, 0):
@@ -271,8 +306,8 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _SourceStack, cut: Inter
 
 def _cuts(rule: Rule, count: int, stack: _SourceStack) -> Sequence[Interval | None]:
     """The part of the source along `rule.axis` for each target. Raises MisfitError."""
-    if count == 1:
-        return [None]
+    if count == 1 or isinstance(rule.axis, str):
+        return [None] * count
     shape = stack.first.shape
     if rule.axis >= len(shape):
         raise MisfitError(f"{stack.name} has no dimension {rule.axis}")

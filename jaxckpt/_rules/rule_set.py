@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from jaxckpt._keywords import explain_names
-from jaxckpt._model.paths import closest_hint
+from jaxckpt._keywords import explain_keywords, explain_names
+from jaxckpt._model.paths import closest_hint, join_paths
+from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import require_bool
 from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule
 from jaxckpt._rules.axis_layouts import MisfitError
-from jaxckpt._rules.rule import Rule, captures, matching_paths, paths_in, tails_below
+from jaxckpt._rules.rule import Paths, Rule, captures, matching_paths, paths_in, tails_below
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.source import Source
@@ -52,10 +53,13 @@ class Rules:
     """The rules. Each target path is made by exactly one of them."""
 
     drop: Sequence[str] = ()
-    """Paths of source leaves that the target lacks; `{i}` matches a whole number."""
+    """Patterns of source leaves that the target lacks, as in `select=`: a path with everything below, or a glob."""
 
     keep: bool = False
     """Whether the other leaves of the source, including PRNG keys and Python values, keep their paths and values."""
+
+    within: str = ""
+    """The container whose leaves are the source; all others are left out. `below` sets it."""
 
     def __post_init__(self) -> None:
         require_bool(self.keep, "Rules.keep")
@@ -77,21 +81,75 @@ class Rules:
         tied = [name for rule in self.rules if rule.tied for name in paths_in(rule.target)]
         return Rules([rule.inverse(dtype) for rule in self.rules if not rule.tied], tied, self.keep)
 
+    def below(self, *, source: str = "", target: str = "") -> Rules:
+        """The rules for a source, a target or both that are a container of a larger tree, such as a training state.
+
+        Args:
+            source: The path of the container with the source leaves, such as "params"; leaves outside of it are left
+                out.
+            target: The path of the container for the target leaves.
+
+        Examples:
+            >>> from jaxckpt.rules import Rule, Rules
+            >>> Rules([Rule(source="wte", target="embed")]).below(target="params").rules[0].target
+            'params/embed'
+        """
+
+        def moved(rule: Rule) -> Rule:
+            ours = {name: _below(source, getattr(rule, name)) for name in ("source", "scales", "copies")}
+            return replace(rule, **ours, target=_below(target, rule.target))
+
+        drop = [join_paths(source, name) for name in self.drop]
+        return Rules([*map(moved, self.rules)], drop, self.keep, join_paths(source, self.within))
+
+
+def _below(container: str, names: Paths) -> Paths:
+    joined = tuple(join_paths(container, name) for name in paths_in(names))
+    return joined[0] if isinstance(names, str) else joined
+
+
+@explain_keywords
+def stack(layers: str, *, axis: int = 0) -> Rules:
+    """Rules that stack the layers of a tree for `jax.lax.scan`; all other leaves stay. Their `inverse()` unstacks.
+
+    Args:
+        layers: The path of one layer, with `{i}` for its number, such as "params/layers/{i}". The leaves of all layers
+            are stacked below the path without the number, "params/layers".
+        axis: The axis of the layers in the stacked leaves.
+
+    Raises:
+        InputError: `layers` has not exactly one `{i}`.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> tree = {"layers": [{"w": np.ones(3)}, {"w": np.zeros(3)}], "step": 4}
+        >>> info = jaxckpt.save("/tmp/jaxckpt-doc/stack", tree, overwrite=True)
+        >>> stacked = jaxckpt.load_numpy("/tmp/jaxckpt-doc/stack", rename=jaxckpt.rules.stack("layers/{i}"))
+        >>> stacked["layers"]["w"].shape
+        (2, 3)
+    """
+    found = captures(layers) if isinstance(layers, str) else []  # pyright: ignore[reportUnnecessaryIsInstance]
+    if len(found) != 1:
+        raise InputError(f"stack takes the path of a layer with one number, such as 'layers/{{i}}', found {layers!r}")
+    components = (re.sub(rf"[_.]?\{{{found[0]}\}}", "", component) for component in layers.split("/"))
+    whole = "/".join(filter(None, components))
+    return Rules([Rule(source=f"{layers}/**", target=join_paths(whole, "**"), axis=axis)], keep=True)
+
 
 def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheckpoint:
     """The view of a checkpoint through rules, if there are any. Raises a MismatchError that lists all problems."""
     if rules is None:
         return source
-    leaves = SourceLeaves(source)
+    leaves = SourceLeaves(source, rules.within)
     targets: dict[str, ForeignArray] = {}
     claimed: dict[str, Rule] = {}
     rules_of_leaves, problems = _rules_of_leaves(rules.rules, leaves)
     for rule in rules_of_leaves:
-        matches = [matching_paths(name, leaves.paths) for name in paths_in(rule.source)]
+        matches = [matching_paths(name, leaves.paths, rule.numbers) for name in paths_in(rule.source)]
         if not any(matches):
             problems.append(Problem(None, f"{rule} matches nothing{_hint(paths_in(rule.source)[0], leaves.paths)}"))
             continue
-        scales = [matching_paths(name, leaves.paths) for name in paths_in(rule.scales)]
+        scales = [matching_paths(name, leaves.paths, rule.numbers) for name in paths_in(rule.scales)]
         copies = [matching_paths(name, leaves.paths) for name in paths_in(rule.copies)]
         own = [*copies] if rule.tied else [*matches, *scales, *copies]
         paths = [path for matched in own for path in matched.values()]
@@ -109,7 +167,7 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
         ]
     dropped: set[str] = set()
     for name in rules.drop:
-        matched = matching_paths(name, leaves.paths).values()
+        matched = [name] if name in leaves.paths else [*filter(parse_select([name]), leaves.paths)]
         dropped.update(matched)
         if not matched:
             problems.append(Problem(None, f"drop {name!r} matches nothing{_hint(name, leaves.paths)}"))

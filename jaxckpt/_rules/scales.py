@@ -16,7 +16,12 @@ from jaxckpt.errors import show_path
 
 
 def dequantize(
-    path: str, array: ForeignArray, scales: ForeignArray | None, block: tuple[int, ...] | None
+    path: str,
+    array: ForeignArray,
+    scales: ForeignArray | None,
+    block: tuple[int, ...] | None,
+    *,
+    is_packed: bool = False,
 ) -> ForeignArray:
     """A quantized leaf as float32. A leaf of floats may have no scales. Raises MisfitError if its scales do not fit.
 
@@ -26,7 +31,15 @@ def dequantize(
         scales: One for each block of values. Without `block`, each side of the scales is the side of the values or 1;
             missing dimensions at the end count as 1.
         block: The sides of a block; at the end of a dimension, blocks may be smaller.
+        is_packed: Whether each byte holds two values of float4_e2m1fn, and the scales are exponents.
     """
+    if is_packed and (scales is None or (array.dtype, scales.dtype) != ("uint8", "uint8") or not array.shape):
+        raise MisfitError(f"{show_path(path)} and its scales must be bytes, found {array.dtype}")
+    if is_packed and scales is not None:
+        shape, chunk = ((*sides[:-1], 2 * sides[-1]) if sides else None for sides in (array.shape, array.chunk))
+        assert shape is not None
+        array = replace(array, dtype="float4_e2m1fn", shape=shape, chunk=chunk, data=_UnpackedData(array.data))
+        scales = replace(scales, dtype="float8_e8m0fnu")
     unsupported = [
         operand.dtype
         for operand in (array, scales)
@@ -50,6 +63,24 @@ def dequantize(
             f"{show_path(path)} has shape {list(array.shape)}, and scales of shape {list(scales.shape)} for {blocks}"
         )
     return replace(array, dtype="float32", data=_DequantizedData(array, scales, block))
+
+
+@dataclass(frozen=True, slots=True)
+class _UnpackedData(ArrayData):
+    """4-bit values, one for each half of a byte of the stored data; those of even index are in the low bits."""
+
+    data: ArrayData
+
+    def read(self, box: Box, target: Array) -> None:
+        *outer, (a, b) = box
+        packed = (*outer, (a // 2, -(-b // 2)))
+        values = np.empty(extent(packed), np.uint8)
+        self.data.read(packed, values)
+        unpacked = np.stack([values & 15, values >> 4], -1).reshape(*extent(tuple(outer)), -1)
+        target.view(np.uint8)[...] = unpacked[..., a % 2 : a % 2 + b - a]
+
+    def check(self) -> None:
+        self.data.check()
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,6 +369,7 @@ def test_no_command_starts_a_backend(here: Path, tmp_path: Path) -> None:
         ["plan", "small", "--mesh", "data=2,model=2"],
         ["convert", "run1/00000300", str(tmp_path / "a"), "--mesh", "model=2", "--chunk-bytes", "4KiB"],
         ["convert", "run1/00000300", str(tmp_path / "b.safetensors"), "--select", "params"],
+        ["average", "run1@200", "run1@300", "--select", "params", "-o", str(tmp_path / "d")],
         ["report", "run1/00000300", "-o", str(tmp_path / "c.html"), "--mesh", "model=2", "--histograms"],
         ["pin", "run1@300", "--name", "kept"],
         ["unpin", "run1@kept"],

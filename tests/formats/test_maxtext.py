@@ -77,7 +77,7 @@ def test_on_a_mesh_the_leaves_are_equal(tmp_path: Path) -> None:
 
 def test_what_maxtext_does_not_support_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 2, "n_layer": 1, "n_embd": 4}))
-    with pytest.raises(jaxckpt.errors.InputError, match="which gpt2 is not"):
+    with pytest.raises(jaxckpt.errors.InputError, match="and the model is gpt2"):
         jaxckpt.rules.huggingface_rules(tmp_path, layout="maxtext")
     with pytest.raises(jaxckpt.errors.InputError, match='layout must be "plain" or "maxtext"'):
         jaxckpt.rules.huggingface_rules(tmp_path, layout="scan")  # type: ignore[arg-type]

@@ -668,15 +668,13 @@ def test_specs_must_fit(path: Path, mesh: Mesh, tree: Any) -> None:
         jaxckpt.errors.SpecError, match="'param', but no leaf at or below that path is an array on devices"
     ):
         jaxckpt.restore(path, mesh=mesh, specs={"param": P()})
-    nested = (
-        r"the key 'params/w', but the keys of specs are the keys .* give {\"params\": {\"w\": PartitionSpec\(…\)}}, or"
-    )
-    with pytest.raises(jaxckpt.errors.SpecError, match=nested):
-        jaxckpt.restore(path, mesh=mesh, specs={"params/w": P()})
-    with pytest.raises(jaxckpt.errors.SpecError, match=nested):
-        jaxckpt.save(path.with_name("d"), tree, mesh=mesh, specs={"params/w": P()})
-    with pytest.raises(jaxckpt.errors.SpecError, match="has the key 'nothing/w', but the keys of specs"):
-        jaxckpt.restore(path, mesh=mesh, specs={"nothing/w": P()})
+    unmatched = r"'parms/w', which matches no array .*; did you mean 'params/w'\?"
+    with pytest.raises(jaxckpt.errors.SpecError, match=unmatched):
+        jaxckpt.restore(path, mesh=mesh, specs={"parms/w": P()})
+    with pytest.raises(jaxckpt.errors.SpecError, match=unmatched):
+        jaxckpt.save(path.with_name("d"), tree, mesh=mesh, specs={"parms/w": P()})
+    with pytest.raises(jaxckpt.errors.SpecError, match=r"'\*\*/nothing', which matches no array"):
+        jaxckpt.restore(path, mesh=mesh, specs={"**/nothing": P()})
     with pytest.raises(
         jaxckpt.errors.SpecError, match=r"specs is \('data', None\): write PartitionSpec\('data', None\)"
     ):
@@ -717,8 +715,9 @@ def test_keys_that_are_paths_globs_or_tuples_are_explained(
         return pytest.raises(jaxckpt.errors.InputError, match=rf"^{argument} {re.escape(key)}, but the keys .*{text}")
 
     specs, dtypes, policies = (jax.tree.map(lambda _, value=value: value, prefix) for value in (P(), "f2", "unsafe"))
-    with expect("specs", "PartitionSpec(…)"):
-        jaxckpt.restore(path, mesh=mesh, specs=specs)
+    if key.endswith(")"):  # specs= takes paths and globs
+        with expect("specs", "PartitionSpec(…)"):
+            jaxckpt.restore(path, mesh=mesh, specs=specs)
     with expect("dtype", '"float16"'):
         jaxckpt.restore(path, dtype=dtypes)
     with expect("dtype", '"float16"'):
@@ -729,6 +728,32 @@ def test_keys_that_are_paths_globs_or_tuples_are_explained(
     else:
         with expect(r"Options\.cast", '"unsafe"'):
             jaxckpt.restore(path, options=options)
+
+
+def test_specs_by_path_and_glob(tmp_path: Path, mesh: Mesh) -> None:
+    layers = {str(n): {"q": {"kernel": jnp.ones((8, 8))}, "norm": jnp.ones(8)} for n in range(2)}
+    tree = {"layers": layers, "embed": jnp.ones((8, 8)), "head": jnp.ones((8, 8))}
+    specs = {
+        "embed": P("data"),
+        "layers/1/q": P(),
+        "layers/{i}/norm": P("model"),
+        "**/q/*": P(None, "model"),
+        "h*": P(),
+    }
+    jaxckpt.save(tmp_path / "c", tree, mesh=mesh, specs=specs)
+    restored = jaxckpt.restore(tmp_path / "c", mesh=mesh)
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(restored)
+    }
+    assert found == {
+        "embed": P("data"),
+        "head": P(),
+        "layers/0/norm": P("model"),
+        "layers/0/q/kernel": P(None, "model"),
+        "layers/1/norm": P("model"),
+        "layers/1/q/kernel": P(),
+    }
 
 
 def test_keys_of_the_tree_may_look_like_paths(tmp_path: Path, mesh: Mesh) -> None:

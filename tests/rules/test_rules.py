@@ -742,3 +742,141 @@ def test_a_rule_for_a_container_that_does_not_fit_is_an_error(tmp_path: Path) ->
     clash = Rules([Rule(source="a/0/w", target="b/w")], keep=True)
     with pytest.raises(jaxckpt.MismatchError, match="'b/w' is made by a rule, and also kept"):
         jaxckpt.load_numpy(tmp_path / "c", rename=clash)
+
+
+# Chosen numbers, indices of an axis, and packed values -----------------------------------------------------------
+
+
+def test_chosen_numbers_are_stacked_in_their_order_and_unstacked(tmp_path: Path) -> None:
+    tree = {f"h.{n}.w": np.full((2, 3), n) for n in range(7)}
+    jaxckpt.save(tmp_path / "a", tree)
+    groups = {"local": (1, 4), "global": range(0, 7, 3), "last": (5, 2)}
+    rules = Rules(
+        [Rule(source="h.{i}.w", target=name, layout="a b -> a i b", numbers={"i": own}) for name, own in groups.items()]
+    )
+    found = jaxckpt.load_numpy(tmp_path / "a", rename=rules)
+    assert {name: leaf[0, :, 0].tolist() for name, leaf in found.items()} == {n: [*own] for n, own in groups.items()}
+    jaxckpt.save(tmp_path / "b", found)
+    back = jaxckpt.load_numpy(tmp_path / "b", rename=rules.inverse())
+    assert back.keys() == tree.keys()
+    assert all(same(back[name], tree[name]) for name in tree)
+    some = [Rule(source="h.{i}.w", target="x/{i}", numbers={"i": (3, 9, 5)}), *rules.rules[:1]]
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)\{i\} must be \(3, 9, 5\); missing: 9.*'h.0.w' matches no rule"
+    ):
+        jaxckpt.open(tmp_path / "a", rename=Rules(some))
+
+
+def test_each_target_is_one_index_of_a_named_axis(tmp_path: Path) -> None:
+    qkv = np.arange(24 * 5).reshape(24, 5)
+    tree = {f"h.{i}.qkv": qkv + 1000 * i for i in range(2)}
+    jaxckpt.save(tmp_path / "a", tree)
+    rule = Rule(source="h.{i}.qkv", target=("q", "k", "v"), layout="(h n d) m -> i m h d", sizes={"d": 4}, axis="n")
+    found = jaxckpt.load_numpy(tmp_path / "a", rename=Rules([rule]))
+    for number, name in enumerate("qkv"):
+        expected = (
+            np.stack([qkv + 1000 * i for i in range(2)]).reshape(2, 2, 3, 4, 5)[:, :, number].transpose(0, 3, 1, 2)
+        )
+        assert same(found[name], np.ascontiguousarray(expected))
+    jaxckpt.save(tmp_path / "b", found)
+    back = jaxckpt.load_numpy(tmp_path / "b", rename=Rules([rule]).inverse())
+    assert all(same(back[name], tree[name]) for name in tree)
+    jaxckpt.save(tmp_path / "c", {**found, "k": found["k"][:, :4]})
+    with pytest.raises(jaxckpt.MismatchError, match=r"'k' is int64\[2, 4, 2, 4\], and 'q' is int64\[2, 5, 2, 4\]"):
+        jaxckpt.open(tmp_path / "c", rename=Rules([rule]).inverse())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_box_of_packed_values_equals_numpys_result(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)))
+    blocks = random_bits(data.draw(st.integers(0, 999)), shape, "uint8")
+    scales = np.random.default_rng(0).integers(100, 140, shape[:2]).astype("uint8")
+    low_and_high = np.stack([blocks & 15, blocks >> 4], -1).reshape(*shape[:2], -1)
+    values = low_and_high.view(DTYPES["float4_e2m1fn"]).astype("float32") * np.float32(2.0) ** (
+        scales.astype("float32")[..., None] - 127
+    )
+    rule = Rule(source="b", scales="s", target="w", packed="float4_e2m1fn", dtype="bfloat16", layout="r g k -> (g k) r")
+    with tempfile.TemporaryDirectory() as folder:
+        jaxckpt.save(f"{folder}/a", {"b": blocks, "s": scales})
+        leaf = jaxckpt.open(f"{folder}/a", rename=Rules([rule]))["w"]
+        expected = values.reshape(shape[0], -1).T.astype(leaf.dtype)
+        box = data.draw(boxes(leaf.shape))
+        at = tuple(slice(*side) for side in box)
+        assert same(leaf[at], np.ascontiguousarray(expected[at]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"numbers": {"j": (1, 2)}}, "numbers= names 'j', which is not a number"),
+        ({"numbers": {"i": (1, 1)}}, "different numbers for 'i'"),
+        ({"numbers": {"i": (-1,)}}, "a number in numbers="),
+        ({"numbers": {"i": ()}}, "different numbers for 'i'"),
+        ({"axis": "n"}, "needs a layout with this axis"),
+        ({"axis": "n", "layout": "n m -> n m"}, "an axis of only the side with one path"),
+        ({"axis": "n", "layout": "n m -> m", "target": "t/{i}"}, "an axis of only the side with one path"),
+        ({"packed": "float4_e2m1fn"}, "packed= needs scales="),
+        ({"packed": "int4", "scales": "c/{i}"}, "packed= must be"),
+    ],
+)
+def test_invalid_numbers_axes_and_packed_values_are_an_error(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match=expected):
+        Rule(**{"source": "s/{i}", "target": ("q/{i}", "k/{i}"), **arguments})
+
+
+# Whole trees ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "whole", "axis"),
+    [("params/layers/{i}", "params/layers", 0), ("params/layers_{n}", "params/layers", 1), ("params/{i}", "params", 0)],
+)
+def test_stack_and_its_inverse_keep_everything_else(tmp_path: Path, layers: str, whole: str, axis: int) -> None:
+    tree: dict[str, Any] = {f"{layers}/mlp/w".replace(layers[-3:], str(n)): np.full((2, 3), n) for n in range(3)}
+    tree |= {"step": 4, "opt/mu": np.ones(2)}
+    jaxckpt.save(tmp_path / "a", nested_dicts(tree))
+    rules = jaxckpt.rules.stack(layers, axis=axis)
+    jaxckpt.convert(tmp_path / "a", tmp_path / "b", rename=rules)
+    stacked = jaxckpt.open(tmp_path / "b")
+    expected = np.stack([np.full((2, 3), n) for n in range(3)], axis)
+    np.testing.assert_array_equal(stacked[f"{whole}/mlp/w"][...], expected)
+    assert stacked["step"].value == 4
+    back = jaxckpt.open(tmp_path / "b", rename=rules.inverse())
+    assert {path: np.asarray(back[path][...]).tolist() for path in tree} == {
+        p: np.asarray(v).tolist() for p, v in tree.items()
+    }
+    for wrong in ("layers", "layers/{i}/{j}", 3):
+        with pytest.raises(jaxckpt.errors.InputError, match="path of a layer with one number"):
+            jaxckpt.rules.stack(wrong)  # pyright: ignore
+
+
+def test_rules_for_the_parameters_of_a_training_state(tmp_path: Path) -> None:
+    rules = Rules(
+        [Rule(source="wte", target="embed", layout="v m -> m v"), Rule(source="h.{i}", target="layers/{i}")], ["mask"]
+    )
+    theirs = {"wte": np.ones((2, 3)), "h.0": np.zeros(2), "h.1": np.ones(2), "mask": np.ones(1)}
+    jaxckpt.save(tmp_path / "theirs", theirs)
+    params = jaxckpt.load_numpy(tmp_path / "theirs", rename=rules)
+    state = jaxckpt.load_numpy(tmp_path / "theirs", rename=rules.below(target="params"))
+    jax.tree.map(np.testing.assert_array_equal, state, {"params": params})
+    jaxckpt.save(tmp_path / "state", {**state, "opt_state": {"mu": state["params"]}, "step": 3})
+    found = jaxckpt.load_numpy(tmp_path / "state", rename=rules.inverse().below(source="params"))
+    jax.tree.map(np.testing.assert_array_equal, found, {name: theirs[name] for name in theirs if name != "mask"})
+    jaxckpt.save(tmp_path / "nested", {"old": theirs, "step": 3})
+    both = rules.below(source="old", target="new/params")
+    jax.tree.map(
+        np.testing.assert_array_equal, jaxckpt.load_numpy(tmp_path / "nested", rename=both), {"new": {"params": params}}
+    )
+
+
+def test_drop_takes_what_select_takes(tmp_path: Path) -> None:
+    jaxckpt.save(
+        tmp_path / "a", {"w": np.ones(2), "opt": {"mu": {"w": 2}, "nu": {"w": 3}}, "h": {"0": {"b": 4}, "x": {"b": 5}}}
+    )
+    rule = Rule(source="w", target="w")
+    for drop in (["opt", "h"], ["opt/**", "h/*/b"], ["opt/mu", "**/nu/w", "h/{i}", "h/x"]):
+        assert set(jaxckpt.open(tmp_path / "a", rename=Rules([rule], drop, keep=True))) == {"w"}
+    assert set(jaxckpt.open(tmp_path / "a").restore(select="h/{i}")["h"]) == {"0"}
+    with pytest.raises(jaxckpt.MismatchError, match=r"drop 'opt/m\*/x' matches nothing"):
+        jaxckpt.open(tmp_path / "a", rename=Rules([rule], ["opt/m*/x"], keep=True))

@@ -1,0 +1,159 @@
+"""Weighted sums of checkpoints, computed when their values are read: averages, soups, task vectors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxckpt._keywords import explain_keywords
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box
+from jaxckpt._model.pieces import Array, assign
+from jaxckpt._model.select import Select
+from jaxckpt._model.tree import nested_dicts
+from jaxckpt._options import Options, require_whole_number
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.workers import submit_waiting
+from jaxckpt._rules.apply_rule import SourceLeaves
+from jaxckpt._rules.mapped_data import ComparedData
+from jaxckpt._rules.rename import Renaming, renamed_source
+from jaxckpt._run_folder.run_paths import steps_of
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt._store.store_path import store_at
+from jaxckpt.errors import InputError, MismatchError, Problem, show_count
+
+
+@explain_keywords
+def average(
+    checkpoints: Sequence[Location],
+    *,
+    weights: Sequence[float] | None = None,
+    select: Select | None = None,
+    rename: Renaming | None = None,
+    options: Options | None = None,
+) -> ForeignCheckpoint:
+    """The weighted sum of checkpoints of any format. Values are computed when they are read.
+
+    Pass the result to `convert`, `restore` or `load_numpy`. Floating-point leaves are weight × value, added in the
+    order of the checkpoints in float32 (float64 for float64), and rounded once to their dtype. The bits do not depend
+    on the number of processes or on chunks. All other leaves must be equal.
+
+    Args:
+        checkpoints: The checkpoints, of the same leaves. "run@last5" means the newest 5 steps of a run.
+        weights: A factor for each checkpoint, such as (1, 1, -1) for "a + b - c". By default, all are 1 / count.
+        select: Only these leaves, such as "params".
+        rename: As for `restore`; for every checkpoint.
+        options: See `Options`.
+
+    Raises:
+        MismatchError: Leaves differ in path, shape or dtype, or a Python value differs. A read raises a DataError if
+            other values differ.
+        InputError: An argument is invalid.
+        Exception: As `jaxckpt.open`.
+
+    Examples:
+        >>> import numpy as np, jaxckpt
+        >>> for n in (1, 2):
+        ...     info = jaxckpt.save(f"/tmp/jaxckpt-doc/average{n}", {"w": np.full(2, n, "float32")}, overwrite=True)
+        >>> jaxckpt.load_numpy(jaxckpt.weights.average([f"/tmp/jaxckpt-doc/average{n}" for n in (1, 2)]))
+        {'w': array([1.5, 1.5], dtype=float32)}
+    """
+    options = options or Options()
+    if isinstance(checkpoints, (str, os.PathLike)):
+        raise InputError(f"average takes a list of checkpoints, found {os.fspath(checkpoints)!r}")
+    places = [place for location in checkpoints for place in _expanded(location, options)]
+    factors = [1 / len(places)] * len(places) if weights is None else [float(factor) for factor in weights]
+    if not places or len(factors) != len(places) or not all(map(math.isfinite, factors)):
+        raise InputError(f"weights= needs one finite number for each of {show_count(len(places), 'checkpoint')}")
+    sources = [renamed_source(source_at(place, options), rename, select) for place in places]
+    first, *others = [SourceLeaves(source) for source in sources]
+    problems = [
+        Problem(path, f"is only in {one.url}, and not in {other.url}")
+        for source, leaves in zip(sources[1:], others, strict=True)
+        for one, other, extra in (
+            (sources[0], source, first.paths - leaves.paths),
+            (source, sources[0], leaves.paths - first.paths),
+        )
+        for path in sorted(extra)
+    ]
+    made: dict[str, object] = {}
+    for path in first.paths if not problems else ():
+        values = [leaves.leaf(path) for leaves in (first, *others)]
+        value = values[0]
+        if not isinstance(value, ForeignArray):
+            unequal = [source.url for source, other in zip(sources, values, strict=True) if other != value]
+            text = f"is {value!r}, and another value in {unequal[0]}" if unequal else ""
+        else:
+            unequal = [v for v in values if not isinstance(v, ForeignArray) or _kind(v) != _kind(value)]
+            text = f"is {value.dtype}{list(value.shape)}, and otherwise in another checkpoint" if unequal else ""
+        if text:
+            problems.append(Problem(path, text, "choose the leaves to average with select="))
+        elif isinstance(value, ForeignArray):
+            made[path] = replace(value, data=_data(path, values, factors, [source.url for source in sources]))
+        else:
+            made[path] = value
+    if problems:
+        raise MismatchError.of(f"{show_count(len(problems), 'leaf')} cannot be averaged", problems)
+    url = " + ".join(f"{factor:g} × {source.url}" for factor, source in zip(factors, sources, strict=True))
+    return compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
+
+
+_LAST = re.compile(r"(.+)@last([1-9]\d*)")
+
+
+def _expanded(location: Location, options: Options) -> Iterable[Location]:
+    """The checkpoints that a location stands for. Raises InputError if a run has too few steps."""
+    match = _LAST.fullmatch(location) if isinstance(location, str) else None
+    if match is None:
+        return [location]
+    count = require_whole_number(int(match[2]), "the number of steps", minimum=1)
+    steps = steps_of(store_at(match[1], options)) or []
+    if len(steps) < count:
+        raise InputError(f"{location}: {match[1]} has {show_count(len(steps), 'step')}")
+    return [step.url for step in steps[-count:]]
+
+
+def _kind(array: ForeignArray) -> tuple[object, ...]:
+    return array.dtype, array.shape, array.kind, array.impl
+
+
+def _data(path: str, arrays: Sequence[ForeignArray], factors: Sequence[float], urls: Sequence[str]) -> ArrayData:
+    dtype = DTYPES[arrays[0].dtype]
+    if arrays[0].kind not in ("key", "str", "bytes") and ("float" in dtype.name):
+        return _WeightedData([array.data for array in arrays], factors, dtype)
+    return ComparedData(path, {url: array.data for url, array in zip(urls, arrays, strict=True)})
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightedData(AsyncArrayData):
+    """Factor × value, added in a fixed order, element by element."""
+
+    data: Sequence[ArrayData]
+    factors: Sequence[float]
+    dtype: np.dtype[np.generic]
+
+    def start(self, box: Box, target: Array) -> Pending[None]:
+        return submit_waiting(functools.partial(self.read, box, target))
+
+    def read(self, box: Box, target: Array) -> None:
+        wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        values = np.empty(target.shape, self.dtype)
+        total = np.zeros(target.shape, wide)
+        for number, (data, factor) in enumerate(zip(self.data, self.factors, strict=True)):
+            data.read(box, values)
+            term = values.astype(wide)
+            np.multiply(term, wide.type(factor), out=term)
+            np.add(total, term, out=total) if number else np.copyto(total, term)
+        assign(target, total)
+
+    def check(self) -> None:
+        for data in self.data:
+            data.check()

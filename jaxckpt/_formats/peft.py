@@ -1,0 +1,210 @@
+"""LoRA adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors.
+
+The tensors of the module that holds the base's "m.weight" [out, in] are "base_model.model.m.lora_A.weight" [r, in] and
+"base_model.model.m.lora_B.weight" [out, r]. The module computes with weight + scale × B A.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._formats.huggingface import Config, huggingface_rules, read_config, tensor_names
+from jaxckpt._formats.local_files import reads_files
+from jaxckpt._keywords import explain_keywords
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.grid import Box
+from jaxckpt._model.pieces import Array, assign
+from jaxckpt._model.tree import nested_dicts
+from jaxckpt._options import Options
+from jaxckpt._pipeline.pipeline import Pending
+from jaxckpt._pipeline.workers import submit_waiting
+from jaxckpt._rules.apply_rule import SourceLeaves
+from jaxckpt._rules.rule import Rule, paths_in
+from jaxckpt._rules.rule_set import Rules
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.open_source import Location, source_at
+from jaxckpt.errors import InputError, MismatchError, Problem
+
+_CONFIG = "adapter_config.json"
+_START = "base_model.model."
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+@explain_keywords
+@reads_files
+def lora_rules(adapter: str | os.PathLike[str], *, base: str | os.PathLike[str], scan: bool = False) -> Rules:
+    """Make rules that map the tensors of a LoRA adapter of PEFT to leaves. Their inverse writes an adapter.
+
+    The adapter of the kernel "layers/{i}/attn/q/kernel" is "layers/{i}/attn/q/lora/lora_a" [in, rank] and "…/lora_b"
+    [rank, out], the parameters of `flax.nnx.LoRALinear`. `lora_b` includes the scale (`lora_alpha` / rank), because
+    `nnx.LoRA` applies none.
+
+    Args:
+        adapter: A folder with adapter_config.json, and usually with adapter_model.safetensors. Without the tensors, as
+            before an export, `target_modules` in the configuration names the modules.
+        base: The folder of the base model, as for `huggingface_rules`. Its config.json is enough.
+        scan: Whether layers are stacked along axis 0.
+
+    Raises:
+        DataError, StorageError: As `huggingface_rules`.
+        InputError: The adapter is of another kind than LoRA, or uses parts of PEFT that jaxckpt does not support.
+    """
+    config = _adapter_config(adapter)
+    names = tensor_names(_tensors(adapter))
+    rules: list[Rule] = []
+    for rule in huggingface_rules(base, scan=scan).rules:
+        source, target = paths_in(rule.source)[0], paths_in(rule.target)[0]
+        module = source.removesuffix(".weight")
+        if not (source.endswith(".weight") and target.endswith("/kernel")):
+            continue
+        if not (_has(names, f"{_START}{module}.lora_A.weight") if names else _is_target(module, config)):
+            continue
+        if len(paths_in(rule.target)) > 1:
+            raise InputError(f"{source} is split into several leaves, for which jaxckpt has no LoRA rules")
+        stacked = [axis for axis in ("i", "e") if f"{{{axis}}}" in source and f"{{{axis}}}" not in target]
+        front = "".join(f"{axis} " for axis in stacked)
+        for letter, sides, scale in (("A", "r k -> {}k r", 1.0), ("B", "k r -> {}r k", _scale(module, config))):
+            rules.append(
+                Rule(
+                    source=f"{_START}{module}.lora_{letter}.weight",
+                    target=f"{target.removesuffix('kernel')}lora/lora_{letter.lower()}",
+                    layout=sides.format(front),
+                    numbers=rule.numbers,
+                    sizes={axis: size for axis, size in rule.sizes.items() if axis in ("i", "e")},
+                    scale=scale,
+                )
+            )
+    if not rules:
+        raise InputError(f"the adapter {os.fspath(adapter)} names no module of the base {os.fspath(base)}")
+    return Rules(rules)
+
+
+@explain_keywords
+def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckpoint:
+    """A Hugging Face folder with a LoRA adapter of PEFT merged into its weights, when these are read.
+
+    Pass the result to `convert`, `restore` or `load_numpy`, with the rules for `base`. Merged weights are computed in
+    float32 and rounded once to the dtype of the base.
+
+    Args:
+        base: The folder of the base model.
+        adapter: The folder of the adapter.
+
+    Raises:
+        MismatchError: A tensor of the adapter fits no tensor of the base; one error lists them.
+        InputError: As `lora_rules`.
+        Exception: As `jaxckpt.open`.
+    """
+    config, options = _adapter_config(adapter), Options()
+    source = source_at(base, options)
+    leaves, lora = SourceLeaves(source), SourceLeaves(source_at(_tensors(adapter), options))
+    tensors: dict[str, Any] = {path: leaves.leaf(path) for path in leaves.paths}
+    problems: list[Problem] = []
+    for path in lora.paths:
+        match = _TENSOR.fullmatch(path)
+        name = f"{match[1]}.weight" if match else path.removeprefix(_START).replace(".modules_to_save", "")
+        tensor, value = tensors.get(name), lora.array(path)
+        if not isinstance(tensor, ForeignArray):
+            problems.append(Problem(path, f"has no tensor {name!r} in the base"))
+        elif match is None and not re.search(r"\.lora_|\.base_layer\.", path) and value.shape == tensor.shape:
+            tensors[name] = value  # of modules_to_save
+        elif match is None:
+            problems.append(Problem(path, "is not a tensor of LoRA that jaxckpt can merge"))
+        elif match[2] == "A":
+            other, is_transposed = path.replace("lora_A", "lora_B"), bool(config.get("fan_in_fan_out"))
+            b, rank = lora.array(other) if other in lora.paths else None, value.shape[0]
+            sides = tensor.shape[::-1] if is_transposed else tensor.shape
+            if b is None or len(sides) != 2 or (b.shape, value.shape) != ((sides[0], rank), (rank, sides[1])):
+                problems.append(Problem(path, f"and its lora_B do not fit {name!r} of shape {list(tensor.shape)}"))
+            else:
+                data = _MergedData(tensor, value, b, _scale(match[1], config, rank), is_transposed)
+                tensors[name] = replace(tensor, data=data)
+    if problems:
+        raise MismatchError.of(f"the adapter {os.fspath(adapter)} does not fit {source.url}", problems)
+    view = compose(source.url, nested_dicts(tensors), source.manifest.format, metadata=source.manifest.metadata)
+    return replace(view, origin=source)
+
+
+@dataclass(frozen=True, slots=True)
+class _MergedData(AsyncArrayData):
+    """A weight of the base + scale × B A."""
+
+    base: ForeignArray
+    a: ForeignArray
+    b: ForeignArray
+    scale: float
+    is_transposed: bool
+
+    def start(self, box: Box, target: Array) -> Pending[None]:
+        return submit_waiting(functools.partial(self.read, box, target))
+
+    def read(self, box: Box, target: Array) -> None:
+        rows, columns = box[::-1] if self.is_transposed else box
+        rank = (0, self.a.shape[0])
+        delta = np.float32(self.scale) * (_floats(self.b, (rows, rank)) @ _floats(self.a, (rank, columns)))
+        assign(target, _floats(self.base, box) + (delta.T if self.is_transposed else delta))
+
+    def check(self) -> None:
+        for array in (self.base, self.a, self.b):
+            array.data.check()
+
+
+def _floats(array: ForeignArray, box: Box) -> Array:
+    values = np.empty([b - a for a, b in box], DTYPES[array.dtype])
+    array.data.read(box, values)
+    return values.astype(np.float32)
+
+
+def _tensors(adapter: str | os.PathLike[str]) -> str:
+    return os.path.join(os.fspath(adapter), "adapter_model.safetensors")
+
+
+def _adapter_config(adapter: str | os.PathLike[str]) -> Config:
+    """The configuration of an adapter. Raises InputError if jaxckpt does not support it."""
+    config = read_config(adapter, _CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{os.fspath(adapter)} is of peft_type {config.get('peft_type')!r}, expected 'LORA'")
+    wrong = [name for name in ("use_dora", "target_parameters", "trainable_token_indices") if config.get(name)]
+    if config.get("bias", "none") != "none":
+        wrong.append("bias")
+    if wrong:
+        raise InputError(f"{_CONFIG} of {os.fspath(adapter)} has {', '.join(wrong)}, which jaxckpt does not support")
+    return config
+
+
+def _scale(module: str, config: Config, rank: int | None = None) -> float:
+    """The factor of B A, for a module; without a rank, that of the configuration."""
+    rank = rank or int(_setting(module, config, "rank_pattern", "r"))
+    alpha = float(_setting(module, config, "alpha_pattern", "lora_alpha"))
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _setting(module: str, config: Config, patterns: str, name: str) -> Any:
+    of_modules: Mapping[str, Any] = config.get(patterns) or {}
+    matches = (value for key, value in of_modules.items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    return next(matches, config[name])
+
+
+def _is_target(module: str, config: Config) -> bool:
+    """Whether the configuration names a module: by the end of its name, or by a regular expression."""
+    targets: Any = config.get("target_modules") or ()
+    if targets == "all-linear":
+        return not module.endswith(("lm_head", "gate", "router"))
+    module = re.sub(r"\{\w+\}|\d+", "0", module)
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    ends = (re.sub(r"\d+", "0", str(target)) for target in targets)  # PEFT may name the modules of each layer
+    return any(module == end or module.endswith(f".{end}") for end in ends)
+
+
+def _has(names: Any, name: str) -> bool:
+    pattern = re.compile(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)))
+    return any(map(pattern.fullmatch, names))

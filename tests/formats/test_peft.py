@@ -1,0 +1,198 @@
+"""LoRA adapters that PEFT saved: merged into their base, as leaves, and written back; weighted sums of checkpoints.
+
+tests/programs/peft_writer.py wrote the adapters and the logits of PEFT's models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy_models
+import pytest
+from command_line import run
+
+import jaxckpt
+from jaxckpt._model.tree import nested_dicts
+
+DATA = Path(__file__).parents[1] / "data"
+BASES = DATA / "transformers"
+FAMILIES = sorted(path.name for path in (DATA / "peft").iterdir())
+
+
+def logits(tree: Any, family: str) -> Any:
+    config = json.loads((BASES / family / "config.json").read_text())
+    return numpy_models.logits(tree, np.load(DATA / "peft" / family / "expected.npz")["tokens"], config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_the_merged_model_equal_pefts(family: str) -> None:
+    merged = jaxckpt.formats.merge_lora(BASES / family, DATA / "peft" / family)
+    tree = jaxckpt.load_numpy(merged, rename=jaxckpt.rules.huggingface_rules(BASES / family))
+    expected = np.load(DATA / "peft" / family / "expected.npz")["logits"]
+    np.testing.assert_allclose(logits(tree, family), expected, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 with transformers 5
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scan", [False, True])
+def test_leaves_of_an_adapter_and_back(family: str, scan: bool, tmp_path: Path) -> None:
+    adapter, base = DATA / "peft" / family, BASES / family
+    rules = jaxckpt.rules.lora_rules(adapter, base=base, scan=scan)
+    tree = jaxckpt.load_numpy(adapter / "adapter_model.safetensors", rename=rules)
+    if not scan:  # the leaves are the parameters of nnx.LoRALinear: kernel + lora_a lora_b
+        params = jaxckpt.load_numpy(base, rename=jaxckpt.rules.huggingface_rules(base))
+        for layer, name in itertools.product(tree["layers"], ("attn", "mlp")):
+            for module, leaves in tree["layers"][layer].get(name, {}).items():
+                kernel = params["layers"][layer][name][module]["kernel"]
+                delta = leaves["lora"]["lora_a"] @ leaves["lora"]["lora_b"]
+                params["layers"][layer][name][module]["kernel"] = kernel + delta.reshape(kernel.shape)
+        np.testing.assert_allclose(
+            logits(params, family), np.load(adapter / "expected.npz")["logits"], rtol=1e-5, atol=3e-6
+        )
+    jaxckpt.save(tmp_path / "lora", tree)
+    (tmp_path / "out").mkdir()
+    shutil.copy(adapter / "adapter_config.json", tmp_path / "out")
+    rules = jaxckpt.rules.lora_rules(tmp_path / "out", base=base, scan=scan)  # from the configuration alone
+    written = tmp_path / "out" / "adapter_model.safetensors"
+    jaxckpt.convert(tmp_path / "lora", written, rename=rules.inverse())
+    before, after = jaxckpt.load_numpy(adapter / "adapter_model.safetensors"), jaxckpt.load_numpy(written)
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name], rtol=2e-7)
+        if family != "qwen2":  # its scale is no power of two
+            assert after[name].tobytes() == before[name].tobytes()
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", reason="PEFT loads the adapter")
+    import torch
+
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
+    expected = np.load(adapter / "expected.npz")
+    with torch.no_grad():
+        found = model.eval()(torch.tensor(expected["tokens"])).logits.numpy()
+    np.testing.assert_allclose(found, expected["logits"], rtol=1e-5, atol=3e-6)
+
+
+def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(DATA / "peft" / "llama", adapter)
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)lora_A.weight' and its lora_B do not fit.*of shape \[16, 16\]"
+    ):
+        jaxckpt.formats.merge_lora(BASES / "qwen2", adapter)
+    tensors = jaxckpt.load_numpy(adapter / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors[f"{name}.lora_magnitude_vector"] = np.ones(24, np.float32)
+    del tensors[f"{name}.lora_B.weight"]
+    jaxckpt.save(tmp_path / "t", tensors)
+    jaxckpt.convert(tmp_path / "t", adapter / "adapter_model.safetensors", overwrite=True)
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)and its lora_B do not fit.*magnitude_vector' has no tensor"):
+        jaxckpt.formats.merge_lora(BASES / "llama", adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for change, expected in (
+        ({"use_dora": True, "bias": "all"}, "has use_dora, bias, which"),
+        ({"peft_type": "IA3"}, "of peft_type 'IA3'"),
+    ):
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(jaxckpt.errors.InputError, match=expected):
+            jaxckpt.rules.lora_rules(adapter, base=BASES / "llama")
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(jaxckpt.errors.DataError, match=r"has no adapter_config\.json"):
+        jaxckpt.formats.merge_lora(BASES / "llama", adapter)
+
+
+def test_convert_merges_an_adapter(tmp_path: Path) -> None:
+    adapter = DATA / "peft" / "llama"
+    run("convert", str(BASES / "llama"), str(tmp_path / "m.safetensors"), "--merge-lora", str(adapter))
+    expected = jaxckpt.load_numpy(jaxckpt.formats.merge_lora(BASES / "llama", adapter))
+    jax.tree.map(np.testing.assert_array_equal, jaxckpt.load_numpy(tmp_path / "m.safetensors"), expected)
+
+
+# Averages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A run of four steps, and their trees."""
+    rng = np.random.default_rng(0)
+    states = [
+        {
+            "params": {
+                "w": rng.standard_normal((40, 50), np.float32),
+                "b": rng.standard_normal(7),
+                "h": jax.numpy.asarray(rng.standard_normal(33), jax.numpy.bfloat16),
+            },
+            "n": np.arange(4),
+            "step": step,
+        }
+        for step in range(4)
+    ]
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        for step, state in enumerate(states):
+            checkpointer.save(step, state)
+    return tmp_path / "run", states
+
+
+@pytest.mark.parametrize("weights", [None, (0.5, 0.25, 0.25), (1, 1, -1)])
+def test_a_weighted_sum_is_numpys_in_float32(runs: Any, weights: Any, tmp_path: Path) -> None:
+    run, states = runs
+    found = jaxckpt.weights.average([f"{run}@last3"], weights=weights, select=["params", "n"])
+    tree = jaxckpt.load_numpy(found)
+    factors = weights or (1 / 3,) * 3
+    for name, leaf in tree["params"].items():
+        wide = np.float64 if name == "b" else np.float32
+        terms = [np.asarray(s["params"][name]).astype(wide) * wide(f) for s, f in zip(states[1:], factors, strict=True)]
+        assert leaf.tobytes() == ((terms[0] + terms[1]) + terms[2]).astype(leaf.dtype).tobytes(), name
+    np.testing.assert_array_equal(tree["n"], np.arange(4))
+    places = [f"{run}@{step}" for step in (1, 2, 3)]
+    for n, chunk_bytes in enumerate((64, 4096)):  # any chunks, formats and places
+        again = jaxckpt.weights.average(places, weights=weights, select=["params", "n"])
+        jaxckpt.convert(again, tmp_path / str(n), chunk_bytes=chunk_bytes)
+        jax.tree.map(np.testing.assert_array_equal, jaxckpt.load_numpy(tmp_path / str(n)), tree)
+
+
+def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
+    run, _ = runs
+    average = jaxckpt.weights.average
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"(?s)'step' is 0, and another value in .*choose the leaves to average"
+    ):
+        average([f"{run}@0", f"{run}@1"])
+    jaxckpt.save(tmp_path / "other", {"params": {"w": np.ones((4, 5), np.float32), "x": 1.0}})
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'params/b' is only in .*run.*'params/x' is only in .*other"):
+        average([f"{run}@0", tmp_path / "other"], select="params")
+    with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' is float32\[40, 50\], and otherwise in"):
+        average([f"{run}@0", tmp_path / "other"], select="params/w")
+    jaxckpt.save(tmp_path / "n", {"n": np.arange(4) * 2})
+    with pytest.raises(jaxckpt.errors.DataError, match=r"'n'.* differs"):
+        jaxckpt.load_numpy(average([f"{run}@0", tmp_path / "n"], select="n"))
+    for wrong in ((1,), (1, float("nan"))):
+        with pytest.raises(jaxckpt.errors.InputError, match="one finite number for each of 2 checkpoints"):
+            average([f"{run}@0", f"{run}@1"], weights=wrong)
+    with pytest.raises(jaxckpt.errors.InputError, match=r"run@last9: .* has 4 steps"):
+        average([f"{run}@last9"])
+    with pytest.raises(jaxckpt.errors.InputError, match="takes a list of checkpoints"):
+        average(str(run))  # pyright: ignore
+
+
+def test_the_command_average(runs: Any, tmp_path: Path) -> None:
+    run_directory, _ = runs
+    run("average", f"{run_directory}@last2", "--select", "params", "-o", str(tmp_path / "a.safetensors"))
+    run(
+        "average",
+        f"{run_directory}@2",
+        f"{run_directory}@3",
+        "--weights",
+        "0.5,0.5",
+        "--select",
+        "params",
+        "-o",
+        str(tmp_path / "b"),
+    )
+    a, b = jaxckpt.load_numpy(tmp_path / "a.safetensors"), jaxckpt.load_numpy(tmp_path / "b")
+    jax.tree.map(np.testing.assert_array_equal, nested_dicts(a), b)
