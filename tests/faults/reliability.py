@@ -35,7 +35,7 @@ _SUMMARY = {
     8: ("any file or folder deleted", _ERROR),
     9: ("any file truncated, emptied, extended or replaced", _ERROR),
     10: ("manifests or objects swapped", "`verify`, and reads of whole objects: an error"),
-    11: ("a manifest or `zarr.json` edited, also with a valid checksum", "an error, if need be with `manifest_sha256=`"),
+    11: ("a manifest or `zarr.json` edited, also with a valid checksum", "an error, or one with `manifest_sha256=`"),
     12: ("zeros, −0.0, NaN payloads, subnormals, empty arrays", "the same bits"),
     13: ("several threads, processes or hosts save to one path", "no mix; an acknowledged save stays complete"),
     14: ("a suspended save resumes after another one took over", "it neither publishes nor deletes"),
