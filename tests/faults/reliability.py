@@ -135,7 +135,7 @@ def write() -> None:
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         found = [row for row in rows if row["system"] == system]
-        table = _summary(found) if system == "jaxckpt" else _outcomes(found)
+        table = _summary(found) if system == "jaxckpt" else _tests(found)
         text = f"{before}{begin}\n{table}\n{end}{after}"
     _PAGE.write_text(text)
 
@@ -156,15 +156,11 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", _when(rows)])
 
 
-def _outcomes(rows: list[dict[str, Any]]) -> str:
-    """One line for each test, with its outcomes."""
-    lines = ["| | fault | rounds | outcome | silent |", "|---:|---|---:|---|---:|"]
-    for row in rows:
-        outcomes = sorted(row["outcomes"].items(), key=lambda item: -item[1])
-        counts = "; ".join(f"{name}: {count:,}" for name, count in outcomes)
-        lines.append(_line(row["number"], row["title"], _rounds([row]), counts, row["silent"]))
-    lines.append(_line("", "**all**", f"**{_rounds(rows)}**", "", f"**{_silent(rows)}**"))
-    return "\n".join([*lines, "", _when(rows)])
+def _tests(rows: list[dict[str, Any]]) -> str:
+    """One line for each test."""
+    lines = ["| | fault | rounds | silent |", "|---:|---|---:|---:|"]
+    lines += [_line(row["number"], row["title"], _rounds([row]), row["silent"]) for row in rows]
+    return "\n".join(lines)
 
 
 def _line(*cells: object) -> str:
