@@ -32,7 +32,7 @@ LABELS = {
 """How the page shows the names of contenders."""
 
 LEFT_OUT = ("a step just after it", "a step alone")
-ON_THE_PAGE = [("c", 1, "tmpfs"), ("e", 1, "tmpfs")]
+ON_THE_PAGE = [("e", 1, "tmpfs")]
 """The runs that the page shows: (workload, processes, file system)."""
 LARGE = ("a", "c", "e", "f")
 
