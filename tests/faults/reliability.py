@@ -21,9 +21,9 @@ _PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 _BEGIN, _END = "<!-- written by make faults: {} -->", "<!-- end of {} -->"
 
 _OLD_OR_NEW = "the old or the new checkpoint, complete"
-_ERROR = "an error that names it, or correct bits if the damage is not read"
-_OTHERS_RAISE = "the others raise in time, naming it, or JAX aborts them"
-_TYPED = "a typed error within limits of memory and time; never wrong data"
+_ERROR = "an error that names it, or correct bits"
+_OTHERS_RAISE = "the others raise, naming it, or JAX aborts them"
+_TYPED = "a typed error in bounded time; never wrong data"
 _SUMMARY = {
     1: ("`kill -9` at a random moment", "the last acknowledged save is restored"),
     2: ("`kill -9` at each system call of a save", _OLD_OR_NEW),
