@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from jax._src import distributed
 
 from jaxckpt._job import rendezvous as rendezvous_module
 from jaxckpt._job.call import Call
-from jaxckpt._pipeline.watchdog import Watchdog
+from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._pipeline.watchdog import Watchdog, under
 
 SERVICE_PER_SECOND = 7_000
 """Requests per second that JAX's coordination service answers with one core: a request takes 145 µs of process 0's CPU
@@ -140,6 +141,13 @@ class RendezvousCost:
         return max(served, self.first * SERVICE_SECONDS) + self.bytes / NETWORK_BYTES
 
 
+@contextlib.contextmanager
+def meeting(call: Call) -> Generator[Rendezvous]:
+    """The next rendezvous of a call, as in a lane."""
+    with under(call.watchdog), call.rendezvous("simulated") as rendezvous:
+        yield rendezvous
+
+
 def call_of(index: int, count: int, service: Any, *, first: bool) -> Call:
     """A call in one process: before its first rendezvous, or before a later one."""
     call = Call(
@@ -160,17 +168,17 @@ def meet(count: int, given: Callable[[int], str], shared: str, *, first: bool = 
 
     by_other, given_bytes = collections.Counter[str](), 0
     for index in range(1, count):
-        with process(index).rendezvous("simulated") as rendezvous:
+        with meeting(process(index)) as rendezvous:
             rendezvous.gather(given(index))
         if index == 1:
             by_other, given_bytes = service.requests.copy(), service.bytes
     before = service.requests.copy()
-    with process(0).rendezvous("simulated") as rendezvous:
+    with meeting(process(0)) as rendezvous:
         assert rendezvous.gather(given(0)) == [given(index) for index in range(count)]
         rendezvous.broadcast(shared)
     by_first, before = service.requests - before, service.requests.copy()
     moved = service.bytes
-    with process(1).rendezvous("simulated") as rendezvous:
+    with meeting(process(1)) as rendezvous:
         rendezvous.broadcast(shared)
     by_other += service.requests - before
     all_bytes = service.bytes + (service.bytes - moved) * (count - 2)
@@ -220,7 +228,7 @@ def wait(count: int, seconds: float) -> tuple[float, float]:
     clock = Clock(posted)
     usual, rendezvous_module.time = rendezvous_module.time, clock  # pyright: ignore
     try:
-        with call_of(1, count, clock, first=False).rendezvous("simulated") as rendezvous:
+        with meeting(call_of(1, count, clock, first=False)) as rendezvous:
             rendezvous.broadcast("")
     finally:
         rendezvous_module.time = usual  # pyright: ignore

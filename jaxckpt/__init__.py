@@ -99,7 +99,7 @@ def _import_name(name: str) -> Any:
         raise AttributeError(_missing_name(name), name=name)
     # Ctrl-C inside an import would leave a lock of the import system held, or half of tensorstore imported, so that
     # later calls hang or abort. It strikes the main thread only.
-    return threads.run_uninterrupted(functools.partial(_import, name))
+    return threads.run_in_thread(functools.partial(_import, name))
 
 
 def _import(name: str) -> Any:

@@ -24,7 +24,7 @@ _SAME_MEANING: dict[str, dict[str, str]] = {
         "context": "save.options",
         "custom_metadata": "save.metadata",
         "enable_async_checkpointing": "Checkpointer.background",
-        "fallback_sharding": "restore.mesh",
+        "fallback_sharding": "restore.target",
         "force": "save.overwrite",
         "item": "restore.target save.tree Checkpointer.restore_or_init.init",
         "items": "restore.target save.tree Checkpointer.restore_or_init.init",
@@ -47,19 +47,18 @@ _SAME_MEANING: dict[str, dict[str, str]] = {
     "Equinox": {"like": "restore.target Checkpointer.restore_or_init.init"},
     "PyTorch": {
         "checkpoint_id": "save.path restore.path",
-        "map_location": "restore.mesh",
         "state_dict": "save.tree restore.target",
     },
     "": {
         "abstract": "restore.target Checkpointer.restore_or_init.init",
         "bandwidth": "Options.max_bytes_per_second",
-        "every_minutes": "Checkpointer.every_seconds",
         "exist_ok": "save.overwrite",
         "force_overwrite": "save.overwrite",
         "abstract_tree": "restore.target Checkpointer.restore_or_init.init",
         "pytree_like": "restore.target",
         "rules": "restore.rename",
-        **dict.fromkeys(("sharding", "shardings", "template"), "restore.target"),
+        "template": "restore.target",
+        **dict.fromkeys(("sharding", "shardings"), "restore.target save.specs"),
     },
 }
 """For each library, its arguments that jaxckpt has under another name: <what has it>.<our name>, in any number."""
@@ -101,6 +100,12 @@ _OTHER_MEANING = {
     "use_zarr3": "arrays are always stored as Zarr v3",
 }
 """Arguments of Orbax that need another argument with another value, or none."""
+
+_GUESSES = {
+    "every_minutes": "use every_seconds=60 * minutes of jaxckpt.Checkpointer",
+    "map_location": "mesh= or target= of jaxckpt.restore choose the devices; jaxckpt.load_numpy reads into host memory",
+}
+"""The same for arguments of PyTorch, and for those that no library has."""
 
 _OF_FUNCTION = {
     ("convert", "dtype"): (
@@ -295,8 +300,8 @@ def _parameters(cls: str) -> Mapping[str, inspect.Parameter]:
 
 def _meaning(name: str, parameters: Mapping[str, Any]) -> str:
     """What another library's argument is called here; empty if no library has it."""
-    if name in _OTHER_MEANING:
-        return f": {_OTHER_MEANING[name]}"
+    if hint := _OTHER_MEANING.get(name) or _GUESSES.get(name):
+        return f": {hint}"
     for library, names in _SAME_MEANING.items():
         if name in names:
             theirs = f"{library}'s {name} is" if library else "use"

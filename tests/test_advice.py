@@ -6,9 +6,16 @@ the case executes that code.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import datetime
+import pathlib
+import pickle
 import re
+import shlex
 import shutil
 import threading
+import zipfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from click.testing import CliRunner
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
@@ -28,6 +36,7 @@ from processes import PASSED, RunPython
 
 import jaxckpt
 import jaxckpt.weights
+from jaxckpt._cli.main import main
 from jaxckpt.rules import Rule, Rules
 
 Case = Callable[[Path], Generator[Callable[[], object], str, None]]
@@ -53,6 +62,28 @@ def run(message: str, pattern: str, **names: Any) -> Any:
     match = re.search(pattern, message, re.DOTALL)
     assert match is not None, message
     return eval(match[1], {"jax": jax, "np": np, "jaxckpt": jaxckpt, "PartitionSpec": P, **names})
+
+
+def found(message: str, pattern: str) -> str:
+    """What a message shows in the group of a pattern."""
+    match = re.search(pattern, message, re.DOTALL)
+    assert match is not None, message
+    return match[1]
+
+
+def cli(*args: str) -> str:
+    """The output of a command. Raises its error."""
+    done = CliRunner().invoke(main, list(args), prog_name="jaxckpt")
+    if done.exit_code:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def shell(command: str) -> str:
+    """The output of a command line that a message shows."""
+    program, *args = shlex.split(command)
+    assert program == "jaxckpt"
+    return cli(*args)
 
 
 def mesh(n: int = 2) -> Mesh:
@@ -561,7 +592,7 @@ def a_step_without_its_optimizer(path: Path) -> Any:
 def _raise_with_notes(call: Callable[[], object]) -> None:
     try:
         call()
-    except jaxckpt.MismatchError as error:
+    except (jaxckpt.MismatchError, jaxckpt.CorruptError) as error:
         raise RuntimeError("\n".join([str(error), *error.__notes__])) from error
 
 
@@ -988,6 +1019,397 @@ def numpy_weights_of_a_subscriber(path: Path) -> Any:
     yield lambda: next(iter(jaxckpt.weights.subscribe(path, {"a//b": np.zeros(2, "bfloat16")})))
     _, weights = next(iter(jaxckpt.weights.subscribe(path, {"a//b": jnp.zeros(2, "bfloat16")})))
     assert np.asarray(weights["a//b"]).tolist() == [1, 1]
+
+
+# Lost manifests -------------------------------------------------------------------------------------------
+
+
+def _run_without(path: Path, *files: str) -> Path:
+    """A run of steps 1 and 2, with a name that a shell would split, whose step 2 has lost files."""
+    directory = path.with_name("it's mine")
+    with jaxckpt.Checkpointer(directory, background=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, ODD)
+    for pattern in files:
+        next(directory.glob(f"00000002/{pattern}")).write_bytes(b"")
+    return directory
+
+
+@advice("restores the manifest from its second copy")
+def a_lost_manifest(path: Path) -> Any:
+    directory = _run_without(path)
+    (directory / "00000002/manifest.json").unlink()
+    message = yield lambda: jaxckpt.load_numpy(directory)
+    assert shell(found(message, "`(.*?)`")).startswith("repaired")
+    assert equal(jaxckpt.load_numpy(directory), ODD)
+
+
+@advice("restore(step=…) takes one of them")
+def a_damaged_newest_step(path: Path) -> Any:
+    directory = _run_without(path, "manifest.json")
+
+    def restore() -> None:
+        with jaxckpt.Checkpointer(directory) as checkpointer:
+            checkpointer.restore_or_init(lambda: ODD)
+
+    message = yield lambda: _raise_with_notes(restore)
+    (step,) = run(message, r"other steps in .*?: (\[.*?\])")
+    with jaxckpt.Checkpointer(directory) as checkpointer:
+        assert equal(checkpointer.restore(step=step), ODD)
+
+
+@advice("gives the step up")
+def a_step_that_cannot_be_repaired(path: Path) -> Any:
+    directory = _run_without(path, "manifest.json", "data-*/manifest-copy.json")
+    message = yield lambda: cli("repair", str(directory))
+    run(message, r"\n *(jaxckpt\.Checkpointer\(.*?\)\.delete\(2\)) gives")
+    assert jaxckpt.Run(directory).steps() == [1]
+    assert equal(jaxckpt.load_numpy(directory), ODD)
+
+
+@advice("overwrite=True) replaces the checkpoint")
+def a_checkpoint_that_cannot_be_repaired(path: Path) -> Any:
+    jaxckpt.save(path, ODD)
+    (path / "manifest.json").unlink()
+    next(file for file in path.rglob("c/**/*") if file.is_file()).unlink()
+    message = yield lambda: cli("repair", str(path))
+    jaxckpt.save(found(message, r"jaxckpt\.save\('(.*?)', …"), {"w": 5}, overwrite=True)
+    assert jaxckpt.restore(path) == {"w": 5}
+
+
+# Keywords of other libraries ------------------------------------------------------------------------------
+
+
+OTHERS: Any = jaxckpt
+"""For calls with unknown arguments, which type checkers refuse."""
+
+INTERVAL = datetime.timedelta(hours=1)
+
+
+def _steps(path: Path, **rules: Any) -> list[int]:
+    """The steps of a run that these rules save and keep, of 0 to 5."""
+    with jaxckpt.Checkpointer(path, background=False, **rules) as checkpointer:
+        for step in range(6):
+            checkpointer.save(step, ODD, metrics={"loss": 1 / (step + 1)})
+    return checkpointer.steps()
+
+
+@advice("save has no argument shardings: use specs")
+def shardings_of_a_save(path: Path) -> Any:
+    tree = {"w//": jnp.zeros(8)}
+    yield lambda: OTHERS.save(path, tree, shardings=NamedSharding(mesh(), P("x")))
+    jaxckpt.save(path, tree, specs=P("x"), mesh=mesh())
+    assert jaxckpt.open(path)["w~1~1"].spec == P("x")
+
+
+@advice("Orbax's fallback_sharding is target here")
+def a_fallback_sharding(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jnp.zeros(8), "n": 7})
+    sharding = SingleDeviceSharding(jax.devices()[1])
+    yield lambda: OTHERS.restore(path, fallback_sharding=sharding)
+    assert jaxckpt.restore(path, target=sharding)["w//"].sharding == sharding
+
+
+@advice("jaxckpt.load_numpy reads into host memory")
+def a_map_location(path: Path) -> Any:
+    jaxckpt.save(path, ODD)
+    yield lambda: OTHERS.restore(path, map_location="cpu")
+    assert equal(jaxckpt.load_numpy(path), ODD)
+
+
+@advice("use every_seconds=60 * minutes of jaxckpt.Checkpointer")
+def minutes(path: Path) -> Any:
+    message = yield lambda: OTHERS.Checkpointer(path, every_minutes=10)
+    assert _steps(path, every_seconds=run(message, r"every_seconds=(.*?) of", minutes=10)) == []
+
+
+@advice('keep_best=("loss", "min", 3) of jaxckpt.Checkpointer, where 3 is max_to_keep')
+def a_function_of_metrics(path: Path) -> Any:
+    message = yield lambda: OTHERS.Checkpointer(path, best_fn=min, max_to_keep=3)
+    assert _steps(path, keep_best=run(message, r"keep_best=(\(.*?\))")) == [3, 4, 5]
+
+
+@advice("keep_every_seconds=interval.total_seconds()")
+def an_interval(path: Path) -> Any:
+    message = yield lambda: OTHERS.Checkpointer(path, keep_time_interval=INTERVAL)
+    assert _steps(path, keep_every_seconds=run(message, r"=(interval\S*) of", interval=INTERVAL))[-1] == 5
+
+
+@advice("save_if=lambda step, metrics: step in steps")
+def steps_to_save(path: Path) -> Any:
+    message = yield lambda: OTHERS.Checkpointer(path, save_on_steps=[2, 4])
+    assert _steps(path, save_if=run(message, r"save_if=(.*?), of", steps=[2, 4])) == [2, 4]
+
+
+@advice("pass options=jaxckpt.Options(compression=…)")
+def an_option_as_an_argument(path: Path) -> Any:
+    message = yield lambda: OTHERS.save(path, ODD, compression="zstd")
+    jaxckpt.save(path, ODD, options=run(message.replace("…", "'zstd'"), "options=(.*)"))
+    assert equal(jaxckpt.load_numpy(path), ODD)
+
+
+@advice("convert does not cast: use a jaxckpt.rules.Rule with dtype=, or convert a copy saved with save(dtype=)")
+def a_conversion_that_casts(path: Path) -> Any:
+    jaxckpt.save(path, {"w//": jnp.arange(8.0), "n": 7})
+    yield lambda: OTHERS.convert(path, path.with_name("d"), dtype="float16")
+    rules = Rules([Rule(source="w~1~1", target="w~1~1", dtype="float16")], keep=True)
+    jaxckpt.convert(path, path.with_name("d"), rename=rules)
+    jaxckpt.save(path.with_name("half"), jaxckpt.restore(path), dtype="float16")
+    jaxckpt.convert(path.with_name("half"), path.with_name("e"))
+    for name in "de":
+        assert jaxckpt.load_numpy(path.with_name(name))["w//"].dtype == "float16"
+
+
+# More trees and targets -----------------------------------------------------------------------------------
+
+
+@advice("JAX sorts the keys of a dict, so they must be of one type")
+def keys_of_two_types(path: Path) -> Any:
+    tree = {1: 1.0, "a//b": 2.0}
+    yield lambda: jaxckpt.save(path, tree)
+    jaxckpt.save(path, {str(key): value for key, value in tree.items()})
+    assert jaxckpt.restore(path) == {"1": 1.0, "a//b": 2.0}
+
+
+@advice("cast it to one of bool, int8")
+def a_dtype_of_this_machine(path: Path) -> Any:
+    array = np.array([1, 2], np.longdouble)
+    message = yield lambda: jaxckpt.save(path, {"w//": array})
+    names = found(message, "cast it to one of (.*)").split(", ")
+    jaxckpt.save(path, {name: array.astype(name) for name in names})
+    assert {name: loaded.dtype.name for name, loaded in jaxckpt.load_numpy(path).items()} == {
+        name: name for name in names
+    }
+
+
+@advice("jaxckpt.register_leaf adds other types")
+def a_path_as_a_leaf(path: Path) -> Any:
+    tree = {"data//": pathlib.PurePosixPath("/data/it's")}
+    yield lambda: jaxckpt.save(path, tree)
+    jaxckpt.register_leaf(
+        pathlib.PurePosixPath, to_state=str, from_state=pathlib.PurePosixPath, name="test_advice.PurePosixPath"
+    )
+    jaxckpt.save(path, tree)
+    assert jaxckpt.restore(path) == tree
+
+
+@advice("is of type ndarray; use .tolist()")
+def an_array_as_the_state_of_a_process(path: Path) -> Any:
+    position = {"order": np.arange(3)}
+
+    def save(state: Any) -> None:
+        with jaxckpt.Checkpointer(path) as checkpointer:
+            checkpointer.save(1, ODD, process_state={"data": state})
+
+    yield lambda: save(position)
+    save({"order": position["order"].tolist()})
+    with jaxckpt.Checkpointer(path) as checkpointer:
+        assert checkpointer.process_state("data") == {"order": [0, 1, 2]}
+
+
+@advice("accepts only these missing and extra leaves")
+def leaves_that_only_one_side_has(path: Path) -> Any:
+    jaxckpt.save(path, {"a//b": {"~": jnp.ones(2), "old": [jnp.ones(1), jnp.ones(3)]}, "n": 7})
+    target = {"a//b": {"~": jnp.zeros(2), "new//": {"k": jnp.full(2, 5.0)}}, "n": 0}
+    message = yield lambda: jaxckpt.restore(path, target)
+    tree = jaxckpt.restore(path, target, strict=run(message, r"strict=(\{.*\}) accepts"))
+    assert (tree["n"], tree["a//b"]["~"].tolist(), tree["a//b"]["new//"]["k"].tolist()) == (7, [1, 1], [5, 5])
+
+
+def _wrapped_case(wrap: Callable[[Any], Any]) -> Case:
+    def case(path: Path) -> Any:
+        adam = optax.adam(1e-3)
+        params = {"a//b": {"~": jnp.ones((2, 3))}, "w": jnp.ones(2)}
+        saved = jax.tree.map(lambda leaf: leaf + 3, adam.init(params))
+        jaxckpt.save(path, {"p": params, "opt//": saved})
+        target = {"p": params, "opt//": wrap(adam).init(params)}
+        message = yield lambda: jaxckpt.restore(path, target)
+        arguments = eval(f"dict({found(message, 'are found with (.*?); strict=False')})")
+        restored = jaxckpt.restore(path, target, **arguments)
+        values = [leaf for leaf in jax.tree.leaves(restored["opt//"]) if leaf.shape == (2, 3) and leaf.any()]
+        assert [float(leaf.min()) for leaf in values] == [3, 3], "the two moments"
+
+    return case
+
+
+for _name, _wrap in {
+    "accumulated_steps": lambda adam: optax.MultiSteps(adam, 2),
+    "a_chained_optimizer": lambda adam: optax.chain(optax.clip(1.0), adam),
+    "an_optimizer_for_some_leaves": lambda adam: optax.masked(adam, mask=True),
+    "two_optimizers": lambda adam: optax.chain(adam, optax.ema(0.9)),
+}.items():
+    _case = _wrapped_case(_wrap)
+    _case.__name__ = _name
+    advice("containers have other paths in the checkpoint")(_case)
+
+
+@advice("layers are stacked in the target")
+def layers_that_are_scanned_now(path: Path) -> Any:
+    layers = [{"k//": jnp.full(2, float(n)), "b": jnp.full(3, float(n))} for n in range(12)]
+    jaxckpt.save(path, {"a//b": {"~": layers}, "n": 7})
+    target = {"a//b": {"~": {"k//": jnp.zeros((12, 2)), "b": jnp.zeros((12, 3))}}, "n": 0}
+    message = yield lambda: jaxckpt.restore(path, target)
+    rules = run(message, r"rename=(jaxckpt.*?); strict=False")
+    assert jaxckpt.restore(path, target, rename=rules)["a//b"]["~"]["k//"][:, 0].tolist() == [*range(12)]
+
+
+@advice("without a spec (None from a function), it comes back as a NumPy array")
+def a_spec_for_sixty_four_bits(path: Path) -> Any:
+    jaxckpt.save(path, {"a//b": np.arange(8.0), "w": jnp.zeros(8)})
+    yield lambda: jaxckpt.restore(path, mesh=mesh(), specs=lambda leaf, _: P("x"))
+    tree = jaxckpt.restore(path, mesh=mesh(), specs=lambda leaf, _: P("x") if leaf == "w" else None)
+    assert isinstance(tree["a//b"], np.ndarray)
+    assert tree["a//b"].dtype == np.float64
+    assert tree["w"].sharding.spec == P("x")
+
+
+@advice('with float("nan") where it was not measured')
+def a_best_step_without_a_metric(path: Path) -> Any:
+    def save(metrics: Any) -> None:
+        with jaxckpt.Checkpointer(path, keep_best=("loss", "min")) as checkpointer:
+            checkpointer.save(1, ODD, metrics=metrics)
+
+    yield lambda: save(None)
+    save({"loss": float("nan")})
+    assert jaxckpt.Run(path).steps() == [1]
+
+
+@advice("Give the path of the one to read, ")
+def two_models_in_a_folder(path: Path) -> Any:
+    path.mkdir()
+    for name, value in (("model", 1.0), ("model-00001-of-00001", 2.0)):
+        jaxckpt.save(path / "c", {"w//": np.full(2, value)}, overwrite=True)
+        jaxckpt.convert(path / "c", path / f"{name}.safetensors")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"w//": "model-00001-of-00001.safetensors"}}')
+    message = yield lambda: jaxckpt.load_numpy(path)
+    one, other = found(message, r"to read, (.*?); or").split(" or ")
+    assert jaxckpt.load_numpy(one)["w//"].tolist() == [1, 1]
+    assert jaxckpt.load_numpy(other)["w//"].tolist() == [2, 2]
+
+
+@advice("save its arrays as a dict, such as its state_dict()")
+def an_object_in_a_torch_file(path: Path) -> Any:
+    file = path.with_suffix(".pt")
+
+    def save(value: object) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("a/data.pkl", pickle.dumps(value, 2))
+            archive.writestr("a/version", "3")
+
+    module = argparse.Namespace(w=[1.5])
+    save(module)
+    yield lambda: jaxckpt.load_numpy(file)
+    save(vars(module))
+    assert jaxckpt.load_numpy(file) == {"w": [1.5]}
+
+
+@advice("leave it out with select=")
+def an_object_among_the_leaves_of_a_torch_file(path: Path) -> Any:
+    file = path.with_suffix(".pt")
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps({"a//b": argparse.Namespace(), "w": 1.5}, 2))
+        archive.writestr("a/version", "3")
+    yield lambda: jaxckpt.load_numpy(file)
+    assert jaxckpt.load_numpy(file, select=lambda leaf: leaf != "a~1~1b") == {"w": 1.5}
+
+
+# The command line -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Generator[None]:
+    with contextlib.chdir(tmp_path):
+        yield
+
+
+def _fill_folder() -> None:
+    """A checkpoint and a run, in the current folder."""
+    jaxckpt.save("ck", {"w": jnp.zeros((8, 8)), "a//b": np.ones(2), "s": "text"})
+    with jaxckpt.Checkpointer("run", background=False) as checkpointer:
+        for step in (1, 30):
+            checkpointer.save(step, ODD)
+        checkpointer.pin(30, "paper")
+
+
+COMMANDS: list[tuple[str, str, Callable[[str], object]]] = [
+    ("show ckk", "did you mean ck?", lambda message: cli("show", found(message, r"did you mean (\S*)\?"))),
+    ("show run/30", "did you mean", lambda message: cli("show", found(message, r"did you mean (\S*)\?"))),
+    ("cat ck W", "did you mean", lambda message: cli("cat", "ck", found(message, r"did you mean '(.*?)'\?"))),
+    ("cat ck w[", "is not closed", lambda message: cli("cat", "ck", found(message, r"expected (\S*)$"))),
+    ("cat ck w[1:3", "is not closed", lambda message: cli("cat", "ck", found(message, r"expected (\S*)$"))),
+    ("cat ck w[a]", "such as [8:16, 0]", lambda message: cli("cat", "ck", f"w{found(message, 'such as (.*)$')}")),
+    ("cat ck w --save w.txt", "does not end in .npy", lambda message: cli("cat", "ck", "w", "--save", "w.npy")),
+    ("verify ck --rate 50", "as in", lambda message: cli("verify", "ck", "--rate", found(message, r"as in (\S*)"))),
+    ("plan ck --mesh x:8", "such as", lambda message: cli("plan", "ck", "--mesh", found(message, r"such as (\S*)"))),
+    ("plan ck --mesh 'x=8 y=2'", "such as data=4,model=2", lambda message: cli("plan", "ck", "--mesh", "x=8,y=2")),
+    ("plan ck --mesh x=8 --mesh y=2", "give it once", lambda message: cli("plan", "ck", "--mesh", "x=8,y=2")),
+    (
+        "plan ck --mesh x=8 --specs P(x)",
+        "expected a spec such as",
+        lambda message: cli("plan", "ck", "--mesh", "x=8", "--specs", "w=P('x', None)"),
+    ),
+    (
+        """convert ck d --mesh x=3 --specs 'w=P("x")'""",
+        "pass --indivisible replicate",
+        lambda message: shell("""jaxckpt convert ck d --mesh x=3 --specs 'w=P("x")' --indivisible replicate"""),
+    ),
+    ("convert ck d.pt", "with any other", lambda message: shell("jaxckpt convert ck d.pt --format jaxckpt")),
+    ("convert ck d.npz --format zarr", "leave out --format", lambda message: cli("convert", "run", "d.npz")),
+    ("convert ck d.npz", "with --select", lambda message: cli("convert", "ck", "d.npz", "--select", "w")),
+    (
+        "convert ck d --format orbax",
+        "or rename them with --rename",
+        lambda message: cli("convert", "ck", "d", "--format", "orbax", "--rename", "a~1~1b=b"),
+    ),
+    ("convert ck ck", "--overwrite", lambda message: cli("convert", "ck", "ck", "--overwrite")),
+    ("convert ck d --rename w", "OLD=NEW", lambda message: cli("convert", "ck", "d", "--rename", "w=x")),
+    (
+        "convert ck d --rename w=x --select w",
+        "--select chooses leaves by their new paths",
+        lambda message: cli("convert", "ck", "d", "--rename", "w=x", "--select", found(message, "the path '(.*?)'")),
+    ),
+    ("show run@papers", "did you mean 'paper'", lambda message: cli("show", found(message, r"as in (\S*),"))),
+    ("unpin run", "as in run@paper", lambda message: cli("unpin", found(message, r"as in (\S*);"))),
+    (
+        "pin run@1 --name paper",
+        "or run jaxckpt unpin",
+        lambda message: (shell(found(message, "run (jaxckpt .*?) first")), cli("pin", "run@1", "--name", "paper")),
+    ),
+    (
+        "rm run/00000030 --yes",
+        "unpin it first",
+        lambda message: (cli("unpin", "run@paper"), cli("rm", "run/00000030", "--yes")),
+    ),
+    (
+        "rm run --yes",
+        "as in",
+        lambda message: (cli("unpin", "run@paper"), cli("rm", found(message, r"as in (\S*)$"), "--yes")),
+    ),
+    ("fork run run", "new or empty", lambda message: cli("fork", "run", "other")),
+    ("report ck -o r.txt", ".html", lambda message: cli("report", "ck", "-o", "r.html")),
+]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("command", "text", "follow"), COMMANDS, ids=[command for command, *_ in COMMANDS])
+def test_advice_of_a_command_works_when_followed(command: str, text: str, follow: Callable[[str], object]) -> None:
+    _fill_folder()
+    with pytest.raises(RuntimeError, match=re.escape(text)) as caught:
+        cli(*shlex.split(command))
+    follow(str(caught.value).strip())
+
+
+@pytest.mark.usefixtures("here")
+def test_a_command_names_the_command_that_lists_all_damage() -> None:
+    jaxckpt.save("it's mine", {"w//": np.arange(5000.0)})
+    (stored,) = [file for file in Path("it's mine").rglob("c/**/*") if file.is_file()]
+    content = bytearray(stored.read_bytes())
+    content[100] ^= 1
+    stored.write_bytes(content)
+    with pytest.raises(RuntimeError, match="for a list of all damage") as caught:
+        cli("cat", "it's mine", "w~1~1")
+    done = CliRunner().invoke(main, shlex.split(found(str(caught.value), r"run (jaxckpt verify .*?) for"))[1:])
+    assert (done.exit_code, done.stdout.count("w~1~1")) == (1, 1)
 
 
 # The test -------------------------------------------------------------------------------------------------

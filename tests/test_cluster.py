@@ -93,18 +93,18 @@ def test_all_silent_processes_of_a_large_rendezvous_are_named(coordination: Any)
     service, silent = coordination.Service(), (1, 64, 199)
     for index in range(1, 200):
         if index not in silent:
-            with coordination.call_of(index, 200, service, first=True).rendezvous("simulated") as rendezvous:
+            with coordination.meeting(coordination.call_of(index, 200, service, first=True)) as rendezvous:
                 rendezvous.gather("here")
     first = coordination.call_of(0, 200, service, first=True)
     first.timeout_seconds = 0.4
     with (
         pytest.raises(jaxckpt.errors.PeerTimeoutError, match="processes 1, 64, 199 of 200 did not respond"),
-        first.rendezvous("simulated") as rendezvous,
+        coordination.meeting(first) as rendezvous,
     ):
         rendezvous.gather("here")
     with (
         pytest.raises(jaxckpt.errors.PeerTimeoutError, match="processes 1, 64, 199"),  # all others raise the same error
-        coordination.call_of(100, 200, service, first=True).rendezvous("simulated") as rendezvous,
+        coordination.meeting(coordination.call_of(100, 200, service, first=True)) as rendezvous,
     ):
         rendezvous.broadcast("")
 
@@ -114,14 +114,14 @@ def test_a_failure_in_a_large_rendezvous_is_quoted(coordination: Any) -> None:
     for index in range(1, 130):
         with (
             contextlib.suppress(OSError),
-            coordination.call_of(index, 130, service, first=True).rendezvous("simulated") as rendezvous,
+            coordination.meeting(coordination.call_of(index, 130, service, first=True)) as rendezvous,
         ):
             if index == 100:
                 raise OSError("no space left")
             rendezvous.gather("here")
     with (
         pytest.raises(jaxckpt.errors.PeerFailedError, match="process 100 failed with OSError: no space left"),
-        coordination.call_of(0, 130, service, first=True).rendezvous("simulated") as rendezvous,
+        coordination.meeting(coordination.call_of(0, 130, service, first=True)) as rendezvous,
     ):
         rendezvous.gather("here")
 

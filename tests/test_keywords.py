@@ -108,7 +108,7 @@ def test_no_public_callable_takes_any_keyword(name: str) -> None:
         ("Run.follow", "timeout", "did you mean timeout_seconds?"),
         ("Options", "bandwidth", "use max_bytes_per_second"),
         ("Options", "retry", "did you mean retry_seconds?"),
-        ("Checkpointer", "every_minutes", "use every_seconds"),
+        ("Checkpointer", "every_minutes", "use every_seconds=60 * minutes of jaxckpt.Checkpointer"),
         ("save", "keep_last", "it is an argument of jaxckpt.Checkpointer"),
     ],
 )

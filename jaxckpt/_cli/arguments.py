@@ -37,7 +37,7 @@ def parse_axis_sizes(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().rpartition("=")
-        if not axis or not size.isdecimal():
+        if not axis or "=" in axis or not size.isdecimal():  # "=" in "data=4 model=2", without the comma
             raise click.BadParameter(f"{text!r}: expected axis sizes such as data=4,model=2")
         if axis in axes:
             raise click.BadParameter(f"{text!r} has the axis {axis!r} twice: give each axis one size")
@@ -185,7 +185,7 @@ class LocalPath(click.Path):
         if ctx is not None and ctx.resilient_parsing:  # completion imports only light modules
             return super().convert(value, param, ctx)
         from jaxckpt._options import Options
-        from jaxckpt._pipeline.workers import run_watched
+        from jaxckpt._pipeline.lanes import run_watched
 
         work = functools.partial(super().convert, value, param, ctx)
         return run_watched(f"looking at {value}", Options().timeout_seconds, work)

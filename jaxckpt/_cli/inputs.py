@@ -20,8 +20,8 @@ from jaxckpt._model.paths import containers_of
 from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.progress import LINE_SECONDS, Progress, draws_bars
-from jaxckpt._pipeline.workers import run_watched
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError, show_path
@@ -70,7 +70,8 @@ def resolve_leaf(checkpoint: Checkpoint, text: str) -> tuple[LazyLeaf, Any]:
     """(leaf, index or None) of `LEAF` or `LEAF[index]`; a leaf's own name may have brackets. Raises InputError."""
     name, bracket, rest = text.partition("[")
     if text not in checkpoint and name in checkpoint and bracket and "]" not in rest:
-        raise InputError(f"index [{rest} of leaf {show_path(name)}: the bracket is not closed, expected {text}]")
+        closed = f"{text}]" if rest.strip() else f"{name}[0]"
+        raise InputError(f"index [{rest} of leaf {show_path(name)}: the bracket is not closed, expected {closed}")
     match = None if text in checkpoint else re.fullmatch(r"(.*?)\[([^\[\]]*)\]", text, re.DOTALL)
     index = _index(match[2]) if match else None
     try:

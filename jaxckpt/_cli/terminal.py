@@ -18,6 +18,7 @@ from typing import IO, Any
 import click
 
 from jaxckpt._model.short_names import display_width, shorten_end, shorten_names
+from jaxckpt.errors import JaxckptError
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,8 @@ def replacing_file(path: str) -> Generator[IO[bytes]]:
         if not special:
             os.replace(draft, path)
     except OSError as error:
-        if error.filename == draft:  # the user knows only the name of the file
+        # The user knows only the name of the file. An error of a write names none.
+        if error.filename == draft or (error.filename is None and not isinstance(error, JaxckptError)):
             error.filename = path
         raise
     finally:

@@ -15,6 +15,7 @@ from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
 from jaxckpt._convert.convert import integrate as integrate_ranks
+from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.repair import repair as repair_manifests
 from jaxckpt._inspect.report import report as report_on
@@ -91,10 +92,19 @@ def integrate(old: str, new: str, strategy: str, n: int, overwrite: bool, progre
 
 
 def repair(path: str, as_json: bool) -> None:
-    reports = repair_manifests(path, Options())
+    try:
+        reports = repair_manifests(path, Options())
+    except NotACheckpointError:
+        _require_own_format(open_checkpoint(path), "repair restores")  # otherwise it raises the same error
+        raise
     repaired = [report.path for report in reports]
     text = "\n".join(f"repaired {report}" for report in reports) or f"{path} has not lost its manifest"
     print_done(text, {"path": path, "repaired": repaired}, as_json)
+
+
+def _require_own_format(checkpoint: Checkpoint, what: str) -> None:
+    if checkpoint.format != "jaxckpt":
+        raise InputError(f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; {what} only jaxckpt's own")
 
 
 def pin(path: str, name: str, move: bool, as_json: bool) -> None:
@@ -141,10 +151,7 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         if above is not None and is_step(above[1]) and any(map(is_data_folder, store.names())):
             raise NotACheckpointError(f"{error}. The next Checkpointer of {above[0].url} deletes it") from error
         raise
-    if checkpoint.format != "jaxckpt":  # it may have files that jaxckpt does not know
-        raise InputError(
-            f"{checkpoint.path} is a checkpoint of format {checkpoint.format}; rm deletes only jaxckpt's own"
-        )
+    _require_own_format(checkpoint, "rm deletes")  # another may have files that jaxckpt does not know
     path = checkpoint.path if "@" in path else path
     store = store_at(path, options)
     if store.read(MANIFEST) is None:

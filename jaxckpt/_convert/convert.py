@@ -6,11 +6,10 @@ source ─▶ its manifest, with the selected leaves ─▶ jaxckpt: a Draft who
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -28,10 +27,10 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import LayoutRecord, MeshRecord
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.progress import Report, display_progress
-from jaxckpt._pipeline.threads import Latch
+from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import StorageThread, note_progress, run_watched
+from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.describe import Draft
@@ -122,9 +121,14 @@ def convert(
             )
         narrow = renamed_source(source_at(source, options), rename, select)
         if name == "jaxckpt":
-            with _turn_of_process_0(call, "verifying the source") as is_process_0:
-                if is_process_0:
-                    _verify_checksums(narrow, options)
+            call.run(
+                functools.partial(
+                    _do_in_process_0,
+                    call,
+                    "verifying the source",
+                    functools.partial(_verify_checksums, narrow, options),
+                )
+            )
             draft, manifest = _drafted(narrow, mesh, specs, options), narrow.manifest
             path = SharedPath.at(destination, options, overwrite=overwrite)
             request = SaveRequest(path, options, metadata=manifest.metadata, draft=draft, step=manifest.step)
@@ -135,9 +139,8 @@ def convert(
         if mesh is not None:
             raise InputError(f"mesh= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
         assert target is not None
-        with _turn_of_process_0(call, "converting") as is_process_0:
-            if is_process_0:
-                _write_foreign(narrow, source, target, name, options, overwrite=overwrite)
+        write = functools.partial(_write_foreign, call, narrow, source, target, name, options, overwrite=overwrite)
+        call.run(functools.partial(_do_in_process_0, call, "converting", write))
 
 
 def integrate(
@@ -156,48 +159,36 @@ def integrate(
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite, options=options)
 
 
-@contextlib.contextmanager
-def _turn_of_process_0(call: Call, what: str) -> Generator[bool]:
-    """Whether this is process 0, after all processes have come this far. At the end, the others wait for process 0."""
+def _do_in_process_0(call: Call, what: str, work: Callable[[], None]) -> None:
+    """Do work in process 0, after all processes have come this far. The others wait for its end."""
     with call.rendezvous(what) as rendezvous:
         rendezvous.gather("")
-        yield call.index == 0
+        if call.index == 0:
+            work()
         rendezvous.broadcast("")
 
 
 def _write_foreign(
-    source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
+    call: Call, source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
 ) -> None:
     """Write a checkpoint in another library's format. Process 0."""
     write_format = written_formats()[format].write
     assert write_format is not None, format
-    ended = Latch()
 
-    def write() -> None:
-        try:
-            if os.path.lexists(target):
-                require_replaceable(target, location, overwrite)
-            _verify_checksums(source, options)
-            n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
-            with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as display:
-                write_format(source, path, options, functools.partial(_report, display))
-                require_not_stalled()
-        finally:
-            ended.set()
+    def report(moved: int) -> None:
+        require_not_stalled()
+        call.cancellation.check()
+        note_progress()
+        display(moved)
 
-    try:
-        run_watched(f"converting {source.url} to {target}", options.timeout_seconds, write)
-    except Exception:
-        raise
-    except BaseException:  # an interrupt: the thread deletes what it has written
-        ended.wait(options.timeout_seconds)
-        raise
-
-
-def _report(display: Report, moved: int) -> None:
-    require_not_stalled()
-    note_progress()
-    display(moved)
+    with call.watchdog.operation(f"converting {source.url} to {target}"):
+        if os.path.lexists(target):
+            require_replaceable(target, location, overwrite)
+        _verify_checksums(source, options)
+        n_bytes = sum(map(source.manifest.leaf_bytes, source.manifest.leaves))
+        with replacing(target) as path, display_progress("convert", n_bytes, options.progress) as display:
+            write_format(source, path, options, report)
+            report(0)
 
 
 def _verify_checksums(source: Source, options: Options) -> None:
@@ -205,12 +196,11 @@ def _verify_checksums(source: Source, options: Options) -> None:
     checksums. Process 0."""
     if not isinstance(source, ForeignCheckpoint):
         return
-    with StorageThread(options.timeout_seconds) as aside:
-        for leaf in source.manifest.leaves:
-            if leaf.stack is not None:
-                stack, row = source.manifest.stack_and_row(leaf)
-                with translate_tensorstore_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
-                    aside.run(f"reading {source.url}", source.row_data[stack][row].check)
+    for leaf in source.manifest.leaves:
+        if leaf.stack is not None:
+            stack, row = source.manifest.stack_and_row(leaf)
+            with translate_tensorstore_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
+                run_watched(f"reading {source.url}", options.timeout_seconds, source.row_data[stack][row].check)
 
 
 def _format_of(destination: str, format: str | None) -> str:

@@ -16,7 +16,8 @@ import msgspec
 
 from jaxckpt._model.manifest import require_distinct
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import note_progress, run_watched
+from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError, show_path

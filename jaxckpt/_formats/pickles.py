@@ -7,6 +7,7 @@ be read, but the other leaves can.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import os
 import re
@@ -197,12 +198,21 @@ ALLOWED_FUNCTIONS: Mapping[str, AllowedFunction] = {
 # Trees ----------------------------------------------------------------------------------------------------
 
 
-def unreadable(reason: str) -> ForeignArray:
+def unreadable(reason: str, *, is_whole_checkpoint: bool = False) -> ForeignArray:
     """A leaf that cannot be read. Restoring it raises an error; excluding it does not."""
-    return ForeignArray("uint8", (), Unreadable(f"it {reason}; leave it out with select="))
+    remedy = (
+        "save its arrays as a dict, such as its state_dict()" if is_whole_checkpoint else "leave it out with select="
+    )
+    return ForeignArray("uint8", (), Unreadable(f"it {reason}; {remedy}"))
 
 
-def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | None] = lambda made: None) -> Tree:
+def as_tree(
+    value: Any,
+    where: str,
+    rebuild: Callable[[OpaqueObject], Tree | None] = lambda made: None,
+    *,
+    is_whole_checkpoint: bool = False,
+) -> Tree:
     """An unpickled value as a tree for `compose`. Leaves that are not data become unreadable leaves.
 
     `rebuild` returns leaves for the OpaqueObjects that it knows, and None for others. A dict whose keys JAX cannot
@@ -217,6 +227,7 @@ def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | Non
         if left < 0 or depth > MAX_DEPTH:
             raise DataError(f"{where} holds more than {MAX_VALUES} values, or values nested deeper than {MAX_DEPTH}")
         kind = type(node)
+        refused = functools.partial(unreadable, is_whole_checkpoint=is_whole_checkpoint and depth == 0)
         if kind in (type(None), bool, int, float, complex, str, bytes, ForeignArray):
             return node
         if kind is list:
@@ -229,12 +240,12 @@ def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | Non
                 names = {
                     key.name.rpartition(".")[2] if type(key) is OpaqueObject else type(key).__name__ for key in node
                 }
-                return unreadable(f"is a dict with keys of type {', '.join(sorted(names))[:200]}")
+                return refused(f"is a dict with keys of type {', '.join(sorted(names))[:200]}")
             text = "".join(node if kinds == {str} else [key for key in node if type(key) is str])
             if not is_utf8(text):
-                return unreadable("is a dict whose keys are not UTF-8")
+                return refused("is a dict whose keys are not UTF-8")
             if kinds - {str} and len({*map(escape_key, node)}) < len(node):
-                return unreadable("is a dict with keys that make the same path, such as 0 and '0'")
+                return refused("is a dict with keys that make the same path, such as 0 and '0'")
             if len(kinds) > 1:
                 kind = collections.OrderedDict  # JAX sorts the keys of a dict, and cannot sort these
             return kind((key, walk(child, depth + 1)) for key, child in node.items())
@@ -243,14 +254,14 @@ def as_tree(value: Any, where: str, rebuild: Callable[[OpaqueObject], Tree | Non
         if kind is _NumpyArray:
             return walk(node.array, depth + 1)
         if kind is OpaqueObject and node.name in ("builtins.set", "builtins.frozenset"):
-            return unreadable("is a set, which a pytree cannot hold")
+            return refused("is a set, which a pytree cannot hold")
         if kind is OpaqueObject and (leaf := rebuild(node)) is not None:
             return leaf
         if kind is OpaqueObject:
-            return unreadable(f"holds an object made by {node.name[:200]}, whose code is never run")
+            return refused(f"holds an object made by {node.name[:200]}, whose code is never run")
         if kind is Global:
-            return unreadable(f"holds the name {node.name[:200]}")
-        return unreadable(f"holds a {kind.__name__.strip('_')}")
+            return refused(f"holds the name {node.name[:200]}")
+        return refused(f"holds a {kind.__name__.strip('_')}")
 
     return walk(value, 0)
 

@@ -62,16 +62,18 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 
 def open_torch(path: str) -> ForeignCheckpoint:
     """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
-    return compose(path, read_saved(path), "torch")
+    return compose(path, read_saved(path, is_whole_checkpoint=True), "torch")
 
 
-def read_saved(path: str, start: int = 0, size: int | None = None) -> Tree:
+def read_saved(path: str, start: int = 0, size: int | None = None, *, is_whole_checkpoint: bool = False) -> Tree:
     """The object that torch.save wrote to a part of a file, with tensors as ForeignArrays.
 
     Values that are not data become leaves that cannot be read. Raises DataError, StorageError.
     """
     with opened_archive(path, start, size) as archive:
-        return as_tree(_SavedArchive(archive).read(), f"{path} at byte {start}")
+        return as_tree(
+            _SavedArchive(archive).read(), f"{path} at byte {start}", is_whole_checkpoint=is_whole_checkpoint
+        )
 
 
 @dataclass(frozen=True, slots=True)

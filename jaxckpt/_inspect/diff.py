@@ -18,6 +18,7 @@ from jaxckpt._model.pieces import Array
 from jaxckpt._model.select import Select, Selector, parse_select
 from jaxckpt._model.tree import Structure, empty_positions, prune
 from jaxckpt._options import Options, options_or_default
+from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.read_loop import read_box
@@ -229,7 +230,8 @@ class _Side:
         numbers = [self.source.manifest.numbers[path] for path in paths]
         options = replace(self.options, progress=None)
         rendezvous = Call.alone("diff", self.source.url, options).rendezvous("reading")
-        values = fetch(self.source, dict.fromkeys(numbers, AbstractLeaf("numpy")), options, rendezvous)
+        wanted = dict.fromkeys(numbers, AbstractLeaf("numpy"))
+        values = run_alone(lambda: fetch(self.source, wanted, options, rendezvous), options.timeout_seconds)
         return [values[number] for number in numbers]
 
 

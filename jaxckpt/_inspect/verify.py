@@ -23,11 +23,13 @@ from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, options_or_default, require_bool
+from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, pipeline
 from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.units import show_bytes
-from jaxckpt._pipeline.workers import StorageThread, Workers
+from jaxckpt._pipeline.watchdog import require_not_stalled
+from jaxckpt._pipeline.workers import Workers
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._run_folder.run_paths import steps_of, unfinished_steps
@@ -153,6 +155,11 @@ def verify(
         True
     """
     options, quick = options_or_default(options), require_bool(quick, "quick")
+    return run_alone(lambda: _verify_path(path, quick, options, manifest_sha256), options.timeout_seconds)
+
+
+def _verify_path(path: Location, quick: bool, options: Options, manifest_sha256: str | None) -> VerifyReport:
+    """As `verify`. In a lane."""
     if isinstance(path, str | os.PathLike) and manifest_sha256 is None:  # otherwise one manifest is expected
         store = store_at(path, options)
         steps = steps_of(store) or ()
@@ -213,7 +220,7 @@ def verify_files(source: NativeCheckpoint, quick: bool, options: Options, step: 
     with display_progress("verify", total, options.progress, step) as advance:
         meter = _ReadMeter(advance, options.max_bytes_per_second)
         files_to_read = itertools.chain(_small_files(manifest), _throttle(rest, meter))
-        problems += _check_concurrently(store, files_to_read, meter, options.timeout_seconds)
+        problems += _check_concurrently(store, files_to_read, meter)
         meter.report_rest()
     numbers = {None: -1, **manifest.numbers}
     problems.sort(key=lambda problem: (numbers[problem.leaf], problem.box or (), problem.object))
@@ -337,9 +344,11 @@ class _ReadMeter:
         """Report, and wait as long as these bytes may take."""
         end = time.monotonic() + n_bytes / (self._bytes_per_second or math.inf)
         self.report()
+        require_not_stalled()
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _REPORT_SECONDS))
             self.report()
+            require_not_stalled()
 
     def report(self) -> None:
         """Report what was counted since the last call, as far as the rate allows it by now. Nothing may be new: a
@@ -407,7 +416,6 @@ class _RunningCheck:
 
     task: Task[Iterable[Problem]]
     meter: _ReadMeter
-    aside: StorageThread
     doing: str
     n_bytes: int = _CHECK_BYTES
 
@@ -416,24 +424,29 @@ class _RunningCheck:
 
     def result(self) -> Iterable[Problem]:
         """Its problems. Reports in the meantime. Raises StorageError if the storage hangs."""
-        problems = self.aside.run(self.doing, self.task.result, self.meter.report)
+        problems = operate(self.doing, self._await_problems)
         self.meter.report()
         return problems
 
+    def _await_problems(self) -> Iterable[Problem]:
+        while not self.task.wait(_REPORT_SECONDS):
+            self.meter.report()
+        return self.task.result()
+
 
 def _check_concurrently(
-    store: Store, files: Iterable[_SmallFile | _ExpectedObject], meter: _ReadMeter, seconds: float
+    store: Store, files: Iterable[_SmallFile | _ExpectedObject], meter: _ReadMeter
 ) -> Iterator[Problem]:
     """The problems of each file, in order. Some files are checked concurrently, and a few are queued.
 
-    Raises StorageError if the storage hangs for `seconds`.
+    In a lane. Raises StorageError if the storage hangs.
     """
     doing = f"reading from {store.url}"
-    with contextlib.closing(Workers("jaxckpt-verify", _THREADS)) as threads, StorageThread(seconds) as aside:
+    with contextlib.closing(Workers("jaxckpt-verify", _THREADS)) as threads:
 
         def begin(file: _SmallFile | _ExpectedObject) -> _RunningCheck:
-            task = aside.run(doing, lambda: threads.submit(lambda: file.check(store, meter)))
-            return _RunningCheck(task, meter, aside, doing)
+            task = operate(doing, lambda: threads.submit(lambda: file.check(store, meter)))
+            return _RunningCheck(task, meter, doing)
 
         # A small limit, because the queued files are checked even after an interrupt.
         for _, problems in pipeline(files, lambda file: _CHECK_BYTES, begin, Budget(4 * _THREADS * _CHECK_BYTES)):

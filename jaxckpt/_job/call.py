@@ -1,30 +1,48 @@
 """A call that every process of the job makes, in the same order, with everything that it carries along.
 
-with Call.of("save", path, options) as call, call.rendezvous("saving") as rendezvous:
-    texts = rendezvous.gather(mine)             # every process sends a text; process 0 gets all of them
-    if call.index == 0:
-        decision = decide(texts)
-    decision = rendezvous.broadcast(decision)   # every process gets the decision of process 0
+with Call.of("save", path, options) as call:
+    plan = call.here(prepare)       # in the caller's thread: with the caller's objects
+    result = call.run(work)         # in a lane: with storage, devices and other processes
+
+def work():
+    with call.rendezvous("saving") as rendezvous:
+        texts = rendezvous.gather(mine)             # every process sends a text; process 0 gets all of them
+        if call.index == 0:
+            decision = decide(texts)
+        decision = rendezvous.broadcast(decision)   # every process gets the decision of process 0
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+import jax
 
 from jaxckpt._job.job import Departures, connected_job
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options, options_or_default
+from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.cancellation import Cancellation
 from jaxckpt._pipeline.phases import Phases
-from jaxckpt._pipeline.threads import RunningCall
-from jaxckpt._pipeline.watchdog import Watchdog
+from jaxckpt._pipeline.threads import Task
+from jaxckpt._pipeline.watchdog import Watchdog, under
 from jaxckpt.errors import InputError
 
-_running_calls: list[tuple[RunningCall, Call]] = []
-"""The calls that are running, in any thread."""
+T = TypeVar("T")
+
+
+class _Current(threading.local):
+    call: Call | None = None
+    """The call that this thread makes a part of."""
+
+
+_current = _Current()
 
 
 @dataclass(slots=True)
@@ -74,8 +92,8 @@ class Call:
     notified_error: BaseException | None = None
     """The error that the other processes were notified of, if any."""
 
-    is_handed_over: bool = False
-    """Whether another thread continues the call after the block, and notifies the others."""
+    only_reads: bool = False
+    """Whether an interrupt may abandon the work, if no other process takes part."""
 
     repeats_earlier: bool = False
     """Whether the error that ends this call is the error of an earlier background save."""
@@ -87,7 +105,7 @@ class Call:
     """The rendezvous that processes of the job have left."""
 
     @classmethod
-    def of(cls, verb: str, path: object, options: object) -> Self:
+    def of(cls, verb: str, path: object, options: object, *, only_reads: bool = False) -> Self:
         """Count the call, even if its arguments are invalid. Enter it before anything else can raise.
 
         Raises InputError if it is made from within another call, or if JAX has devices of several processes that are
@@ -95,8 +113,7 @@ class Call:
         """
         text = os.fspath(path) if isinstance(path, str | os.PathLike) else getattr(path, "url", type(path).__name__)
         where = str(text).rstrip("/")
-        within = next((other for caller, other in _running_calls.copy() if caller.is_in_this_thread()), None)
-        if within is not None:
+        if (within := _current.call) is not None:
             raise InputError(
                 f"{verb} of {where!r} was called from inside {within.verb} of {within.where!r}, by a signal handler or"
                 " a callback: set a flag there, and make the call after the other has returned"
@@ -105,7 +122,7 @@ class Call:
         watchdog = Watchdog(timeout_seconds)
         job = connected_job()
         if job is None:
-            return cls(verb, where, 0, 0, 1, None, "", timeout_seconds, watchdog, options)
+            return cls(verb, where, 0, 0, 1, None, "", timeout_seconds, watchdog, options, only_reads=only_reads)
         number, n_alike = job.count_call((verb, where))
         return cls(
             verb,
@@ -118,6 +135,7 @@ class Call:
             timeout_seconds,
             watchdog,
             options,
+            only_reads=only_reads,
             runs_service=job.runs_service,
             departures=job.departures,
         )
@@ -126,7 +144,7 @@ class Call:
     def alone(cls, verb: str, where: str, options: Options) -> Self:
         """A call that one process makes by itself, whatever the others do. It need not be entered."""
         seconds = options.timeout_seconds
-        return cls(verb, where, 0, 0, 1, None, "", seconds, Watchdog(seconds), options)
+        return cls(verb, where, 0, 0, 1, None, "", seconds, Watchdog(seconds), options, only_reads=True)
 
     @property
     def options(self) -> Options:
@@ -134,28 +152,83 @@ class Call:
         return options_or_default(self.given_options)
 
     def __enter__(self) -> Self:
-        _running_calls.append((RunningCall(depth=1), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Also removes calls that could not leave because of an interrupt.
-        for entry in _running_calls.copy():
-            if entry[0].is_in_this_thread() or not entry[0].is_running():
-                with contextlib.suppress(ValueError):  # another thread has
-                    _running_calls.remove(entry)
-        if error is not None and error is not self.notified_error and not self.is_handed_over and self.count > 1:
-            # A RuntimeError: no thread can be started to notify the others, as while Python 3.12.1 shuts down.
-            with contextlib.suppress(type(error), RuntimeError), self.rendezvous(f"calling {self.verb}"):
-                raise error
+        if error is not None and error is not self.notified_error and self.count > 1:
+            with contextlib.suppress(BaseException):  # its own storage may have stalled
+                lanes.run(functools.partial(self._notify, error), Watchdog(self.timeout_seconds))
+
+    def _notify(self, error: BaseException) -> None:
+        """Notify the processes that wait for this one."""
+        with self.rendezvous(f"calling {self.verb}"):
+            raise error
+
+    def here(self, work: Callable[[], T]) -> T:
+        """Do a part of the call in this thread, because it uses the caller's objects."""
+        # A `with` block would leave a stale mark if an interrupt came at its start or end.
+        outer = _current.call
+        try:
+            _current.call = self
+            return work()
+        finally:
+            _current.call = outer
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do a part of the call in a lane, with the caller's settings of JAX, and wait for it.
+
+        An interrupt cancels the work, which then cleans up and notifies the other processes, before this raises; a
+        second one does not wait. Raises StorageError if the storage stalls.
+        """
+        return self.start(work).result()
+
+    def start(self, work: Callable[[], T], *, until: float | None = None) -> Task[T]:
+        """As `run`, but also returns when the lane releases the caller, or at the time `until` on the monotonic
+        clock."""
+        config: Any = jax.config
+        part = functools.partial(
+            _with_settings, config.jax_enable_x64, config.jax_default_device, functools.partial(self.here, work)
+        )
+        interrupted = None if self.only_reads and self.count == 1 else self._cancel
+        return self.here(functools.partial(lanes.run, part, self.watchdog, interrupted, until=until))
+
+    def _cancel(self, task: Task[Any], error: BaseException) -> None:
+        """Cancel the work in a lane because of an error in the caller's thread, and wait until it has cleaned up."""
+        self.cancellation.cancel(error)
+        lanes.await_end(task, self.watchdog)
+        if self.notified_error is not None:
+            self.notified_error = error
 
     @property
     def rendezvous_key(self) -> str:
         """The prefix of the keys of the last rendezvous."""
         return f"{self.prefix}/{self.n_rendezvous}"
 
-    def rendezvous(self, what: str) -> Rendezvous:
-        """The next rendezvous. `what` names the activity in messages ("saving")."""
+    def rendezvous(self, what: str, *, after_caller: bool = False) -> Rendezvous:
+        """The next rendezvous, in a lane. `what` names the activity in messages ("saving"). With `after_caller`, the
+        processes did a part of the call in the caller's thread before, where they send no heartbeats."""
         if self.n_rendezvous:
             self.departures.forget(self.rendezvous_key)  # process 0 deletes it when all have reached the next one
         self.n_rendezvous += 1
-        return Rendezvous(self, what, self.rendezvous_key, is_first=self.n_rendezvous == 1)
+        return Rendezvous(self, what, self.rendezvous_key, is_first=self.n_rendezvous == 1, is_awaited=after_caller)
+
+
+def run_outside(work: Callable[[], T]) -> T:
+    """Do work of the caller in a lane as if in a thread of the caller's own: it may make calls, each with a lane."""
+    outer = _current.call
+    try:
+        _current.call = None
+        with under(None):
+            return work()
+    finally:
+        _current.call = outer
+
+
+def _with_settings(enable_x64: bool, default_device: Any, work: Callable[[], T]) -> T:
+    """Do work with the caller's settings of JAX, which belong to a thread."""
+    with (
+        jax.enable_x64(enable_x64),
+        jax.default_device(default_device),
+        jax.transfer_guard("allow"),  # the caller has asked for these transfers
+    ):
+        return work()

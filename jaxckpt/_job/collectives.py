@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-from jaxckpt._pipeline.threads import OrderedCalls
+from jaxckpt._pipeline.cancellation import Cancellation
 from jaxckpt.errors import PeerFailedError
 
 Item = TypeVar("Item")
@@ -21,15 +21,13 @@ class CollectiveCalls(Generic[Item, Result]):
             for item in calls:
                 result = calls.run_next(given)  # call(item, given)
 
-    If the block raises, the call that is running ends first, and the remaining calls are made. An interrupt ends the
-    wait for a call, but not the call.
+    If the block raises, the remaining calls are made. In a lane, where no interrupt can end a call.
     """
 
     def __init__(self, items: Iterable[Item], call: Callable[[Item, Any], Result]) -> None:
         """`call` gets an item, and what `run_next` is given; None if only the other processes need the call."""
         self._left = deque(items)
         self._call = call
-        self._ordered = OrderedCalls()
 
     def __iter__(self) -> Iterator[Item]:
         """The item of each next call, which the caller makes with `run_next`."""
@@ -38,26 +36,20 @@ class CollectiveCalls(Generic[Item, Result]):
 
     def run_next(self, data: Any = None) -> Result:
         """Make the next call."""
-        return self._ordered.run(lambda: self._call(self._left.popleft(), data))
+        return self._call(self._left.popleft(), data)
 
-    def extend(self, agree: Callable[[], Sequence[Item] | None]) -> Sequence[Item] | None:
+    def extend(self, agree: Callable[[], Sequence[Item] | None], cancellation: Cancellation) -> Sequence[Item] | None:
         """Add the items that `agree` returns, if any. All processes make these calls as soon as they have agreed."""
-
-        def extend() -> Sequence[Item] | None:
+        with cancellation.paused():
             items = agree()
-            self._left.extend(items or ())
-            return items
-
-        return self._ordered.run(extend)
+        self._left.extend(items or ())
+        return items
 
     def join(self) -> None:
         """Make the remaining calls, after an error of this process."""
         with contextlib.suppress(Exception):  # it must not hide the reason
-            self._ordered.run(self._make_remaining)
-
-    def _make_remaining(self) -> None:
-        while self._left:
-            self._call(self._left.popleft(), None)
+            while self._left:
+                self._call(self._left.popleft(), None)
 
     def __enter__(self) -> Self:
         return self

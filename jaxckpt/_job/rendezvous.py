@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxckpt._job.failures import combined_error, failure_message
-from jaxckpt._pipeline.threads import RunningCall, Task, run_uninterrupted, start_thread
+from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import PeerError, PeerFailedError, PeersDisagreeError, PeerTimeoutError
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class Rendezvous:
     is_first: bool = False
     """Whether this is the first rendezvous of its call, in which the processes also compare their calls."""
 
+    is_awaited: bool = False
+    """Whether processes may come late, because they did a part of the call in the caller's thread before."""
+
     _has_sent: bool = False
     _has_broadcast: bool = False
     _is_failed: bool = False
@@ -78,9 +82,6 @@ class Rendezvous:
 
     _posts: queue.SimpleQueue[tuple[str, str] | None] = field(default_factory=queue.SimpleQueue)
     _poster: Task[None] | None = None
-    _running_call: RunningCall | None = None
-    """The call of the function that takes part in the rendezvous."""
-
     _post_error: Exception | None = None
     """The error that stopped the thread that posts."""
 
@@ -92,20 +93,19 @@ class Rendezvous:
 
     def __enter__(self) -> Self:
         if self.call.count > 1:
-            self._running_call = RunningCall(depth=1)
+            assert lanes.is_in_lane(), f"{self.what}: an interrupt must not end a rendezvous"
             self._poster = Task(self._run_poster)
             start_thread(self._poster.run, "jaxckpt-voice")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._poster is None or self._running_call is None:
+        if self._poster is None:
             return
         if self._is_failed or (error is not None and self.call.index == 0 and not self._has_broadcast):
             self.call.departures.add(*self._own_report)  # process 0 has not counted it
         if error is not None:
             self.call.notified_error = error
             self._notify(error)
-        self._running_call.mark_ended()
         try:
             self._stop_posting(error)
         finally:
@@ -128,7 +128,8 @@ class Rendezvous:
         if not self._poster.done():
             raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
         following = self.call.rendezvous(self.what)
-        self.key, self.is_first, self._posts = following.key, False, following._posts
+        self.key, self._posts = following.key, following._posts
+        self.is_first = self.is_awaited = False
         self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
         self._n_posted, self._own_report, self._reports = 0, (), ()
         self._poster = Task(self._run_poster)
@@ -226,10 +227,7 @@ class Rendezvous:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
-                    gone = self._running_call is not None and not self._running_call.is_running()
-                    # The caller may hang, or an interrupt may have ended it. The others must not wait for it.
-                    error = KeyboardInterrupt("interrupted") if gone else call.watchdog.stall_error()
-                    if error is not None:
+                    if error := call.watchdog.stall_error():  # the others must not wait for a lane that hangs
                         self._post_failure(error)
                         self._posts.put(None)
                         continue
@@ -256,7 +254,7 @@ class Rendezvous:
 
     def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
-        number, since, has_joined = 1, time.monotonic(), self.call.n_rendezvous > 1
+        number, since, has_joined = 1, time.monotonic(), not (self.is_first or self.is_awaited)
         while True:
             self.call.cancellation.check()
             waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
@@ -319,7 +317,7 @@ class Rendezvous:
 
     def _has_joined(self, last_beat: _LastBeat) -> bool:
         """Whether a process has joined this call."""
-        return last_beat.beat is not None or self.call.n_rendezvous > 1
+        return last_beat.beat is not None or not (self.is_first or self.is_awaited)
 
     def _timeout_seconds(self, has_joined: bool) -> float:
         """Seconds without a heartbeat after which a process counts as dead.
@@ -370,10 +368,15 @@ class Rendezvous:
         if self._post_error is not None:
             raise self._service_failed(self._post_error) from self._post_error
         milliseconds = int(1000 * min(max(seconds, _POLL_SECONDS), self.call.timeout_seconds / 4))
-        get = functools.partial(self.call.client.blocking_key_value_get, key, milliseconds)
+        waiting = Task(functools.partial(self.call.client.blocking_key_value_get, key, milliseconds))
+        if milliseconds <= 1000 * _POLL_SECONDS:
+            waiting.run()
+        else:
+            start_thread(waiting.run, "jaxckpt-request")
+        while not waiting.wait(_POLL_SECONDS):
+            self.call.cancellation.check()
         try:
-            # An interrupt ends a wait in Python, but not one in JAX's C++ code.
-            return get() if milliseconds <= 1000 * _POLL_SECONDS else run_uninterrupted(get)
+            return waiting.result()
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None

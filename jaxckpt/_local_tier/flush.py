@@ -20,8 +20,9 @@ from jaxckpt._model.object_index import problem_of
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lanes import finish_first, release_caller
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._save.running_saves import RunningSave, finish_at_exit, submit_save
+from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.save import run_and_notify
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath, require_shared
@@ -58,17 +59,19 @@ class Flush:
 
     def begin(self, local: RunningSave) -> RunningSave:
         """Start to wait for the local save and to copy its files."""
-        self.pending = RunningSave(
-            self.store, local.progress.total_bytes, time.perf_counter(), self.call.watchdog, self.step
+        pending = RunningSave(
+            self.store, local.progress.total_bytes, time.perf_counter(), self.call.watchdog, self.step, detached=True
         )
-        self.pending.rate_limiter = RateLimiter(self.bytes_per_second)
-        finish_at_exit()
+        pending.rate_limiter = RateLimiter(self.bytes_per_second)
+        finish_first()
         work = functools.partial(self._run, local)
         if self.on_done is not None:
             work = functools.partial(run_and_notify, work, self.on_done)
-        submit_save(self.pending, work, awaited=False, detached=True)
-        self.pending.mark_returned()
-        return self.pending
+        with self.call:
+            pending.begin(self.call, work)
+        pending.mark_returned()
+        self.pending = pending
+        return pending
 
     @property
     def store(self) -> Store:
@@ -86,10 +89,11 @@ class Flush:
     def _run(self, local: RunningSave, pending: RunningSave) -> SaveInfo:
         """Wait for the local save, and copy it."""
         call = self.call
+        release_caller()
         with call, contextlib.ExitStack() as transactions:
             with call.rendezvous("preparing to flush a local step") as rendezvous:
-                info = local.await_end()
-                self.call.cancellation.check()
+                info = local.await_end(call.cancellation.check)
+                call.cancellation.check()
                 if info is None:
                     raise local.error or AssertionError("no outcome")
                 manifest, content = load_manifest(self.source)

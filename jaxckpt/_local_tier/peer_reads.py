@@ -25,7 +25,8 @@ from jaxckpt._local_tier.step_files import FileRequest, requests_by_pair
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, RoundCalls, plan_channels, plan_rounds, round_calls
 from jaxckpt._model.pieces import Array, aligned_empty
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import JoinedWork, StorageThread
+from jaxckpt._pipeline.lanes import operate
+from jaxckpt._pipeline.workers import JoinedWork
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt.errors import JaxckptError
 
@@ -98,7 +99,7 @@ class _PeerReads:
             return _gather_texts(Interconnect(self._process), own, sizes)
 
         with CollectiveCalls[list[int], list[bytes]]((), exchange) as calls:
-            calls.extend(gather_sizes)
+            calls.extend(gather_sizes, self._rendezvous.call.cancellation)
             for _ in calls:
                 self._batches_by_process = [_decode_requests(text) if text else [] for text in calls.run_next()]
 
@@ -133,18 +134,15 @@ class _PeerReads:
             self.raise_failures()
             return rounds
 
-        with (
-            StorageThread(self._options.timeout_seconds) as aside,
-            round_calls(channels, (), process) as calls,
-        ):
-            calls.extend(agree)
+        with round_calls(channels, (), process) as calls:
+            calls.extend(agree, self._rendezvous.call.cancellation)
             sending = {pair: (Outgoing(), iter(requests)) for pair, requests in by_pair.items() if pair[0] == process}
             receiving = {
                 pair: (Incoming(map(source.files.request_bytes, requests)), iter(requests))
                 for pair, requests in by_pair.items()
                 if pair[1] == process
             }
-            self._run_rounds(calls, channels, sending, receiving, aside)
+            self._run_rounds(calls, channels, sending, receiving)
 
     def _run_rounds(
         self,
@@ -152,14 +150,13 @@ class _PeerReads:
         channels: Sequence[Sequence[Pair]],
         sending: dict[Pair, tuple[Outgoing, Iterator[FileRequest]]],
         receiving: dict[Pair, tuple[Incoming, Iterator[FileRequest]]],
-        aside: StorageThread,
     ) -> None:
         for planned in calls:
             pairs = [pair for pair in channels[planned.channel] if pair[0] in planned.senders]
             sent = None
             for pair in sending.keys() & pairs:
                 outgoing, requests = sending[pair]
-                for data in self._read(requests, planned.n_bytes - outgoing.waiting_bytes, aside):
+                for data in self._read(requests, planned.n_bytes - outgoing.waiting_bytes):
                     outgoing.add(data)
                 sent = outgoing.take(planned.n_bytes)
             received = calls.run_next(sent)
@@ -169,7 +166,7 @@ class _PeerReads:
                 for data in incoming.add(received):
                     self._source.received[next(requests)] = data
 
-    def _read(self, requests: Iterator[FileRequest], n_bytes: int, aside: StorageThread) -> list[Array]:
+    def _read(self, requests: Iterator[FileRequest], n_bytes: int) -> list[Array]:
         """Read the next requests, of at least `n_bytes` together, if there are so many."""
         targets: list[tuple[FileRequest, Array]] = []
         while n_bytes > 0 and (request := next(requests, None)) is not None:
@@ -177,7 +174,7 @@ class _PeerReads:
             targets.append((request, aligned_empty((size,), np.dtype(np.uint8))))
             n_bytes -= size
         try:  # the others wait in a program, so any error is reported in the next rendezvous
-            aside.run(f"reading from {self._source.url}", lambda: JoinedWork(self._source.serve(targets)).result())
+            operate(f"reading from {self._source.url}", lambda: JoinedWork(self._source.serve(targets)).result())
         except Exception as error:
             self._failure = self._failure or error
         return [data for _, data in targets]

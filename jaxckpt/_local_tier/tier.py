@@ -12,6 +12,7 @@ it deletes all except one older step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -257,10 +258,9 @@ class LocalTier:
         flush = self.flush
         if flush is None or self._begun_step == flush.step < step:
             return False
-        with call.rendezvous("asking whether a local step is still being flushed") as rendezvous:
-            if not rendezvous.decision(flush.is_running):
-                self.flush = None
-                return False
+        if not call.run(functools.partial(_is_running, flush, call)):
+            self.flush = None
+            return False
         if not flush.is_warned:
             flush.is_warned = True
             _log.warning(
@@ -337,3 +337,9 @@ def _trim(own: Folder, kept: KeptStep) -> None:
         for data in filter(is_data_folder, child.names()):
             if data != stays:
                 child.delete(data)
+
+
+def _is_running(flush: Flush, call: Call) -> bool:
+    """Whether the files of a flush are still needed in process 0."""
+    with call.rendezvous("asking whether a local step is still being flushed") as rendezvous:
+        return rendezvous.decision(flush.is_running)

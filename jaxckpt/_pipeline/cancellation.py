@@ -17,6 +17,10 @@ class Cancellation:
         """Make the next check raise this error."""
         self._error = error
 
+    @property
+    def is_cancelled(self) -> bool:
+        return self._error is not None
+
     def check(self) -> None:
         """Raise the reason if the call was cancelled."""
         if self._error is not None and not self._is_ended:

@@ -34,7 +34,9 @@ def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
 
 def log_kept(url: str, name: str) -> None:
     """Log that data whose manifest was lost is not deleted."""
-    _log.warning("%s has lost its manifest.json; %s in it was published, and is kept", url, name)
+    _log.warning(
+        "%s has lost its manifest.json; %s in it was published, and is kept until a checkpoint replaces it", url, name
+    )
 
 
 def log_swept(url: str, name: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import sys
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from jaxckpt._pipeline.lanes import Request, in_caller
 from jaxckpt._pipeline.units import show_bytes, show_rate
 
 _log = logging.getLogger("jaxckpt")
@@ -78,24 +81,26 @@ def display_progress(
     `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move.
     """
     if callable(progress):
-        yield _make_report(verb, total_bytes, progress, step)
+        yield _make_report(verb, total_bytes, progress, step, in_caller)
     elif not progress or not total_bytes:
         yield report_nothing
     elif draws_bars():
         with _bar(_title(verb, step), total_bytes) as report:
             yield report
     else:
-        yield _make_report(verb, total_bytes, _LineLogger(), step)
+        yield _make_report(verb, total_bytes, _LineLogger(), step, operator.call)
 
 
-def _make_report(verb: str, total_bytes: int, callback: Callable[[Progress], None], step: str) -> Report:
+def _make_report(
+    verb: str, total_bytes: int, callback: Callable[[Progress], None], step: str, call: Callable[[Request], object]
+) -> Report:
     begun = time.monotonic()
     done = 0
 
     def report(moved: int) -> None:
         nonlocal done
         done += moved
-        callback(Progress(verb, done, total_bytes, time.monotonic() - begun, step))
+        call(functools.partial(callback, Progress(verb, done, total_bytes, time.monotonic() - begun, step)))
 
     return report
 

@@ -1,24 +1,17 @@
-"""Threads that stay safe under Ctrl-C: an interrupt at any moment neither hangs the program nor leaves a lock held.
+"""Threads, events and tasks that stay safe under Ctrl-C.
 
 Python raises KeyboardInterrupt in the main thread, between any two bytecodes. `threading.Event`, `Condition`, `Future`
 and `Thread.start` take a lock in Python code. An interrupt right after that leaves the lock held, and the next thread
-that needs it waits forever. This module uses `queue.SimpleQueue` and plain locks, which do their work in one C call.
-Work that must not be interrupted, for example while it holds a lock on a folder, runs in another thread, because Python
-interrupts only the main thread.
+that needs it waits forever. This module uses `queue.SimpleQueue`, which does its work in one C call.
 """
 
 from __future__ import annotations
 
 import _thread
-import contextlib
-import gc
-import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -54,25 +47,33 @@ class Latch:
 
 
 class Task(Generic[T]):
-    """Work that another thread does."""
+    """Work that is done once, by the thread that begins it first. Any number of threads may try."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
+        self._work = [work]
         self._ended = Latch()
         self._value: Any = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work. `result` raises any exception of the work."""
-        work, self._work = self._work, None  # it may hold much memory
-        assert work is not None
+        """Do the work, unless a thread has begun it. `result` raises any exception of the work."""
+        try:
+            work = self._work.pop()  # in one C call, so that one thread gets it
+        except IndexError:
+            return
         try:
             self._value = work()
         except BaseException as error:
-            self._error = error
+            # Without this frame, which would keep the task, and the task the error: memory that is not freed.
+            self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         finally:
-            del work
+            del work  # it may hold much memory
             self._ended.set()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a thread has begun it."""
+        return not self._work
 
     def done(self) -> bool:
         return self._ended.is_set
@@ -86,7 +87,10 @@ class Task(Generic[T]):
         if not self._ended.wait(timeout):
             raise TimeoutError
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # likewise
         return self._value
 
 
@@ -104,97 +108,19 @@ def start_thread(run: Callable[[], object], name: str) -> None:
     _thread.start_new_thread(named, ())
 
 
-def run_uninterrupted(work: Callable[[], T]) -> T:
-    """Do work in a separate thread and wait for it. An interrupt ends the wait, but never the work."""
-    if threading.current_thread() is not threading.main_thread() or is_shutting_down():
+def run_in_thread(work: Callable[[], T]) -> T:
+    """Do work in a separate thread, if this is the main thread. An interrupt ends the wait, but never the work."""
+    if threading.current_thread() is not threading.main_thread():
         return work()
     task = Task(work)
     try:
-        start_thread(task.run, "jaxckpt-aside")
-    except RuntimeError:  # the system cannot start a thread
+        start_thread(task.run, "jaxckpt-import")
+    except RuntimeError:  # the system, or Python during its shutdown, cannot start a thread
         task.run()
     return task.result()
-
-
-class OrderedCalls:
-    """Calls that run one after another. An interrupt ends the wait for a call, but the next call starts after it."""
-
-    def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()
-        self._tasks = queue.SimpleQueue[Task[Any]]()
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run a call after all earlier ones have ended, and wait for it."""
-        task = Task(work)
-        self._tasks.put(task)  # an interrupt after this cannot change the order
-        run_uninterrupted(self._run_tasks)
-        return task.result()
-
-    def _run_tasks(self) -> None:
-        with self._lock, contextlib.suppress(queue.Empty):
-            while True:
-                self._tasks.get_nowait().run()
 
 
 def is_shutting_down() -> bool:
     """Whether the interpreter is shutting down: it runs the functions registered with atexit, or has run them."""
     # Not `threading.main_thread().is_alive()`: up to Python 3.12, an interrupt inside it makes it return False forever.
     return threading._SHUTTING_DOWN  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-
-
-_gc_lock = _thread.allocate_lock()
-
-
-def _renew_lock() -> None:
-    """In a forked child, in which no thread would release the lock."""
-    global _gc_lock
-    _gc_lock = _thread.allocate_lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-
-def _frame_of(thread: int, default: FrameType | None) -> FrameType | None:
-    """The current frame of a thread; the default if it cannot be asked for now.
-
-    Until Python 3.12, a garbage collection inside `sys._current_frames` may wait for a lock that this function holds:
-    the process then hangs (https://github.com/python/cpython/issues/106883). So no collection may run there.
-    """
-    if thread == threading.get_ident():
-        return sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    if sys.version_info >= (3, 12):
-        return sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    if not _gc_lock.acquire(blocking=False):  # another thread would turn the collector on again too early
-        return default
-    was_enabled = gc.isenabled()
-    try:
-        gc.disable()
-        return sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    finally:
-        if was_enabled:
-            gc.enable()
-        _gc_lock.release()
-
-
-class RunningCall:
-    """A running function call that other threads can check."""
-
-    def __init__(self, depth: int = 0) -> None:
-        """The call of the function that is `depth` levels above the creator of this object."""
-        self._thread = threading.get_ident()
-        self._frame: FrameType | None = sys._getframe(1 + depth)  # pyright: ignore[reportPrivateUsage]
-
-    def is_in_this_thread(self) -> bool:
-        """Whether the current thread is the one that made the call."""
-        return self._thread == threading.get_ident() and self.is_running()
-
-    def is_running(self) -> bool:
-        """Whether the call has not returned yet. A call that was interrupted may not have called `mark_ended`."""
-        frame = _frame_of(self._thread, self._frame)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return self._frame is not None and frame is not None
-
-    def mark_ended(self) -> None:
-        """Mark the call as ended, and release its frame with all its variables."""
-        self._frame = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 import time
 from collections.abc import Generator
@@ -17,6 +18,7 @@ from jaxckpt.errors import StorageError
 
 class _Current(threading.local):
     watchdog: Watchdog | None = None
+    is_worker = False
 
 
 _current = _Current()
@@ -33,25 +35,56 @@ def require_not_stalled() -> None:
         watchdog.require_not_stalled()
 
 
+def is_in_worker() -> bool:
+    """Whether this thread carries out a part of the operation of another thread."""
+    return _current.is_worker
+
+
 @contextlib.contextmanager
-def under(watchdog: Watchdog | None) -> Generator[None]:
-    """Let the block carry out a part of the storage operation of another thread, which has this watchdog."""
-    outside, _current.watchdog = _current.watchdog, watchdog
+def under(watchdog: Watchdog | None, *, as_worker: bool = False) -> Generator[None]:
+    """A block that this watchdog watches. With `as_worker`, the block is a part of the operation of another thread."""
+    outside = _current.watchdog, _current.is_worker
+    _current.watchdog, _current.is_worker = watchdog, as_worker
     try:
         yield
     finally:
-        _current.watchdog = outside
+        _current.watchdog, _current.is_worker = outside
+
+
+_hanging = list[tuple["Watchdog", float]]()
+"""The operations that have stalled and not resumed, with the time until which others near their folders are not
+tried."""
+
+
+def require_responding(folder: str, what: str) -> None:
+    """Raise StorageError if an operation near a folder has stalled and still hangs. Otherwise a call that ignores one
+    error, or cleans up after it, would wait again for each further operation."""
+    for entry in _hanging.copy():
+        watchdog, until = entry
+        if not watchdog.is_operating or time.monotonic() > until:
+            with contextlib.suppress(ValueError):  # another thread has
+                _hanging.remove(entry)
+        elif watchdog.folder and os.path.commonpath((watchdog.folder, folder)) in (watchdog.folder, folder):
+            raise StorageError(errno.ETIMEDOUT, f"{what} was not tried: the storage of {watchdog.folder} hangs")
 
 
 class Watchdog:
     """The storage operation of a call, as seen by the threads that wait for it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, folder: str = "") -> None:
         """An operation counts as stalled if no byte moves for `seconds`."""
-        self._seconds = seconds
+        self.seconds = seconds
+        self.folder = folder
+        """The folder that the operation uses, if it is known."""
+
         self._operation: str | None = None
         self._since = 0.0
         self._error: StorageError | None = None
+
+    @property
+    def is_operating(self) -> bool:
+        """Whether an operation runs."""
+        return self._operation is not None
 
     @contextlib.contextmanager
     def operation(self, what: str) -> Generator[None]:
@@ -60,6 +93,7 @@ class Watchdog:
         Raises StorageError at the end of a block that stalled, even if the operation resumed, because the stall may
         already have been reported to other processes.
         """
+        self.require_not_stalled()
         outside = self._operation
         self._operation, self._since = what, time.monotonic()
         try:
@@ -86,10 +120,11 @@ class Watchdog:
     def stall_error(self) -> StorageError | None:
         """The error of the operation that has stalled, if any."""
         doing, since = self._operation, self._since
-        if self._error is None and doing is not None and time.monotonic() - since >= self._seconds:
+        if self._error is None and doing is not None and time.monotonic() - since >= self.seconds:
             self._error = StorageError(
                 errno.ETIMEDOUT,
-                f"no bytes have moved for {self._seconds:g} s while {doing}: the storage hangs, or is too slow for"
+                f"no bytes have moved for {self.seconds:g} s while {doing}: the storage hangs, or is too slow for"
                 " Options.timeout_seconds",
             )
+            _hanging.append((self, time.monotonic() + self.seconds))
         return self._error

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxckpt._options import THREADS
 from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, Task, is_shutting_down, start_thread
+from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down, start_thread
 from jaxckpt._pipeline.watchdog import Watchdog, current_watchdog, under
-from jaxckpt.errors import StorageError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -44,7 +41,9 @@ class Workers:
 
     def _run(self) -> None:
         _this_thread.workers = self
-        _run_all(self._todo)
+        while (task := self._todo.get()) is not None:
+            task.run()
+            del task  # it holds the data
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Run work as a part of the storage operation of this thread, if there is one.
@@ -82,17 +81,11 @@ _this_thread = _Thread()
 
 
 def _run_work(watchdog: Watchdog | None, work: Callable[[], T]) -> T:
-    with under(watchdog):
+    with under(watchdog, as_worker=True):
         try:
             return work()
         finally:
             note_progress()
-
-
-def _run_all(todo: SimpleQueue[Task[Any] | None]) -> None:
-    while (task := todo.get()) is not None:
-        task.run()
-        del task  # it holds the data
 
 
 def note_progress() -> None:
@@ -104,12 +97,6 @@ def note_progress() -> None:
 _workers = Workers("jaxckpt-files")
 _waiting = Workers("jaxckpt-rules")
 
-_idle = deque[SimpleQueue[Task[Any] | None]]()
-"""The queues of threads that have no `StorageThread` now."""
-
-_MAX_IDLE = 8
-_has_stalled = False
-
 
 def replace_workers() -> None:
     """Abandon the threads, and start new ones for the next work: after a fork, or if the threads hang."""
@@ -117,14 +104,7 @@ def replace_workers() -> None:
     _workers, _waiting = Workers("jaxckpt-files"), Workers("jaxckpt-rules")
 
 
-def _forget_threads() -> None:
-    """In a forked child, which has none of the threads."""
-    global _idle
-    replace_workers()
-    _idle = deque()
-
-
-os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(after_in_child=replace_workers)
 
 
 def submit(work: Callable[[], T]) -> Task[T]:
@@ -164,95 +144,6 @@ def run_shared(works: Sequence[Callable[[], object]]) -> None:
         ended.wait()
     if errors:
         raise errors[0]
-
-
-class StorageThread:
-    """Uses storage in another thread, and stops waiting for that thread if no bytes have moved for `seconds`.
-
-    with StorageThread(seconds) as thread:
-        content = thread.run("reading /ckpt", read)
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._watchdog = Watchdog(seconds)
-        self._todo: SimpleQueue[Task[Any] | None] | None = None
-        self.hung: Task[Any] | None = None
-        """The work that hung."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        todo, self._todo = self._todo, None
-        if todo is None:
-            return
-        if len(_idle) < _MAX_IDLE:
-            _idle.append(todo)
-        else:
-            todo.put(None)
-
-    def run(self, what: str, work: Callable[[], T], meanwhile: Callable[[], object] | None = None) -> T:
-        """Return or raise what the work does. Raises StorageError, which names `what`, if the work hangs.
-
-        While it runs, `meanwhile` is called every 0.1 s, in this thread.
-
-        If this thread already carries out a watched operation, the work is a part of that.
-        """
-        global _has_stalled
-        outer = current_watchdog()
-        if outer is not None:
-            outer.require_not_stalled()
-            result = work()
-            outer.note_progress()
-            return result
-        self._watchdog.require_not_stalled()
-        todo, self._todo = self._todo, None  # stays None if the work hangs or an interrupt ends the wait
-        if todo is None and (todo := _idle_or_new()) is None:
-            return work()
-        task = Task(functools.partial(_run_operation, self._watchdog, what, work))
-        try:
-            todo.put(task)
-            while not task.wait(min(0.1 if meanwhile else POLL_SECONDS, self._seconds / 4)):
-                if meanwhile is not None:
-                    meanwhile()
-                if error := self._watchdog.stall_error():
-                    _has_stalled, self.hung = True, task
-                    replace_workers()  # these threads may also hang
-                    raise error
-            self._todo = todo
-        finally:
-            if self._todo is None:
-                self._watchdog.abandon()
-                todo.put(None)
-        return task.result()
-
-
-def run_watched(what: str, seconds: float, work: Callable[[], T]) -> T:
-    """Do one piece of work in a StorageThread."""
-    with StorageThread(seconds) as thread:
-        return thread.run(what, work)
-
-
-def _run_operation(watchdog: Watchdog, what: str, work: Callable[[], T]) -> T:
-    with watchdog.operation(what):
-        return work()
-
-
-def _idle_or_new() -> SimpleQueue[Task[Any] | None] | None:
-    """The queue of a thread; None if Python, during its shutdown, starts none."""
-    with contextlib.suppress(IndexError):
-        return _idle.pop()
-    todo = SimpleQueue[Task[Any] | None]()
-    try:
-        start_thread(functools.partial(_run_all, todo), "jaxckpt-storage")
-    except RuntimeError:  # Python 3.12 starts no threads during its shutdown
-        if not is_shutting_down():
-            raise
-        if _has_stalled:  # without a thread, the program could hang instead of exiting
-            raise StorageError(errno.ETIMEDOUT, "storage has stopped responding, and the program is exiting") from None
-        return None
-    return todo
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._devices.current_mesh import mesh_in_context
 from jaxckpt._devices.exchange import transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._model.grid import Box, volume
@@ -56,7 +55,6 @@ def rows_per_block(
     if (
         n_leaves * n_devices < BLOCK_PIECES
         or not 0 < n_elements * dtype.itemsize < BLOCK_LEAF_BYTES
-        or (sharding is None and _is_mesh_set())  # the rows would be placed on that mesh
         or (sharding is not None and memory_kind(sharding) is not None)
         or getattr(getattr(sharding, "spec", None), "reduced", None)
         or dtype.name in ("int2", "uint2")  # XLA's compiler for CPUs aborts
@@ -67,14 +65,6 @@ def rows_per_block(
     # A replicated leaf is placed without a copy for each device.
     has_no_replicas = sharding is None or math.prod(sharding.shard_shape(shape)) * n_devices == n_elements
     return CPU_BLOCK_ROWS if boxes is None and has_no_replicas and n_leaves >= CPU_BLOCK_LEAVES else 0
-
-
-def _is_mesh_set() -> bool:
-    """Whether the caller has set a mesh for uncommitted arrays; True if JAX cannot report it."""
-    try:
-        return mesh_in_context() is not None or bool(jax.sharding.get_abstract_mesh().shape)
-    except ValueError:  # get_mesh raises while JAX traces
-        return True
 
 
 def has_own_memory(sharding: Sharding | None) -> bool:

@@ -12,7 +12,7 @@ import jax
 
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import display_progress
+from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._restore.destinations import Destinations
 from jaxckpt._restore.placement import LeafBuilder, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
@@ -33,8 +33,8 @@ def fetch(
 ) -> dict[int, Any]:
     """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
-    Every process of the rendezvous calls this. Each checks some of the small files that describe stacks. They read for
-    each other if `options.read` is "shared".
+    Every process of the rendezvous calls this, in a lane. Each checks some of the small files that describe stacks.
+    They read for each other if `options.read` is "shared".
     """
     representative: dict[int, int] = {}
     if tied:
@@ -63,8 +63,13 @@ def fetch(
         leaves = LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
         with (
             detect_replacement(source, options),
-            display_progress("restore", reads.n_bytes, options.progress) as report,
+            display_progress("restore", reads.n_bytes, options.progress) as display,
         ):
+
+            def report(n_bytes: int, display: Report = display) -> None:
+                rendezvous.call.cancellation.check()
+                display(n_bytes)
+
             require_metadata(source, leaves.stacks[process::processes], options)
             if reads.rounds:
                 read_shared(source, reads.rounds, options, leaves, report, rendezvous)

@@ -19,9 +19,10 @@ from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_w
 from jaxckpt._model.pieces import Array, aligned_empty, assign
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lanes import operate, run_alone, run_watched
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
-from jaxckpt._pipeline.workers import StorageThread, note_progress
+from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
 from jaxckpt._sources.source import Source, leaves_at
 from jaxckpt._store.arrays import ArrayReader
@@ -35,8 +36,7 @@ def detect_replacement(source: Source, options: Options) -> Generator[None]:
     try:
         yield
     except DataError as error:
-        with StorageThread(options.timeout_seconds) as aside:
-            became = aside.run(f"opening {source.url}", source.change_since_open)
+        became = run_watched(f"opening {source.url}", options.timeout_seconds, source.change_since_open)
         if became is None:
             raise
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being read") from error
@@ -44,8 +44,8 @@ def detect_replacement(source: Source, options: Options) -> Generator[None]:
 
 def require_metadata(source: Source, stacks: Sequence[int], options: Options) -> None:
     """Raise DataError unless the small files that describe these stacks are as they were saved."""
-    with StorageThread(options.timeout_seconds) as aside:
-        aside.run(f"reading the metadata of {source.url}", lambda: source.require_metadata(stacks))
+    what = f"reading the metadata of {source.url}"
+    run_watched(what, options.timeout_seconds, lambda: source.require_metadata(stacks))
 
 
 # What is read ---------------------------------------------------------------------------------------------
@@ -88,15 +88,14 @@ def read(
 
     `arrivals` yields when the data of each read, in order, can be read in this process.
 
-    Raises StorageError, also if the storage hangs.
+    In a lane. Raises StorageError.
     """
-    with StorageThread(options.timeout_seconds) as aside:
-        budget = Budget(options.host_bytes)
-        reader = _Reader(source, steps, delivery, budget, aside)
-        planned = (planned for planned, _ in zip(reads_of(steps), arrivals, strict=False))
-        for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
-            arrived.place()
-            report(finished.n_bytes)
+    budget = Budget(options.host_bytes)
+    reader = _Reader(source, steps, delivery, budget)
+    planned = (planned for planned, _ in zip(reads_of(steps), arrivals, strict=False))
+    for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
+        arrived.place()
+        report(finished.n_bytes)
 
 
 class _Reader:
@@ -108,12 +107,10 @@ class _Reader:
         steps: Sequence[ReadStep],
         delivery: Delivery,
         budget: Budget,
-        aside: StorageThread,
     ) -> None:
         self._source = source
         self._delivery = delivery
         self._budget = budget
-        self._aside = aside
         self._memory = MemoryPool()
         self._boxes: dict[int, list[list[Box]]] = {}
         for step in steps:
@@ -149,7 +146,7 @@ class _Reader:
         block, buffers = self._memory.allocate([(extent(region.box), filling.dtype) for region in staged])
         targets = [(region.box, buffer) for region, buffer in zip(staged, buffers, strict=True)]
         targets += itertools.chain.from_iterable(map(filling.views, direct))
-        pending = PendingRead.begin(self._source, step.stack, array, targets, self._aside)
+        pending = PendingRead.begin(self._source, step.stack, array, targets)
         return _ArrivingRead(n_bytes, filling, block, list(zip(staged, buffers, strict=True)), pending)
 
 
@@ -159,30 +156,22 @@ class PendingRead:
 
     source: Source
     stack: int
-    aside: StorageThread
     pending_boxes: Sequence[tuple[Box, Pending[None]]]
 
     @classmethod
-    def begin(
-        cls,
-        source: Source,
-        stack: int,
-        array: ArrayReader,
-        targets: Sequence[tuple[Box, Array]],
-        aside: StorageThread,
-    ) -> Self:
+    def begin(cls, source: Source, stack: int, array: ArrayReader, targets: Sequence[tuple[Box, Array]]) -> Self:
         """Start to read each box into an array. Raises DataError, StorageError."""
         boxes = [box for box, _ in targets]
         with _naming(source, stack, (min(box[0][0] for box in boxes), max(box[0][1] for box in boxes))):
-            pending = aside.run(f"reading from {source.url}", lambda: array.read(targets))
-        return cls(source, stack, aside, list(zip(boxes, pending, strict=True)))
+            pending = operate(f"reading from {source.url}", lambda: array.read(targets))
+        return cls(source, stack, list(zip(boxes, pending, strict=True)))
 
     def done(self) -> bool:
         return all(pending.done() for _, pending in self.pending_boxes)
 
     def wait(self) -> None:
         """Wait until all are read. Raises DataError, StorageError."""
-        failed = self.aside.run(f"reading from {self.source.url}", self._first_failure)
+        failed = operate(f"reading from {self.source.url}", self._first_failure)
         if failed is not None:
             with _naming(self.source, self.stack, failed[0][0]):
                 raise failed[1]
@@ -410,10 +399,14 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     # Always a single step, because the buffer is the result.
     steps = plan_read(stacks, [WantedRows(stack, (row, row + 1), (box,))], options.host_bytes)
     delivery = _OneBox()
-    with detect_replacement(source, options):
-        require_metadata(source, [stack], options)
-        read(source, steps, options, delivery, report_nothing)
-    return delivery.array
+
+    def read_step() -> Array:
+        with detect_replacement(source, options):
+            require_metadata(source, [stack], options)
+            read(source, steps, options, delivery, report_nothing)
+        return delivery.array
+
+    return run_alone(read_step, options.timeout_seconds)
 
 
 def host_value(array: Array, kind: str, path: str) -> Any:

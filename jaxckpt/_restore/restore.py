@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,10 +24,12 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.events import record_event, warn_replicated
+from jaxckpt._pipeline.lanes import run_alone
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
+from jaxckpt._restore.stateful_objects import TargetObject
 from jaxckpt._restore.strictness import Strict
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
@@ -157,49 +161,16 @@ def run_restore(
 ) -> Tree:
     """Restore what is requested. `source` is the checkpoint if it is already open at this path. Every process."""
     start_time = time.perf_counter()
-    with Call.of("restore", path, options) as call:
+    with Call.of("restore", path, options, only_reads=True) as call:
         options = call.options
-        with call.rendezvous("opening the checkpoint") as rendezvous:
-            require_mesh(request.mesh)
-            require_request(request)
-            try:
-                source = source or source_at(path, options, request.manifest_sha256)
-            except NotACheckpointError:
-                _require_seen_by_none(rendezvous.gather(""), call.where)
-                rendezvous.broadcast("")
-                raise
-            digest = source.digest
-            source = view_through(request.rules, source)
-            resolved = resolve(source.manifest, request, options)
-            _require_no_trace(resolved.leaves.values())
-            checkpoints = rendezvous.gather(f"{digest} {source.url}")
-            _require_seen_by_none(checkpoints, source.url)
-            _require_same_checkpoint(checkpoints, source.url)
-            _require_newest(checkpoints, source.url, options)
-            chosen = rendezvous.broadcast(f"{digest} {source.url}")
-        with call.rendezvous("restoring") as rendezvous:
-            expected, _, url = chosen.partition(" ")
-            if digest != expected:  # process 0 found a different newest step
-                source = source_at(url, options, request.manifest_sha256)
-                _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
-                source = view_through(request.rules, source)
-                resolved = resolve(source.manifest, request, options)
-            assembly = resolved.assembly
-            if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
-                n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
-                warn_replicated(source.url, len(resolved.unsplit), n_bytes, request.mesh.size)
-            initial = request.initial(assembly.to_initialize) if request.initial else []
-            with jax.transfer_guard("allow"):  # the caller has asked for these transfers
-                _require_lossless(source, resolved, options, rendezvous)
-                values = fetch(source, resolved.leaves, options, rendezvous, tied=request.tied)
-            result = assembly.assemble(values, initial)
-            states = [(obj, obj.state(values)) for obj in assembly.objects if obj.can_set_state]
-            require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
-            if states:
-                rendezvous.start_next()
-                for obj, state in states:
-                    obj.set_state(state)
-                rendezvous.barrier()
+        call.here(functools.partial(_require_arguments, request))
+        source = call.run(functools.partial(_open, call, path, request, options, source))
+        resolved, initial = call.here(functools.partial(_match, source, request, options))
+        values = call.run(functools.partial(_read, call, source, resolved, request))
+        result, states = call.here(functools.partial(_assemble, resolved, values, initial))
+        if states:
+            call.here(functools.partial(_set_states, states))
+            call.run(functools.partial(_await_all, call))
     record_event(
         "restore",
         time.perf_counter() - start_time,
@@ -213,6 +184,77 @@ def run_restore(
     if resolved.accepted and call.index == 0:
         _log.warning("%s: %s", source.url, resolved.accepted)
     return result
+
+
+def _require_arguments(request: RestoreRequest) -> None:
+    require_mesh(request.mesh)
+    require_request(request)
+
+
+def _open(call: Call, path: Location, request: RestoreRequest, options: Options, source: Source | None) -> Source:
+    """The checkpoint that process 0 has found, with the leaves that the rules make. In a lane."""
+    with call.rendezvous("opening the checkpoint") as rendezvous:
+        try:
+            source = source or source_at(path, options, request.manifest_sha256)
+        except NotACheckpointError:
+            _require_seen_by_none(rendezvous.gather(""), call.where)
+            rendezvous.broadcast("")
+            raise
+        own = f"{source.digest} {source.url}"
+        checkpoints = rendezvous.gather(own)
+        _require_seen_by_none(checkpoints, source.url)
+        _require_same_checkpoint(checkpoints, source.url)
+        _require_newest(checkpoints, source.url, options)
+        chosen = rendezvous.broadcast(own)
+    digest, _, url = chosen.partition(" ")
+    if source.digest != digest:  # process 0 found a different newest step
+        try:
+            source = source_at(url, options, request.manifest_sha256)
+        except NotACheckpointError as error:
+            raise PathNotSharedError(
+                f"process {call.index} of {call.count} cannot find the checkpoint {url}, which process 0 can: all"
+                " processes must use one shared folder or object store"
+            ) from error
+        _require_same_checkpoint([chosen, f"{source.digest} {url}"], url)
+    return view_through(request.rules, source)
+
+
+def _match(source: Source, request: RestoreRequest, options: Options) -> tuple[Resolved, Sequence[Any]]:
+    """How each leaf is restored, and the leaves that `RestoreRequest.initial` creates. In the caller's thread, because
+    it calls the caller's functions."""
+    resolved = resolve(source.manifest, request, options)
+    _require_no_trace(resolved.leaves.values())
+    return resolved, request.initial(resolved.assembly.to_initialize) if request.initial else []
+
+
+def _read(call: Call, source: Source, resolved: Resolved, request: RestoreRequest) -> dict[int, Any]:
+    """The value of each leaf. In a lane."""
+    if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
+        n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
+        warn_replicated(source.url, len(resolved.unsplit), n_bytes, request.mesh.size)
+    with call.rendezvous("restoring", after_caller=True) as rendezvous:
+        _require_lossless(source, resolved, call.options, rendezvous)
+        values = fetch(source, resolved.leaves, call.options, rendezvous, tied=request.tied)
+        require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
+    return values
+
+
+def _assemble(
+    resolved: Resolved, values: dict[int, Any], initial: Sequence[Any]
+) -> tuple[Tree, list[tuple[TargetObject, Any]]]:
+    """The restored tree, and the states of the objects of the target. In the caller's thread."""
+    result = resolved.assembly.assemble(values, initial)
+    return result, [(obj, obj.state(values)) for obj in resolved.assembly.objects if obj.can_set_state]
+
+
+def _set_states(states: Sequence[tuple[TargetObject, Any]]) -> None:
+    for obj, state in states:
+        obj.set_state(state)
+
+
+def _await_all(call: Call) -> None:
+    with call.rendezvous("restoring", after_caller=True) as rendezvous:
+        rendezvous.barrier()
 
 
 def _require_lossless(source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous) -> None:
@@ -341,8 +383,12 @@ def load_numpy(
         {'w': array([0, 1, 2])}
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options, manifest_sha256), rename, select)
-    resolved = host_leaves(source.manifest, dtype, options)
-    rendezvous = Call.alone("load_numpy", source.url, options).rendezvous("reading")
-    _require_lossless(source, resolved, options, rendezvous)
-    return resolved.assembly.assemble(fetch(source, resolved.leaves, options, rendezvous), [])
+
+    def load() -> Tree:
+        source = renamed_source(source_at(path, options, manifest_sha256), rename, select)
+        resolved = host_leaves(source.manifest, dtype, options)
+        rendezvous = Call.alone("load_numpy", source.url, options).rendezvous("reading")
+        _require_lossless(source, resolved, options, rendezvous)
+        return resolved.assembly.assemble(fetch(source, resolved.leaves, options, rendezvous), [])
+
+    return run_alone(load, options.timeout_seconds)

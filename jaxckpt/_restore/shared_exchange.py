@@ -25,7 +25,6 @@ from jaxckpt._model.pieces import Array, Bytes, aligned_empty
 from jaxckpt._options import Options
 from jaxckpt._pipeline.pipeline import Budget
 from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.workers import StorageThread
 from jaxckpt._restore.read_loop import Delivery, MemoryPool, PendingRead, StepBuffers
 from jaxckpt._restore.read_plan import max_read_bytes
 from jaxckpt._restore.shared_reads import (
@@ -67,29 +66,26 @@ def read_shared(
 ) -> None:
     """Run the rounds of this process's community in each partition. Every process calls this, even if it has none."""
     process = rendezvous.call.index
-    with StorageThread(options.timeout_seconds) as aside:
-        for partition, rounds in planned.items():
-            community: _Community | None = None
-            if rounds:
-                together = (
-                    partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
-                )
-                community = _Community(source, rounds, Interconnect(process, together), options, aside)
-            pending_rounds = iter(community.start_rounds() if community else ())
-            current = next(pending_rounds, None)
-            while True:
-                if current is not None:
-                    current.wait()
-                ahead = next(pending_rounds, None)  # read while the current round is sent
-                if community is not None:
-                    is_left = community.exchange(current, rendezvous, delivery, report)
-                else:
-                    is_left = _agree_on_programs(rendezvous, None) is not None
-                if not is_left:
-                    break
-                current = ahead
+    for partition, rounds in planned.items():
+        community: _Community | None = None
+        if rounds:
+            together = partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
+            community = _Community(source, rounds, Interconnect(process, together), options)
+        pending_rounds = iter(community.start_rounds() if community else ())
+        current = next(pending_rounds, None)
+        while True:
+            if current is not None:
+                current.wait()
+            ahead = next(pending_rounds, None)  # read while the current round is sent
             if community is not None:
-                community.budget.drain()
+                is_left = community.exchange(current, rendezvous, delivery, report)
+            else:
+                is_left = _agree_on_programs(rendezvous, None) is not None
+            if not is_left:
+                break
+            current = ahead
+        if community is not None:
+            community.budget.drain()
 
 
 _Program = tuple[int, int]
@@ -128,13 +124,11 @@ class _Community:
         rounds: Sequence[SharedRead],
         interconnect: Interconnect,
         options: Options,
-        aside: StorageThread,
     ) -> None:
         self._source = source
         self._rounds = rounds
         self._process = interconnect.process
         self._max_bytes = max_read_bytes(options.host_bytes)
-        self._aside = aside
         self._interconnect = interconnect
         self.budget = Budget(options.host_bytes)
         self._memory = MemoryPool()
@@ -162,7 +156,7 @@ class _Community:
             stack = portion.step.stack
             regions = self._regions(portion, own[portion.start :])
             targets = list(zip(portion.read.boxes, regions, strict=True))
-            reads.append(PendingRead.begin(self._source, stack, readers[stack], targets, self._aside))
+            reads.append(PendingRead.begin(self._source, stack, readers[stack], targets))
         return _PendingSharedRead(
             list(split_into_shipments(portions, self._interconnect.community, self._max_bytes)), own, reads
         )
@@ -202,7 +196,7 @@ class _Community:
             return self._interconnect.gather(shipment.spans, n_bytes, n_senders, own)
 
         with CollectiveCalls[tuple[Shipment, _Program], dict[int, Bytes]]((), gather) as calls:
-            agreed = calls.extend(agree)
+            agreed = calls.extend(agree, rendezvous.call.cancellation)
             for shipment, _ in calls:
                 self._deliver(shipment, calls.run_next(), delivery, report)
         return agreed is not None

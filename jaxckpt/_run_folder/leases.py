@@ -24,7 +24,8 @@ import weakref
 from collections.abc import Collection, Generator, Iterable
 
 from jaxckpt._options import require_seconds
-from jaxckpt._pipeline.threads import Latch, run_uninterrupted, start_thread
+from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._pipeline.threads import Latch, start_thread
 from jaxckpt._run_folder.steps import RUN, is_published, is_step, step_name
 from jaxckpt._store.store import Store
 from jaxckpt.errors import NotACheckpointError, StorageError
@@ -68,7 +69,7 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         yield
     finally:
         if os.getpid() == holder_pid:  # a forked process does not hold the lease
-            run_uninterrupted(functools.partial(_release, folder, name, stop, write_lock))
+            run_to_the_end(functools.partial(_release, folder, name, stop, write_lock), _DELETION_SECONDS)
 
 
 def _renew(

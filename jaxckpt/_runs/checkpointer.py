@@ -25,7 +25,7 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
-from jaxckpt._pipeline.threads import run_uninterrupted
+from jaxckpt._pipeline.lanes import run_to_the_end
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
@@ -208,7 +208,7 @@ class Checkpointer(Run):
             self._is_training = False
             self._exited_cleanly = True
             self._is_process_0 = call.index == 0
-            run_uninterrupted(functools.partial(self._open, call, _require_metadata(metadata)))
+            call.run(functools.partial(self._open, call, _require_metadata(metadata)))
 
     def _open(self, call: Call, metadata: dict[str, Any] | None) -> None:
         with call.rendezvous("opening the directory of steps") as rendezvous:
@@ -245,9 +245,16 @@ class Checkpointer(Run):
         self._preemption = self._saver.preemption = self._preemption.renewed()
         self._exited_cleanly = True
         if self._is_process_0:
-            run_uninterrupted(self._directory.remove_end)
-            run_uninterrupted(self._deletion.begin_training)
+            self._run_to_the_end(self._prepare_directory)
         self._is_training = True
+
+    def _prepare_directory(self) -> None:
+        self._directory.remove_end()
+        self._deletion.begin_training()
+
+    def _run_to_the_end(self, work: Callable[[], None]) -> None:
+        """Do work of process 0 in a lane. An interrupt ends the wait for it, but not the work."""
+        run_to_the_end(work, self._options.timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -389,13 +396,14 @@ class Checkpointer(Run):
         """
         step = self._require_step(step, "Checkpointer.delete")
         with self._begin_call("Checkpointer.delete", step) as call:
-            run_uninterrupted(functools.partial(self._delete_collectively, step, call))
+            call.here(self._saver.wait)
+            call.here(functools.partial(await_writes, self._directory.store))  # also of another object
+            call.run(functools.partial(self._delete_collectively, step, call))
         self._saver.last_save.forget(step)
         self._saver.last_flush.forget(step)
 
     def _delete_collectively(self, step: int, call: Call) -> None:
         with call.rendezvous("deleting a step") as rendezvous:
-            self._saver.wait()
             rendezvous.gather("")
             if self._is_process_0:
                 self._deletion.delete(step)
@@ -477,7 +485,7 @@ class Checkpointer(Run):
 
     def _close_in_process_0(self) -> None:
         if self._is_process_0:
-            run_uninterrupted(self._close_directory)
+            self._run_to_the_end(self._close_directory)
 
     def _close_directory(self) -> None:
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
@@ -521,8 +529,12 @@ class Checkpointer(Run):
         """The number of a step that is given by name; None for the newest."""
         if not isinstance(step, str) or step == "latest":
             return None if isinstance(step, str) else step
-        with self._begin_call("Checkpointer.restore") as call, call.rendezvous("looking for a step") as rendezvous:
-            self._await_saves()
+        with self._begin_call("Checkpointer.restore") as call:
+            call.here(self._await_saves)
+            return call.run(functools.partial(self._choose_step, call, step))
+
+    def _choose_step(self, call: Call, step: str) -> int:
+        with call.rendezvous("looking for a step") as rendezvous:
             rendezvous.gather("")
             return int(rendezvous.broadcast(str(self._number(step)) if self._is_process_0 else ""))
 
@@ -549,7 +561,7 @@ class Checkpointer(Run):
         self._restored_step = number
         self._step_finder.record_restored(chosen)
         if self._is_process_0:
-            run_uninterrupted(self._deletion.handle_restored)
+            self._run_to_the_end(self._deletion.handle_restored)
             if not self._saver.background:
                 self._deletion.wait()
         return number, tree
@@ -625,19 +637,12 @@ class Checkpointer(Run):
         while True:
             chosen = self._find_step(step)
             source = chosen.local_source or self._directory.child(self._step_finder.require_found(chosen))
-            with (
-                self._begin_call("Checkpointer.process_state", chosen.step) as call,
-                call.rendezvous("restoring each process's own state") as rendezvous,
-            ):
+            with self._begin_call("Checkpointer.process_state", chosen.step) as call:
                 try:
-                    state = restore_process_state(source, name, resplit, self._options, rendezvous)
+                    return restore_process_state(call, source, name, resplit)
                 except DamagedError as error:
                     assert chosen.local_source is not None
                     self._step_finder.mark_damaged(chosen.local_source, error)
-                    rendezvous.barrier()
-                    continue
-                rendezvous.barrier()
-            return state
 
     def _find_step(self, step: int | None, *, allow_peers: bool = True) -> LocatedStep:
         """Find a step, by default the newest, after the running save has ended. Every process calls this.

@@ -1,12 +1,10 @@
-"""Deletes steps according to the retention policy, in a separate thread, and completes deletions of killed runs."""
+"""Deletes steps according to the retention policy, in a lane, and completes deletions of killed runs."""
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
@@ -16,7 +14,8 @@ from jaxckpt._model import manifest as manifests
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_sealed
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import Options
-from jaxckpt._pipeline.threads import Task, is_shutting_down, run_uninterrupted, start_thread
+from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.threads import Latch, Task, is_shutting_down
 from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metrics_of_deleted_steps
 from jaxckpt._run_folder.leases import Leases, marked_steps
 from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, require_unpinned, step_name
@@ -32,8 +31,8 @@ _log = logging.getLogger("jaxckpt")
 class Deletion:
     """Deletes the steps of a directory that its rules no longer keep. Process 0 alone.
 
-    After each save the thread makes one pass over the steps; it ends when there is nothing to do. While readers hold
-    steps that no rule keeps, it checks repeatedly whether they have released them.
+    After each save a lane makes one pass over the steps. While readers hold steps that no rule keeps, another one makes
+    further passes, in case they have released them. The methods are called in lanes, which no interrupt reaches.
     """
 
     def __init__(self, directory: Directory, options: Options, *, trash: bool) -> None:
@@ -50,14 +49,13 @@ class Deletion:
         self._has_leased_steps = False
         """Whether readers hold steps that no rule keeps."""
 
-        self._deletion_lock = (
-            threading.Lock()
-        )  # one deletion at a time; taken only in threads that no interrupt reaches
-        self._start_lock = threading.Lock()  # likewise
-        self._passes = queue.SimpleQueue[Task[None]]()
+        self._deletion_lock = threading.Lock()  # one deletion at a time
         self._last_pass: Task[None] | None = None
-        self._is_running = False
-        self._closed = False
+        self._is_requested = False
+        """Whether a pass has not begun yet."""
+
+        self._polls = False
+        self._closed = Latch()
         self._must_stop = False
         self._failure: Exception | None = None
         self._newest_saved = -1
@@ -68,11 +66,10 @@ class Deletion:
         _all.add(self)
 
     def reset_after_fork(self) -> None:
-        """Reset the state in a forked child: the thread and its current deletion belong to the parent."""
-        self._deletion_lock, self._start_lock = threading.Lock(), threading.Lock()
-        self._passes, self._last_pass, self._is_running = queue.SimpleQueue(), None, False
+        """Reset the state in a forked child: the lanes and their current deletion belong to the parent."""
+        self._deletion_lock = threading.Lock()
+        self._last_pass, self._is_requested, self._polls = None, False, False
         self._deleting_step = self._saving_step = None
-        atexit.unregister(self._at_exit)
 
     # Called by saves -------------------------------------------------------------------------------------
 
@@ -118,7 +115,7 @@ class Deletion:
     def begin_training(self) -> None:
         """Remove the marks of a deletion that was killed. A `Checkpointer` that only reads leaves them, because they
         may belong to a running deletion of the training job. A closed `Checkpointer` may begin again."""
-        self._closed = self._must_stop = False
+        self._closed, self._must_stop = Latch(), False
         try:
             with self._deletion_lock:
                 self._directory.require_same_folder()
@@ -133,11 +130,11 @@ class Deletion:
         self._are_rules_applied = True
 
     def close(self, seconds: float | None) -> None:
-        """Stop the thread after its remaining deletions, including steps that readers have released.
+        """Stop after the remaining deletions, including steps that readers have released.
 
         With a number of seconds, it stops after the current step, or is abandoned after that time.
         """
-        self._closed = True
+        self._closed.set()
         self._must_stop = seconds is not None
         if self._has_leased_steps:
             self._request_pass()
@@ -153,49 +150,29 @@ class Deletion:
             require_unpinned(self._store, step)
             self._delete(step)
 
-    # The thread ------------------------------------------------------------------------------------------
+    # Passes ----------------------------------------------------------------------------------------------
 
     def _request_pass(self) -> None:
-        """Request a pass of the thread, unless one is already queued."""
-        run_uninterrupted(self._queue_pass)
-
-    def _queue_pass(self) -> None:
-        with self._start_lock:
-            if self._passes.empty():
-                self._last_pass = Task(self._run_pass)
-                self._passes.put(self._last_pass)
-            runs, self._is_running = self._is_running, True
-            if not runs and not is_shutting_down():
-                atexit.register(self._at_exit)  # before the thread starts, because the program may end first
-        if runs:
-            return
-        if not is_shutting_down():
+        """Request a pass, unless one is already waiting for its turn."""
+        if not self._is_requested:
+            self._is_requested = True
+            # Each of its storage operations has a time limit of its own: a pass may take long.
             try:
-                start_thread(self._run, "jaxckpt-delete")
-                return
+                self._last_pass = lanes.begin(self._run_pass, None)
             except RuntimeError:  # the system cannot start a thread
-                pass
-        self._run(waits=False)
+                self._run_pass()
 
-    def _run(self, *, waits: bool = True) -> None:
-        """Run the requested passes; if `waits`, also further ones while readers hold unwanted steps."""
-        while self._keep_running(waits):
-            try:
-                task = self._passes.get(timeout=self._leases.poll_seconds)
-            except queue.Empty:
-                task = Task(self._run_pass)
-            task.run()
+    def _poll(self) -> None:
+        """Make passes while readers hold unwanted steps."""
+        while self._has_leased_steps and not self._closed.wait(self._leases.poll_seconds):
+            self._request_pass()
+            self.wait()
+        self._polls = False
 
-    def _keep_running(self, waits: bool) -> bool:
-        with self._start_lock:
-            self._is_running = not self._passes.empty() or (waits and self._has_leased_steps and not self._closed)
-            if not self._is_running:
-                atexit.unregister(self._at_exit)
-            return self._is_running
-
-    def _at_exit(self) -> None:
-        """Stop the thread of an unclosed Checkpointer. If Python stopped the thread, the process could abort."""
-        if self._must_stop:
+    def finish(self) -> None:
+        """At exit, finish the passes of an unclosed Checkpointer."""
+        is_running = self._polls or not (self._last_pass is None or self._last_pass.done())
+        if not is_running or self._must_stop:
             return
         self.close(None)
         if self._failure is not None:
@@ -204,6 +181,7 @@ class Deletion:
     def _run_pass(self) -> None:
         try:
             with self._deletion_lock:
+                self._is_requested = False
                 self._delete_unwanted()
             self._failure = None
         except Exception as error:
@@ -211,6 +189,12 @@ class Deletion:
                 self._failure = error
             else:  # this Checkpointer perhaps only reads, and has no permission to delete
                 _log.warning("old steps in %s could not be deleted: %s", self._store.url, error)
+        if self._has_leased_steps and not (self._polls or self._closed.is_set or is_shutting_down()):
+            self._polls = True
+            try:
+                lanes.begin(self._poll, None)
+            except RuntimeError:  # likewise: the next save makes a pass
+                self._polls = False
 
     # Deleting --------------------------------------------------------------------------------------------
 
@@ -359,6 +343,14 @@ class Deletion:
 
 
 _all = weakref.WeakSet[Deletion]()
+
+
+def _finish_all() -> None:
+    for deletion in [*_all]:
+        deletion.finish()
+
+
+lanes.finish_at_exit(_finish_all)
 
 
 def _reset_deleters() -> None:

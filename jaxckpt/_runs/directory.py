@@ -14,7 +14,8 @@ from typing import Any
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import run_watched, submit
+from jaxckpt._pipeline.lanes import run_watched
+from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.added_metrics import read_added_metrics
 from jaxckpt._run_folder.run_metadata import encode_metadata, read_metadata
 from jaxckpt._run_folder.run_paths import run_and_name, steps_of

@@ -10,7 +10,7 @@ from jaxckpt._model import zarr
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.manifest import state_file_name
 from jaxckpt._options import Options
-from jaxckpt._pipeline.threads import run_uninterrupted
+from jaxckpt._pipeline.lanes import run_to_the_end
 from jaxckpt._run_folder.steps import step_folders, step_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._sources.source import NativeCheckpoint
@@ -47,7 +47,9 @@ def fork_step(path: Path, new_run: Path, options: Options) -> int:
             source.store.url,
             ", ".join(map(repr, dropped)),
         )
-    run_uninterrupted(functools.partial(_fork, source, new.child(step_name(number)), options.sync))
+    run_to_the_end(
+        functools.partial(_fork, source, new.child(step_name(number)), options.sync), options.timeout_seconds
+    )
     return number
 
 

@@ -45,6 +45,9 @@ class LastSave:
         self.pending, self.step = None, step if pending.is_published else None  # its `on_done` may have failed
         inherited = self._predecessor is not None and pending.error is self._predecessor.error
         if pending.error is not None and not inherited and not pending.is_raised:
+            note = f"jaxckpt: this error ended {pending.name}"
+            if note not in getattr(pending.error, "__notes__", ()):
+                pending.error.add_note(note)
             raise pending.error
         return True
 

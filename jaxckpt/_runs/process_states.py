@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.manifest import decode_state
 from jaxckpt._options import Options
@@ -15,14 +18,55 @@ from jaxckpt.errors import InputError, NotACheckpointError
 
 Resplit = Callable[[list[Any], int], Sequence[Any]]
 
+_Values = tuple[list[Any], bool]
+"""Values of processes, and whether there is only this process's own."""
 
-def restore_process_state(
-    source: Store | UnionCheckpoint, name: str, resplit: Resplit | None, options: Options, rendezvous: Rendezvous
-) -> Any:
+_RESTORING = "restoring each process's own state"
+
+
+def restore_process_state(call: Call, source: Store | UnionCheckpoint, name: str, resplit: Resplit | None) -> Any:
     """The value of `process_state[name]` for this process. Every process.
 
-    Raises InputError, DataError; DamagedError if a local folder is damaged.
+    Raises InputError, DataError; DamagedError, in all processes, if a local folder is damaged.
     """
+    found = call.run(functools.partial(_read, call, source, name, resplit is not None))
+    if isinstance(found, DamagedError):
+        raise found
+    items, is_own = found
+    if is_own or resplit is None:
+        return items[0]
+    items = call.here(functools.partial(_split_again, resplit, name, items, call.count))
+    call.run(functools.partial(_await_all, call))  # an error of one process is raised by all
+    return items[call.index]
+
+
+def _split_again(resplit: Resplit, name: str, items: list[Any], processes: int) -> list[Any]:
+    made = list(resplit(items, processes))
+    if len(made) != processes:
+        raise InputError(f"resplit made {len(made)} states of {name!r} for {processes} processes")
+    return made
+
+
+def _read(call: Call, source: Store | UnionCheckpoint, name: str, has_resplit: bool) -> _Values | DamagedError:
+    """As `_read_values`, or the error that all processes raise. In a lane."""
+    with call.rendezvous(_RESTORING) as rendezvous:
+        try:
+            found: _Values | DamagedError = _read_values(source, name, has_resplit, call.options, rendezvous)
+        except DamagedError as error:
+            found = error
+        rendezvous.barrier()
+    return found
+
+
+def _await_all(call: Call) -> None:
+    with call.rendezvous(_RESTORING, after_caller=True) as rendezvous:
+        rendezvous.barrier()
+
+
+def _read_values(
+    source: Store | UnionCheckpoint, name: str, has_resplit: bool, options: Options, rendezvous: Rendezvous
+) -> _Values:
+    """The value that this process saved; or those of all processes, if their number is different."""
     process, processes = rendezvous.call.index, rendezvous.call.count
     try:
         manifest = source.manifest if isinstance(source, UnionCheckpoint) else load_manifest(source)[0]
@@ -45,13 +89,9 @@ def restore_process_state(
         names = sorted(states[0]) if states else "none"
         raise InputError(f"{source.url} has no process_state {name!r}; it has {names}")
     items = [state[name] for state in states]
-    if not is_same_count:
-        if resplit is None:
-            raise InputError(
-                f"{len(items)} processes saved {name!r} in {source.url}, but this job has {processes}: pass resplit=, a"
-                " function that makes one state for each of its processes from the saved ones"
-            )
-        items = list(resplit(items, processes))
-        if len(items) != processes:
-            raise InputError(f"resplit made {len(items)} states of {name!r} for {processes} processes")
-    return items[0 if is_same_count else process]
+    if not is_same_count and not has_resplit:
+        raise InputError(
+            f"{len(items)} processes saved {name!r} in {source.url}, but this job has {processes}: pass resplit=, a"
+            " function that makes one state for each of its processes from the saved ones"
+        )
+    return items, is_same_count

@@ -26,7 +26,7 @@ from jaxckpt._save.plan_cache import PlanCache
 from jaxckpt._save.prepare import require_on_done
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.reuse import ReuseCache
-from jaxckpt._save.running_saves import RunningSave, lift_limits, wake_thread
+from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
 from jaxckpt.errors import InputError, JaxckptError, Preempted, TreeError
 
@@ -134,7 +134,11 @@ class Saver:
                 raise
         if overwrite:
             return True
-        with begin_call(step) as call, call.rendezvous("looking for a step") as rendezvous:
+        with begin_call(step) as call:
+            return call.run(functools.partial(self._is_new, call, step))
+
+    def _is_new(self, call: Call, step: int) -> bool:
+        with call.rendezvous("looking for a step") as rendezvous:
             rendezvous.gather("")
             exists = call.index == 0 and (step == self.last_save.step or step in self.directory.steps([step]))
             return rendezvous.broadcast("exists" if exists else "new") == "new"
@@ -197,7 +201,6 @@ class Saver:
         """Start to save a step. Returns whether it is being saved."""
         flush = None
         if self.local is not None:
-            wake_thread()  # an interrupt may have left a flush without a thread, and it would block local saves
             # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
             # stored, so that processes that disagree on the step still make the same number of calls.
             call = Call.of("flush", destination.store.url, self.options)

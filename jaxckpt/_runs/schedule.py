@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,13 +73,11 @@ class SaveSchedule:
         self._steps_since_rendezvous += 1
         if self._steps_since_rendezvous < self._steps_to_rendezvous:
             return False
-        with begin_call() as call, call.rendezvous("deciding whether to save") as rendezvous:
-            rendezvous.gather("")
-            answer = ""
+        with begin_call() as call:
+            own = (False, 0)
             if call.index == 0:
-                due = self._is_due_locally(step, metrics)
-                answer = json.dumps([due, self._plan_next_rendezvous()])
-            due, self._steps_to_rendezvous = json.loads(rendezvous.broadcast(answer))
+                own = call.here(lambda: (self._is_due_locally(step, metrics), self._plan_next_rendezvous()))
+            due, self._steps_to_rendezvous = call.run(functools.partial(_decide_in_process_0, call, own))
             self._steps_since_rendezvous = 0
         return due
 
@@ -103,3 +101,8 @@ class SaveSchedule:
         left = self._saved_at + self._seconds - now
         ahead = min(left if left > 0 else self._seconds, self._seconds / _CLOCK_CHECKS)
         return max(1, min(2 * self._steps_to_rendezvous, int(ahead / seconds_per_step)))
+
+
+def _decide_in_process_0(call: Call, own: tuple[bool, int]) -> tuple[bool, int]:
+    with call.rendezvous("deciding whether to save") as rendezvous:
+        return rendezvous.decision(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -63,8 +64,11 @@ class StepFinder:
         if each process sees all of its files. Raises DataError if the wanted step exists only in the local folders and
         is damaged there.
         """
+        call.here(wait_for_save)
+        return call.run(functools.partial(self._find, call, step, allow_peers=allow_peers))
+
+    def _find(self, call: Call, step: int | None, *, allow_peers: bool) -> LocatedStep:
         with call.rendezvous("looking for the newest step") as rendezvous:
-            wait_for_save()
             self._directory.require_same_folder()
             if step is not None and self._recovery is None:
                 rendezvous.barrier()

@@ -91,9 +91,6 @@ class PreparedSave:
     state: bytes | None
     """The content of the file for this process's state."""
 
-    threaded: bool
-    """Whether a separate thread writes it. Otherwise the caller's thread does, after everything is staged."""
-
     @property
     def destination(self) -> Destination:
         return self.request.destination
@@ -149,7 +146,7 @@ class Destination(Protocol):
         ...
 
     def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
-        """The exchanges between the processes while they stage their data. In the caller's thread."""
+        """The exchanges between the processes while they stage their data. In a lane."""
         ...
 
     def staged(
@@ -160,7 +157,7 @@ class Destination(Protocol):
         calls: CollectiveCalls[Any, Any] | None,
     ) -> Generator[StagedObject]:
         """The objects that this process writes, given those that it stages itself. `begun` and `calls` are None unless
-        the plan is collective. In the caller's thread."""
+        the plan is collective. In a lane."""
         ...
 
     def publish(

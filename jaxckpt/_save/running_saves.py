@@ -1,18 +1,16 @@
-"""The running saves, the thread that writes them, and what becomes of them at the next save, at exit, and in a fork.
+"""The running saves, and what becomes of them at the next save, at exit, and in a fork.
 
-This thread runs a save from its first lock to its last, even if the caller waits for it. An interrupt of the main
-thread can therefore not leave the save half done.
+A lane runs a save from its first lock to its last, even if the caller waits for it. An interrupt of the main thread can
+therefore not leave the save half done.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
 import numbers
 import os
-import queue
 import reprlib
 import signal
 import sys
@@ -23,27 +21,37 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.exit_status import set_exit_status
 from jaxckpt._pipeline.progress import Progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._pipeline.threads import POLL_SECONDS, Latch, is_shutting_down, start_thread
+from jaxckpt._pipeline.threads import POLL_SECONDS, Latch
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._pipeline.workers import replace_workers
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._store.running_writes import report_writes
-from jaxckpt.errors import InputError, PeerError, StorageError
+from jaxckpt.errors import InputError, PeerError
 
 if TYPE_CHECKING:
+    from jaxckpt._job.call import Call
     from jaxckpt._store.store import Store
 
 _log = logging.getLogger("jaxckpt")
 
 
 class RunningSave:
-    """A save that this thread runs, or another one."""
+    """A save that a lane runs."""
 
     def __init__(
-        self, store: Store, total_bytes: int, start_time: float, watchdog: Watchdog, step: int | None = None
+        self,
+        store: Store,
+        total_bytes: int,
+        start_time: float,
+        watchdog: Watchdog,
+        step: int | None = None,
+        *,
+        awaited: bool = False,
+        detached: bool = False,
     ) -> None:
         self.path = store.url
         """The path or URL of the checkpoint."""
@@ -80,27 +88,24 @@ class RunningSave:
         self._has_returned = False
         self._has_waiter = False
 
-        self.awaited = False
+        self.awaited = awaited
         """Whether its caller waits for it and receives its error."""
 
-        self.detached = False
+        self.detached = detached
         """Whether later saves do not wait for it."""
 
-        self._work: Callable[[RunningSave], SaveInfo] | None = None
-        self._run_lock = threading.Lock()
-        self._thread: int | None = None  # the thread that runs it
+        self.is_staged = False
+        """Whether its data no longer depends on the caller's arrays."""
 
-    def prepare(self, work: Callable[[RunningSave], SaveInfo], *, awaited: bool, detached: bool) -> None:
-        """Set what `run` does, before the save is submitted."""
-        self._work, self.awaited, self.detached = work, awaited, detached
+        self._thread: int | None = None  # the lane that runs it
 
-    def run(self) -> None:
-        """Run it, unless another thread already does."""
-        if not self._run_lock.acquire(blocking=False):
-            return
+    def begin(self, call: Call, work: Callable[[RunningSave], SaveInfo], *, until: float | None = None) -> None:
+        """Run it in a lane, and wait until it ends, releases the caller, or the time `until` has come."""
+        call.start(functools.partial(self._run, work), until=until)
+
+    def _run(self, work: Callable[[RunningSave], SaveInfo]) -> None:
         self._thread = threading.get_ident()
-        work, self._work = self._work, None  # frees the saved data
-        assert work is not None
+        _saves.append(self)  # here, because an interrupt could end the caller in between
         try:
             outcome: SaveInfo | BaseException = work(self)
         except BaseException as error:
@@ -109,16 +114,20 @@ class RunningSave:
             outcome = error
         del work
         self.end(outcome)
+        if self.awaited:
+            _mark_reported(self)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a thread has begun it."""
-        return self._thread is not None
-
-    @property
-    def runs_in_writer_thread(self) -> bool:
-        """Whether the thread that writes has begun it."""
-        return self._thread is not None and self._thread == _writer_thread
+    def cancel(self, call: Call, error: BaseException) -> None:
+        """Cancel it because of an error of its caller, and wait until it has cleaned up. If the checkpoint is already
+        published, a note on the error says so."""
+        self.awaited = True
+        if not call.cancellation.is_cancelled:  # otherwise a second interrupt ended the wait
+            call.cancellation.cancel(error)
+            if self._thread is not None:
+                self._await(self._ended, None)
+        if self.done and self.error is None:
+            error.add_note(f"jaxckpt: the checkpoint at {self.path} was published before this took effect")
+        _mark_reported(self)
 
     @property
     def done(self) -> bool:
@@ -182,12 +191,11 @@ class RunningSave:
     @property
     def _runs_here(self) -> bool:
         """Whether it runs in this thread, or waits for what this thread runs."""
-        return threading.get_ident() in (_writer_thread, self._thread)
+        return threading.get_ident() == self._thread
 
     def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:
         """As `_await`, while the save uses all threads, because a caller waits."""
         self.rate_limiter.yields = False
-        wake_thread()
         return self._await(latch, timeout_seconds)
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
@@ -199,15 +207,20 @@ class RunningSave:
         _keep_abandoned([self])
         _mark_reported(self)
 
+    def give_up(self) -> None:
+        """Let its lane end by itself, or hang."""
+        self._watchdog.abandon()
+
     def hurry(self, timeout_seconds: float) -> None:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
         self.rate_limiter.end()
         self._await_soon(self._settled, timeout_seconds)
 
-    def await_end(self) -> SaveInfo | None:
-        """Wait until the save has ended. Returns its result, or None if it failed."""
-        self._await(self._ended, None)
+    def await_end(self, check: Callable[[], object]) -> SaveInfo | None:
+        """Wait until the save has ended. Returns its result, or None if it failed. `check` may raise meanwhile."""
+        while not self._await(self._ended, POLL_SECONDS):
+            check()
         return self._info
 
     def _await(self, latch: Latch, timeout_seconds: float | None) -> bool:
@@ -218,7 +231,8 @@ class RunningSave:
             if latch.wait(left):
                 return True
             if error := self._watchdog.stall_error():
-                _abandon_hung_save(self, error)
+                replace_workers()
+                self.end(error)
                 return True
             if left <= 0:
                 return False
@@ -253,7 +267,6 @@ class RunningSave:
             self._error = outcome
             if not (self.awaited or self._has_waiter):
                 _log.error("%s failed: %s", self.name, outcome)
-        self._work = None  # of a save that will never run
         self._seconds = self._seconds_so_far
         self._ended.set()
         self._settled.set()
@@ -278,23 +291,8 @@ def _settleable() -> list[RunningSave]:
 report_writes(_settleable)
 
 
-# The thread -----------------------------------------------------------------------------------------------
-
-
 _saves: list[RunningSave] = []
-"""In order: submitted saves that have not ended, and background saves whose end has not been reported yet. Appending is
-atomic, so an interrupt comes either before or after a save is submitted."""
-
-_wakeups = queue.SimpleQueue[bool]()
-"""True wakes the thread, False ends it."""
-
-_start_lock = threading.Lock()
-_threads: list[Latch] = []
-"""For each thread that takes from `_wakeups`, a latch that is set when it ends. The thread itself adds it, because an
-interrupt could come between its start and the next line. There is one thread, or two after such an interrupt."""
-
-_writer_thread: int | None = None
-"""The thread that runs saves."""
+"""In order: saves that have not ended, and background saves whose end has not been reported yet."""
 
 _abandoned: list[RunningSave] = []
 """Saves that nothing waits for, not even the end of the program."""
@@ -312,109 +310,10 @@ def _keep_abandoned(saves: list[RunningSave]) -> None:
                 _abandoned.remove(save)
 
 
-def submit_save(
-    save: RunningSave,
-    work: Callable[[RunningSave], SaveInfo],
-    *,
-    awaited: bool,
-    detached: bool = False,
-    is_last_step: bool = False,
-) -> None:
-    """Run a save in the thread, or in the current thread if the interpreter is shutting down.
-
-    A save whose caller waits for it does not wait for other saves: it gets its own thread. So does the last step of a
-    preempted job. So does a save with `detached`; later saves do not wait for it.
-    """
-    save.prepare(work, awaited=awaited, detached=detached)
-    others = any(not other.done for other in (*_saves.copy(), *_abandoned))
-    _saves.append(save)
-    try:
-        if (awaited or is_last_step) and not detached and others and not is_shutting_down():
-            start_thread(functools.partial(_run_alone, save), "jaxckpt-save-alone")
-        else:
-            wake_thread()
-    except RuntimeError:  # the system cannot start a thread
-        _mark_reported(save)
-        raise
-
-
-def wake_thread() -> None:
-    """Ensure that threads run the submitted saves. An interrupt may have prevented that."""
-    waiting = [save for save in _saves.copy() if not save.done]
-    if not waiting:
-        return
-    if not ensure_thread():
-        for save in waiting:
-            save.run()
-        return
-    _wakeups.put(True)
-    for save in waiting:
-        if save.detached and not save.has_begun:  # `run` does nothing if another thread has begun it
-            save.run() if is_shutting_down() else start_thread(save.run, "jaxckpt-flush")
-
-
-def ensure_thread() -> bool:
-    """Start the thread, if there is none. It keeps running, because a start can take Python's switch interval of 5 ms.
-
-    Returns whether the thread exists: Python 3.12 starts no threads during its shutdown. Before that, raises
-    RuntimeError if the system cannot start a thread.
-    """
-    with _start_lock:
-        if not _threads:
-            begun = Latch()
-            try:
-                start_thread(functools.partial(_run, _wakeups, begun), "jaxckpt-save")
-            except RuntimeError:
-                if not is_shutting_down():
-                    raise
-                return False
-            begun.wait()
-    return True
-
-
-def _run(wakeups: queue.SimpleQueue[bool], begun: Latch) -> None:
-    global _writer_thread
-    _writer_thread, ended = threading.get_ident(), Latch()
-    _threads.append(ended)
-    begun.set()
-    try:
-        while wakeups.get():
-            for save in _saves.copy():
-                if save.detached:
-                    continue
-                save.run()
-                if save.awaited and save.done:  # another thread may be running it
-                    _mark_reported(save)
-            save = None  # frees the saved data
-        wakeups.put(False)  # for another thread
-    finally:
-        with contextlib.suppress(ValueError):  # abandoned
-            _threads.remove(ended)
-        ended.set()
-
-
-def _run_alone(save: RunningSave) -> None:
-    save.run()
-    if save.awaited:
-        _mark_reported(save)
-
-
 def _mark_reported(save: RunningSave) -> None:
     """Note that the end of a save has been reported."""
     with contextlib.suppress(ValueError):
         _saves.remove(save)
-
-
-def _abandon_hung_save(save: RunningSave, error: StorageError) -> None:
-    """Abandon a save whose thread hangs in a system call. Later saves get another thread."""
-    global _wakeups
-    with _start_lock:
-        if not save.done and save.runs_in_writer_thread:
-            _wakeups.put(False)  # in case the thread resumes
-            _wakeups = queue.SimpleQueue()
-            _threads.clear()
-        replace_workers()
-        save.end(error)
 
 
 def unreported_saves(*, include_detached: bool = False) -> list[RunningSave]:
@@ -466,32 +365,11 @@ def hurry_saves(deadline: float) -> None:
                 _mark_reported(save)
 
 
-def await_cleanup(save: RunningSave) -> bool:
-    """Wait until a cancelled save has cleaned up. Its caller raises the reason.
-
-    Returns whether the save had been submitted.
-    """
-    is_submitted = save in _saves.copy()
-    if is_submitted:
-        save.awaited = True
-        wake_thread()
-        save.await_end()
-    _mark_reported(save)
-    return is_submitted or save.done
-
-
 # At exit, and in a fork -----------------------------------------------------------------------------------
-
-
-def finish_at_exit() -> None:
-    """Make the interpreter wait for background saves when it exits."""
-    atexit.unregister(_wait_at_exit)
-    atexit.register(_wait_at_exit)  # registered last, so it runs first: before jax.distributed shuts down
 
 
 def _wait_at_exit() -> None:
     """Wait for the running saves, and report failures that no caller has received."""
-    global _wakeups
     for save in unreported_saves(include_detached=True):
         try:
             save.wait()
@@ -507,27 +385,18 @@ def _wait_at_exit() -> None:
             set_exit_status(1)
     if any(not save.done or save.error is not None for save in _abandoned):  # its thread may hang
         set_exit_status(128 + signal.SIGTERM)
-    elif threads := _threads.copy():
-        # A thread may still be freeing arrays. If Python stops it inside JAX's C++ code, the process aborts.
-        _wakeups.put(False)
-        for ended in threads:
-            ended.wait()
-        _wakeups = queue.SimpleQueue()  # for saves of later exit functions
+    for save in _abandoned:
+        save.give_up()
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: discard the thread and its saves, which belong to the parent."""
-    global _start_lock, _wakeups, _writer_thread
-    _start_lock = threading.Lock()
-    _writer_thread = None
-    _threads.clear()
-    _wakeups = queue.SimpleQueue()
+    """In a forked child: discard the saves, which belong to the parent."""
     for save in _saves:  # no thread of this process will ever end it
         where = f"the save to {save.path} runs in process {os.getppid()}, from which this process was forked"
         save.end(InputError(f"{where}: wait for it there"))
     _saves.clear()
     _abandoned.clear()
-    atexit.unregister(_wait_at_exit)
 
 
+lanes.finish_at_exit(_wait_at_exit)
 os.register_at_fork(after_in_child=_reset_after_fork)

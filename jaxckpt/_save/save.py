@@ -1,10 +1,7 @@
 """Saving: request → prepared → claimed → written → published.
 
-    the caller's thread:   prepare ─▶ stage ─▶ hand over ─────────────────▶ return, or wait
-    the thread that writes:              claim the path ─▶ write ─▶ publish
-
-The thread that writes does everything that must not stop half-way, such as holding a lock or answering the other
-processes, because an interrupt (Ctrl-C) reaches only the main thread.
+the caller:   prepare ───▶ wait until everything is staged, or saved
+a lane:                stage ahead ─▶ claim the path ─▶ write ─▶ publish
 """
 
 from __future__ import annotations
@@ -14,25 +11,24 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import msgspec
 from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._job.call import Call
+from jaxckpt._job.call import Call, run_outside
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.events import record_event
+from jaxckpt._pipeline.lanes import finish_first, release_caller
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._pipeline.rate_limiter import RateLimiter
-from jaxckpt._pipeline.threads import POLL_SECONDS, Task, is_shutting_down, run_uninterrupted
+from jaxckpt._pipeline.threads import is_shutting_down
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
@@ -43,11 +39,11 @@ from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.save_info import SaveInfo
 from jaxckpt._save.shared_path import SharedPath
-from jaxckpt._save.staging import StagedObject, stage
-from jaxckpt._save.staging_queue import StagingQueue
+from jaxckpt._save.staged_ahead import StagedAhead
+from jaxckpt._save.staging import stage
 from jaxckpt._save.write import write
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import InputError, PeerFailedError, show_count
+from jaxckpt.errors import InputError, show_count
 
 
 @explain_keywords
@@ -184,9 +180,8 @@ def _destination(path: Any, options: Options, *, overwrite: bool) -> SharedPath:
     return destination
 
 
-@jax.transfer_guard("allow")  # the caller has asked for these transfers
 def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
-    """Save completely, or until the thread that writes no longer needs the caller. Every process."""
+    """Save completely, or until the lane that writes no longer needs the caller. Every process."""
     start_time, options = time.perf_counter(), request.options
     if background and not request.is_last_step and options.when_busy == "skip" and _is_busy(call):
         skipped = RunningSave(request.destination.store, 0, start_time, call.watchdog)
@@ -195,139 +190,41 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     save = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     n_bytes = save.plan.written_bytes(call.index)
-    pending = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number)
+    running = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number, awaited=not background)
     is_limited = background and not request.is_last_step
-    pending.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
-    max_bytes = options.staging_bytes if background else options.host_bytes // 2
-    staging_queue = StagingQueue(max_bytes if save.threaded else None, request.deadline, call)
+    running.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
     if background and not running_saves.unreported_saves():
-        running_saves.finish_at_exit()
-    handover = _Handover(save, pending, staging_queue, background=background)
+        finish_first()
+    work = functools.partial(_carry_out, save, background)
+    if request.on_done is not None:
+        work = functools.partial(run_and_notify, work, request.on_done)
     try:
-        if call.count > 1:
-            handover.submit()  # sends heartbeats while this process stages
-        if save.plan.is_collective:
-            handover.begin_exchanges()
-        handover.feed()
+        running.begin(call, work, until=request.deadline)
+        if request.deadline is not None and not running.is_staged:
+            call.cancellation.cancel(TimeoutError("the data was copied but not written before the deadline"))
         if not background:
-            pending.wait()
-        pending.mark_returned()
+            running.wait()
+        running.mark_returned()
     except BaseException as error:
-        handover.cancel(error)
+        running.cancel(call, error)
+        save.draft.values.clear()  # the error may be kept for long
         raise
-    return pending
+    return running
 
 
 def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
     busy = any(not pending.done for pending in running_saves.unreported_saves())
-    with call.rendezvous("deciding whether to save") as rendezvous:
-        return rendezvous.decision(busy)
+
+    def decide() -> bool:
+        with call.rendezvous("deciding whether to save") as rendezvous:
+            return rendezvous.decision(busy)
+
+    return call.run(decide)
 
 
-class _Handover:
-    """Hands a prepared save over to the thread that writes, and feeds it with staged data. In the caller's thread."""
-
-    def __init__(
-        self, save: PreparedSave, pending: RunningSave, staging_queue: StagingQueue, *, background: bool
-    ) -> None:
-        self._save = save
-        self._pending = pending
-        self._staging_queue = staging_queue
-        self._background = background
-        self._beginning = Task(functools.partial(_begin, save))
-        self._begun: Begun | None = None
-        self._exchanges: CollectiveCalls[Any, Any] | None = None
-        """The exchanges between the processes; None if no leaf is exchanged, or before the path is claimed."""
-
-    def submit(self) -> None:
-        """Submit the save to the thread that writes, if this has not been done."""
-        call, request = self._save.call, self._save.request
-        if call.is_handed_over:
-            return
-        work = functools.partial(_carry_out, self._save, self._beginning, self._staging_queue)
-        if request.on_done is not None:
-            work = functools.partial(run_and_notify, work, request.on_done)
-        running_saves.submit_save(self._pending, work, awaited=not self._background, is_last_step=request.is_last_step)
-        call.is_handed_over = True
-
-    def begin_exchanges(self) -> None:
-        """Wait until all processes have claimed the path. Exchanges are collective, so no process may begin them
-        before all have finished their preparations."""
-        self._begun = self._await_begun()
-        if self._begun is None:
-            self._pending.wait()  # raises the reason
-        else:
-            self._exchanges = self._save.destination.exchange(self._save, self._begun)
-
-    def _await_begun(self) -> Begun | None:
-        """Wait until all processes have claimed the path. None if they will not."""
-        while not self._beginning.wait(POLL_SECONDS):
-            if self._save.call.watchdog.stall_error():
-                return None
-        try:
-            return self._beginning.result().begun
-        except BaseException:
-            return None
-
-    def feed(self) -> None:
-        """Stage all data, and release the leaves."""
-        start_time = time.perf_counter()
-        with self._staging_queue, contextlib.closing(self._staged()) as staged:
-            for obj in staged:
-                if not self._staging_queue.fits(obj):
-                    self._submit_late(start_time)
-                if not self._staging_queue.put(obj):
-                    break
-        self._submit_late(start_time)
-        if self._exchanges is not None:
-            self._exchanges.join()  # if the thread that writes has failed, it takes no more objects
-        self._save.draft.values.clear()
-
-    def _submit_late(self, start_time: float) -> None:
-        """Submit the save when staging cannot continue without it: the thread that writes slows down this one."""
-        if not self._save.call.is_handed_over:
-            self._save.call.phases.add("device_to_host", time.perf_counter() - start_time)
-            self.submit()
-
-    def _staged(self) -> Generator[StagedObject]:
-        """The data that this process writes."""
-        save, options = self._save, self._save.options
-        own = stage(
-            save.plan,
-            save.draft,
-            save.reuse.originals,
-            self._exchanges,
-            hold=self._background or not save.threaded,
-            stack_bytes=options.host_bytes // 2,
-            whole_shards=self._background and options.staging_bytes is None,
-        )
-        return save.destination.staged(save, self._begun, own, self._exchanges)
-
-    def cancel(self, error: BaseException) -> None:
-        """Cancel the save because of an error of this process, and wait until the thread that writes has cleaned up.
-
-        If the checkpoint is already published, a note on the error says so.
-        """
-        save, call, pending = self._save, self._save.call, self._pending
-        call.cancellation.cancel(error)
-        if save.plan.is_collective and call.is_handed_over and not isinstance(error, PeerFailedError):
-            with contextlib.suppress(Exception):  # no error may hide the first one
-                run_uninterrupted(self._make_remaining_exchanges)
-        call.is_handed_over = running_saves.await_cleanup(pending)
-        save.draft.values.clear()  # the error may be kept for long
-        if pending.done and pending.error is None:
-            error.add_note(f"jaxckpt: the checkpoint at {pending.path} was published before this took effect")
-
-    def _make_remaining_exchanges(self) -> None:
-        """Make the exchanges that are left: the other processes begin them as soon as the path is claimed."""
-        begun = self._await_begun()
-        if begun is not None:
-            (self._exchanges or self._save.destination.exchange(self._save, begun)).join()
-
-
-# In the thread that writes --------------------------------------------------------------------------------
+# In a lane ---------------------------------------------------------------------------------------------
 
 
 def run_and_notify(
@@ -337,31 +234,34 @@ def run_and_notify(
     info = work(pending)
     pending.mark_published()
     try:
-        on_done(pending.with_times(info))
+        run_outside(functools.partial(on_done, pending.with_times(info)))
     except BaseException as error:
         error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {pending.path} was published")
         raise
     return info
 
 
-@jax.transfer_guard("allow")
-def _carry_out(
-    save: PreparedSave, beginning: Task[_Started], staging_queue: StagingQueue, pending: RunningSave
-) -> SaveInfo:
+_OBJECTS_AHEAD = 4
+"""A save whose caller waits stages this many objects ahead of the one that is being written."""
+
+
+def _carry_out(save: PreparedSave, background: bool, running: RunningSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     call, destination = save.call, save.destination
     with (
         call,
-        contextlib.closing(staging_queue),
-        display_progress("save", pending.progress.total_bytes, save.options.progress) as display,
+        display_progress("save", running.progress.total_bytes, save.options.progress) as display,
     ):
-        beginning.run()
-        started = beginning.result()
-        begun, transaction = started.begun, started.transaction
+        is_collective = save.plan.is_collective
+        ahead = None if is_collective else _stage_ahead(save, running, background)
+        begun, transaction = _begin(save, ahead if background else None)
         with transaction or contextlib.nullcontext():
             with call.rendezvous("saving") as rendezvous:
-                with rendezvous.joined_by_all(), contextlib.closing(staging_queue):
-                    share, written = write(save, begun.data, staging_queue, pending, display)
+                exchanging = destination.exchange(save, begun) if is_collective else contextlib.nullcontext()
+                with rendezvous.joined_by_all(), exchanging as exchanges:
+                    # Exchanges are collective, so no process may begin them before all are prepared.
+                    ahead = ahead or _stage_ahead(save, running, background, begun, exchanges)
+                    share, written = write(save, begun.data, ahead, running, display)
                     call.cancellation.check()
                 published = destination.publish(rendezvous, save, begun, transaction, share)
             save.reuse.keep(begun.data, save.plan.stacks, written)
@@ -370,7 +270,7 @@ def _carry_out(
                     transaction.close()
                 destination.finish(save, begun, published)
         info = _info(save, begun.save_id, published)
-    seconds = pending.with_times(info).seconds
+    seconds = running.with_times(info).seconds
     record_event(
         "save",
         seconds,
@@ -392,22 +292,52 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     terms: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A save whose path is claimed."""
+def _stage_ahead(
+    save: PreparedSave,
+    running: RunningSave,
+    background: bool,
+    begun: Begun | None = None,
+    exchanges: CollectiveCalls[Any, Any] | None = None,
+) -> StagedAhead:
+    """The data that this process writes. When all of it is staged, the leaves are released."""
+    options = save.options
+    own = stage(
+        save.plan,
+        save.draft,
+        save.reuse.originals,
+        exchanges,
+        hold=background,
+        stack_bytes=options.host_bytes // 2,
+        whole_shards=background and options.staging_bytes is None,
+    )
 
-    begun: Begun
-    transaction: Transaction | None
-    """The transaction of this process, if it has one."""
+    def release() -> None:
+        save.draft.values.clear()
+        running.is_staged = True
+        if background:
+            release_caller()
+
+    return StagedAhead(
+        save.destination.staged(save, begun, own, exchanges),
+        max_objects=None if background else _OBJECTS_AHEAD,
+        max_bytes=options.staging_bytes if background else options.host_bytes // 2,
+        when_staged=release,
+        check=save.call.cancellation.check,
+    )
 
 
-def _begin(save: PreparedSave) -> _Started:
+def _begin(save: PreparedSave, ahead: StagedAhead | None) -> tuple[Begun, Transaction | None]:
     """Before any data is written, check that all processes save the same tree, create the data folder, and check that
-    all processes see it."""
+    all processes see it. Stages data ahead first, so that the caller does not wait for the other processes.
+
+    Returns what all know then, and the transaction of this process, if it has one."""
     transaction: Transaction | None = None
     call, phases, destination = save.call, save.call.phases, save.destination
     try:
         with call.rendezvous("preparing to save") as rendezvous:
+            if ahead is not None:
+                with phases.timed("device_to_host"):
+                    ahead.fill()
             own, value_groups = save.fingerprint.complete() if save.fingerprint else (Fingerprint({}, []), [])
             offer = _Offer(own, destination.offer(save))
             with phases.timed("barrier"):
@@ -432,7 +362,7 @@ def _begin(save: PreparedSave) -> _Started:
         if transaction is not None:
             transaction.close()
         raise
-    return _Started(begun, transaction)
+    return begun, transaction
 
 
 def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInfo:

@@ -19,8 +19,8 @@ from jaxckpt._save.compose_manifest import Share
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
+from jaxckpt._save.staged_ahead import StagedAhead
 from jaxckpt._save.staging import StagedObject
-from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.arrays import ArrayWriter
 
@@ -32,12 +32,12 @@ WrittenObjects = list[tuple[Object, WrittenObject]]
 
 
 def write(
-    save: PreparedSave, data: str, staging_queue: StagingQueue, pending: RunningSave, display: Report
+    save: PreparedSave, data: str, ahead: StagedAhead, running: RunningSave, display: Report
 ) -> tuple[Share, WrittenObjects]:
     """Write this process's objects as their data arrives, and its state. Returns its share, for process 0, and each
     object with its record."""
     with save.call.phases.timed("write"):
-        written = _write_objects(save, data, staging_queue, pending, display)
+        written = _write_objects(save, data, ahead, running, display)
         state = None
         if save.state is not None:
             name = f"{data}/{manifests.state_file_name(save.call.index)}"
@@ -54,20 +54,20 @@ def write(
 
 
 def _write_objects(
-    save: PreparedSave, data: str, staging_queue: StagingQueue, pending: RunningSave, display: Report
+    save: PreparedSave, data: str, ahead: StagedAhead, running: RunningSave, display: Report
 ) -> WrittenObjects:
     """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
     store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
     with watchdog.operation(f"reading the checkpoint before {store.url}"):
         reuse = save.reuse.with_stored_base()
-    writer = _Writer(save, reuse, data, pending.rate_limiter)
+    writer = _Writer(save, reuse, data, running.rate_limiter)
     budget = Budget(save.options.host_bytes)
     written: WrittenObjects = []
-    moved = pipeline(_timed(staging_queue, phases), writer.n_bytes, writer.begin, budget, join=True)
+    moved = pipeline(_timed(ahead, phases), writer.n_bytes, writer.begin, budget, join=True)
     with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
         for staged, record in moved:
-            staging_queue.mark_written(staged)
-            pending.add_done_bytes(staged.obj.n_bytes)
+            ahead.mark_written(staged)
+            running.add_done_bytes(staged.obj.n_bytes)
             display(staged.obj.n_bytes)
             written.append((staged.obj, record))
     if save.options.sync:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._options import Options
-from jaxckpt._pipeline.workers import run_watched
+from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._run_folder.run_paths import (
     missing_step_error,
     named_step,

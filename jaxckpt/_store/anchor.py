@@ -6,7 +6,7 @@ import errno
 import os
 import weakref
 
-from jaxckpt._pipeline.workers import run_watched
+from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt.errors import StorageError
 

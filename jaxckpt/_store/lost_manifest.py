@@ -9,7 +9,7 @@ the writer.
     no      yes     it was lost
 
 A writer creates its note, then the copy, publishes the manifest, and removes the note. Whoever deletes data removes the
-copy first.
+copy first. A writer that was killed after the publication has left its note: `Store.published_data` recognizes that.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from jaxckpt._model.file_names import COPY, MANIFEST, data_folder_of, is_sealed
+from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder_of, is_sealed
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.records import Manifest
+from jaxckpt._store.writer_note import manifest_identity, parse_note
 from jaxckpt.errors import CheckpointExistsError, CorruptError, ManifestError, NotACheckpointError, show_count
 
 if TYPE_CHECKING:
@@ -33,7 +34,19 @@ def find_lost(store: Store) -> list[str]:
     published = store.published_data()
     if not published or store.read(MANIFEST) is not None:
         return []
-    return [data for data in published if _still_has_copy(store, data)]
+    lost = [data for data in published if _still_has_copy(store, data)]
+    newest = _newest(store, lost)
+    return [*(data for data in lost if data != newest), *(data for data in lost if data == newest)]
+
+
+def _newest(store: Store, published: list[str]) -> str | None:
+    """The data folder that has replaced another one of these, if the note of its writer, which was killed right after
+    the publication, shows that."""
+    if len(published) < 2:
+        return published[0] if published else None
+    copies = {manifest_identity(store.read(f"{data}/{COPY}")) for data in published} - {None}
+    replaced = {data: parse_note(store.read(f"{data}/{WRITER}")).get("replaces") for data in published}
+    return next((data for data in published if replaced[data] in copies), None)
 
 
 def _still_has_copy(store: Store, data: str) -> bool:
@@ -80,13 +93,13 @@ def read_copy(store: Store) -> tuple[str, bytes, Manifest, bytes | None]:
     if not candidates:
         what = f"no {MANIFEST}" if damaged is None else f"a damaged {MANIFEST}"
         raise NotACheckpointError(f"{store.url} has {what}, and no second copy of it that could replace it")
-    if len(candidates) > 1:
+    data = _newest(store, candidates)
+    if data is None:
         raise ManifestError(
             f"{store.url} has {show_count(len(candidates), 'data folder')} with a copy of a manifest"
             f" ({', '.join(candidates)}), and it is unknown which one was saved last: look at the member"
             f' "created" in their {COPY}, move the other folders elsewhere, and repair again'
         )
-    (data,) = candidates
     content = store.read(f"{data}/{COPY}")
     if content is None:
         raise NotACheckpointError(f"{store.url} was deleted in the meantime")

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shlex
 import signal
 import struct
@@ -391,6 +392,20 @@ except RuntimeError:
         [sys.executable, "-c", program], env=env, text=True, capture_output=True, timeout=TIMEOUT, check=False
     )
     assert done.stdout.endswith("no backend exists\n"), done.stdout + done.stderr
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_file(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ck", {"w": np.zeros(1 << 20)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, hard))
+    try:
+        done = run("cat", str(tmp_path / "ck"), "w", "--save", str(tmp_path / "w.npy"), code=5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(tmp_path / "w.npy") in done.stderr
+    assert os.listdir(tmp_path) == ["ck"]
 
 
 @pytest.mark.child

@@ -153,11 +153,15 @@ def test_ctrl_c_ends_a_long_wait_for_process_0(run_python: RunPython, tmp_path: 
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Timer(4.5, interrupt).start()
-        call = Call("save", "run", 0, 1, 480, client, "jaxckpt/0", 300.0, Watchdog(300.0), None)
-        try:
-            with call, call.rendezvous("saving") as rendezvous:
+        def meet():
+            with call.rendezvous("saving") as rendezvous:
                 rendezvous.gather("")
                 rendezvous.broadcast("")
+
+        call = Call("save", "run", 0, 1, 480, client, "jaxckpt/0", 300.0, Watchdog(300.0), None)
+        try:
+            with call:
+                call.run(meet)
         except KeyboardInterrupt:
             print("interrupted after", time.monotonic() - sent[0])
         """,

@@ -73,8 +73,14 @@ for path, (dtype, shape, spec) in cluster.leaves_of(job).items():
     sharding = NamedSharding(mesh, partition_spec(spec))
     arrays[path] = jax.make_array_from_callback(shape, sharding, lambda at, whole=whole: whole[at])
 
-with Call.of("before", args, None) as call, call.rendezvous("starting") as rendezvous:
-    rendezvous.barrier()  # as after any call, the next one deletes its keys
+
+def meet() -> None:
+    with call.rendezvous("starting") as rendezvous:
+        rendezvous.barrier()  # as after any call, the next one deletes its keys
+
+
+with Call.of("before", args, None) as call:
+    call.run(meet)
 client.taken()
 info = jaxckpt.save(args, cluster.nested(arrays))
 saved = client.taken()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -13,7 +14,9 @@ from joined import args, process_id
 from sharded_tree import mesh_of
 
 import jaxckpt
+from jaxckpt._store.files import FileWriter
 
+write = FileWriter.write
 value = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
 array = jax.make_array_from_callback(value.shape, NamedSharding(mesh_of(2, 2), P("data")), value.__getitem__)
 path = f"{args}/interrupted"
@@ -25,9 +28,9 @@ def save(seconds_per_object: float = 0.0) -> None:
         chunk_bytes=64,
         host_bytes=512,  # so that objects are written one after another
         timeout_seconds=60,
-        progress=(lambda _: time.sleep(seconds_per_object)) if seconds_per_object else None,
     )
-    jaxckpt.save(path, {"w": array}, overwrite=True, options=options)
+    with mock.patch.object(FileWriter, "write", lambda *given: time.sleep(seconds_per_object) or write(*given)):
+        jaxckpt.save(path, {"w": array}, overwrite=True, options=options)
 
 
 signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -33,6 +34,7 @@ def interrupted_at(call: Callable[..., Any], number: int, *, during: str = "") -
         if calls == number:
             calls += 1
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the main thread cancels the call
         return call(*given)
 
     return counted

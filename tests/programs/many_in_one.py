@@ -10,7 +10,7 @@ from joined import process_id
 
 from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._pipeline.watchdog import Watchdog
+from jaxckpt._pipeline.watchdog import Watchdog, under
 
 COUNT = 130
 assert process_id == 0
@@ -25,7 +25,7 @@ def run_rendezvous(name: str, act: Callable[[Rendezvous, int], object], timeout_
         prefix = f"jaxckpt/{name}"
         call = Call("save", "/ckpt", 0, index, COUNT, client, prefix, timeout_seconds, watchdog, None)
         try:
-            with call.rendezvous("testing") as rendezvous:
+            with under(watchdog), call.rendezvous("testing") as rendezvous:
                 outcomes[index] = act(rendezvous, index)
         except Exception as error:
             outcomes[index] = f"{type(error).__name__}: {error}"

@@ -77,7 +77,7 @@ def test_no_save_waits_for_a_deletion_and_closing_does(
         assert gate.reached.wait(60)
         assert checkpoints.steps() == [0, 1, 2, 3, 4]
         assert checkpoints.restore()["step"] == 4
-        assert threads() == before + 1
+        assert threads() <= before + 2, "one deletes, and one waits for its turn"
         threading.Timer(0.3, gate.open.set).start()
         checkpoints.wait()
         assert gate.open.is_set()
@@ -213,7 +213,7 @@ def test_without_a_thread_a_save_does_not_wait_for_a_held_step(tmp_path: Path, m
         checkpoints.save(1, state(1))
         checkpoints.wait()
         with jaxckpt.open(checkpoints.path(1)).hold(), monkeypatch.context() as patched:
-            patched.setattr("jaxckpt._runs.deletion.start_thread", refused)
+            patched.setattr("jaxckpt._pipeline.lanes.start_thread", refused)
             checkpoints.save(2, state(2))
             checkpoints.wait()
             assert checkpoints.steps() == [1, 2]

@@ -226,7 +226,7 @@ def test_only_steps_can_be_held(tmp_path: Path) -> None:
         checkpoint.hold().__enter__()
 
 
-@pytest.mark.parametrize("where", ["start_thread", "run_uninterrupted"])
+@pytest.mark.parametrize("where", ["start_thread", "run_to_the_end"])
 def test_a_lease_whose_holder_is_interrupted_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

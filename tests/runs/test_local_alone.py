@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._save import running_saves
+from jaxckpt._save.running_saves import RunningSave
 
 
 def state(step: int) -> dict[str, Any]:
@@ -138,28 +138,25 @@ def test_an_error_of_on_done_is_raised_only_once(tmp_path: Path, error: type[Bas
         assert checkpoints.steps() == [10, 20, 30]
 
 
-def test_a_flush_that_was_interrupted_before_its_thread_started_is_carried_out(
+def test_a_flush_that_was_interrupted_before_its_lane_started_blocks_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wake_thread = running_saves.wake_thread
+    begin = RunningSave.begin
 
-    def interrupted() -> None:
-        if any(save.detached for save in running_saves._saves):
-            monkeypatch.setattr(running_saves, "wake_thread", wake_thread)
+    def interrupted(save: RunningSave, *arguments: Any, **named: Any) -> None:
+        if save.detached:
+            monkeypatch.undo()
             raise KeyboardInterrupt
-        wake_thread()
+        begin(save, *arguments, **named)
 
+    monkeypatch.setattr(RunningSave, "begin", interrupted)
     with opened(tmp_path) as checkpoints:
-        monkeypatch.setattr(running_saves, "wake_thread", interrupted)  # after all modules have been imported
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(10, state(10))
-        checkpoints.save(15, state(15))
-        checkpoints.save(20, state(20))
-        checkpoints.wait()
-        for flush in running_saves.unreported_saves(include_detached=True):  # the interrupted call did not return it
-            flush.wait()
-        assert checkpoints.steps() == [10, 20]
-    assert not running_saves._saves
+        for step in (15, 20):
+            assert checkpoints.save(step, state(step))
+            checkpoints.wait()
+        assert checkpoints.steps() == [20]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])

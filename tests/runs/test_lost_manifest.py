@@ -233,6 +233,7 @@ def test_a_save_that_was_killed_is_swept(place: str, moment: str) -> None:
     at(directory).mark("00000001")
     transaction = at(path).begin_save(save_id, None)
     at(path).put(f"{transaction.data}/object", b"data")
+    at(path).put(f"{transaction.data}/{MANIFEST}", content)  # in a folder, the draft of the manifest
     at(path).put(f"{transaction.data}/{COPY}", content)
     if moment == "after the manifest":
         transaction.commit(content, sync=False)
@@ -345,6 +346,20 @@ def test_repair_refuses(tmp_path: Path, harm: Callable[[str], object], error: ty
     assert sorted(map(str, tmp_path.rglob("*"))) == before
 
 
+def test_a_step_that_cannot_be_repaired_does_not_affect_the_others(tmp_path: Path) -> None:
+    directory = saved(str(tmp_path))
+    for step in STEPS:
+        lose(step_path(directory, step))
+    damage_copy(step_path(directory, 2))
+    with pytest.raises(ManifestError, match=r"1 step of .* cannot be repaired; repaired: .*1, .*3") as caught:
+        repair(directory, FAST)
+    assert f"{COPY} is damaged" in str(caught.value)
+    assert jaxckpt.load_numpy(directory)["step"] == 3
+    with jaxckpt.Checkpointer(directory, options=FAST) as checkpoints:
+        checkpoints.delete(2)
+    assert jaxckpt.verify(directory).ok
+
+
 def test_a_damaged_copy_affects_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "one")
     jaxckpt.save(path, state(1))
@@ -392,6 +407,8 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert repaired == [step_path(directory, 1), step_path(directory, 3)]
     run("verify", directory)
     run("repair", str(tmp_path / "nothing"), code=4)
+    jaxckpt.convert(step_path(directory, 1), tmp_path / "w.npz", select="w")
+    assert "is a checkpoint of format npz" in run("repair", str(tmp_path / "w.npz"), code=2).stderr
 
 
 # Costs, and other owners ----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import json
-import queue
 import re
 import signal
 import subprocess
@@ -17,7 +16,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,18 +28,14 @@ from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, 
 
 import jaxckpt
 from jaxckpt._job.call import Call
-from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save import running_saves as _background
 from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.plan_cache import PlanCache
-from jaxckpt._save.prepare import describe_and_plan
+from jaxckpt._save.prepare import prepare
 from jaxckpt._save.request import SaveRequest
-from jaxckpt._save.running_saves import RunningSave
 from jaxckpt._save.shared_path import SharedPath
-from jaxckpt._save.staging_queue import StagingQueue
 from jaxckpt._store.files import FileWriter
-from jaxckpt._store.store_path import store_at
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
 
@@ -82,7 +76,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     yield made
     made.opened.set()
     for pending in _background.unreported_saves():
-        _background.await_cleanup(pending)
+        pending.join()
+        pending.abandon()
 
 
 def failing(gate: Gate, path: Path) -> jaxckpt.PendingSave:
@@ -416,7 +411,7 @@ def described(tree: Any, cache: PlanCache, subtrees: tuple[str, ...] = ()) -> Dr
     options = jaxckpt.Options()
     destination = SharedPath.at("memory://described", options, overwrite=False)
     request = SaveRequest(destination, options, tree, subtrees=subtrees, plan_cache=cache)
-    return describe_and_plan(request, Call.alone("save", "memory://described", options))[0]
+    return prepare(request, Call.alone("save", "memory://described", options)).draft
 
 
 def message(tree: Any, cache: PlanCache, subtrees: tuple[str, ...] = ()) -> str:
@@ -611,32 +606,6 @@ def test_a_blocking_save_that_is_interrupted_leaves_nothing(tmp_path: Path, gate
     np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / "c")["x"], np.arange(3))
 
 
-def test_an_object_added_just_before_the_feeder_ends_is_received() -> None:
-    """A wait that times out just as the other thread adds its last object and leaves still finds the object."""
-
-    class Late(queue.SimpleQueue[Any]):
-        waits = 0
-
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            self.waits += 1
-            if self.waits % 2:
-                raise queue.Empty
-            return super().get(block, timeout)
-
-        def get_nowait(self) -> Any:
-            return super().get(False)
-
-    def fed() -> StagingQueue:
-        made = StagingQueue(None, None, Call.of("save", "/c", None))
-        made._items = Late()
-        with made:
-            for number in range(3):
-                assert made.put(SimpleNamespace(copied_bytes=0, n=number))  # type: ignore[arg-type]
-        return made
-
-    assert [one.n for one in fed()] == [0, 1, 2]  # type: ignore[attr-defined]
-
-
 def test_a_progress_callback_that_waits_for_its_own_save(tmp_path: Path, gate: Gate) -> None:
     made: list[jaxckpt.PendingSave] = []
     options = jaxckpt.Options(progress=lambda _: made[0].wait() and None)
@@ -660,33 +629,6 @@ def test_blocking_saves_of_two_threads_run_at_once(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     for name in "cd":
         np.testing.assert_array_equal(jaxckpt.load_numpy(tmp_path / name)["x"], np.arange(3))
-
-
-def test_a_save_in_its_own_thread_is_tracked_until_it_ends(tmp_path: Path) -> None:
-    gates, started = ([threading.Event() for _ in range(3)] for _ in range(2))
-    info = jaxckpt.save(tmp_path / "a", TREE)
-
-    def submit(number: int, *, awaited: bool) -> RunningSave:
-        def work(_: RunningSave) -> jaxckpt.SaveInfo:
-            started[number].set()
-            assert gates[number].wait(60)
-            return info
-
-        pending = RunningSave(store_at(tmp_path / str(number), jaxckpt.Options()), 0, 0.0, Watchdog(60))
-        _background.submit_save(pending, work, awaited=awaited)
-        return pending
-
-    first, second = submit(0, awaited=False), submit(1, awaited=True)
-    assert started[1].wait(60)
-    third = submit(2, awaited=False)
-    gates[0].set()
-    gates[2].set()
-    first.wait(60)
-    third.wait(60)  # the thread has passed the second save, which another thread runs
-    assert _background._saves == [second]
-    gates[1].set()
-    assert _background.await_cleanup(second)
-    assert second.done
 
 
 def test_an_interrupt_while_waiting_loses_neither_the_save_nor_its_error(tmp_path: Path, gate: Gate) -> None:

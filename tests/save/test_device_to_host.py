@@ -23,7 +23,7 @@ import jaxckpt
 from jaxckpt._devices import device_to_host
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging
-from jaxckpt._save.staging_queue import StagingQueue
+from jaxckpt._save.staged_ahead import StagedAhead
 
 Save = Callable[..., Any]
 
@@ -124,7 +124,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
     shards: list[weakref.ref[Any]] = []
     staged_bytes: list[int] = []
     alive: list[int] = []
-    make, written = device_to_host.HostShard.__init__, StagingQueue.mark_written
+    make, written = device_to_host.HostShard.__init__, StagedAhead.mark_written
 
     def counted(self: Any, array: Any) -> None:
         make(self, array)
@@ -136,7 +136,7 @@ def test_a_copied_shard_is_freed_with_its_last_object(tmp_path: Path, monkeypatc
         written(self, one)
 
     monkeypatch.setattr(device_to_host.HostShard, "__init__", counted)
-    monkeypatch.setattr(StagingQueue, "mark_written", noted)
+    monkeypatch.setattr(StagedAhead, "mark_written", noted)
     SAVES["save_async"](tmp_path / "c", {"x": numbers((64, 128)), "y": numbers((64, 128))})
     assert len(shards) == 2
     assert staged_bytes == [OBJECT_BYTES] * 16

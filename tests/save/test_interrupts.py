@@ -15,8 +15,8 @@ from processes import run_python
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted.py"
 
-# Tests every nth moment. All 11,821 moments take nine minutes (`--campaign`).
-STRIDES = {"save": 23, "save_async": 23, "wait": 1, "restore": 47, "checkpointer": 79}
+# Tests every nth moment of the main thread, or all (`--campaign`).
+STRIDES = {"save": 17, "save_async": 17, "wait": 1, "restore": 13, "checkpointer": 41}
 
 
 @pytest.mark.child
@@ -28,12 +28,12 @@ def test_ctrl_c_at_every_call(tmp_path: Path, request: pytest.FixtureRequest, op
     message = json.loads(run_python(PROGRAM, args=arguments, timeout=900 if every else 120).splitlines()[-1])
     print(message)
     assert message["operation"] == operation
-    assert message["tried"] >= (1 if operation == "wait" else 40)
+    assert message["tried"] >= (1 if operation == "wait" else 30)
     assert message["interrupted"] >= 0.9 * message["tried"]
     assert message["open_files"] < 20
 
 
-COLD_STRIDES = {"save": 331, "save_async": 331, "restore": 421, "load_numpy": 331, "verify": 211, "checkpointer": 1009}
+COLD_STRIDES = {"save": 211, "save_async": 211, "restore": 149, "load_numpy": 37, "verify": 31, "checkpointer": 701}
 
 
 @pytest.mark.child

@@ -13,10 +13,11 @@ import pytest
 
 import jaxckpt
 from jaxckpt._model import object_index
+from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline import watchdog as stalls
-from jaxckpt._pipeline import workers
+from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._pipeline.workers import StorageThread, submit
+from jaxckpt._pipeline.workers import submit
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function that seems to take 200 seconds, and returns after the waiting thread has looked at the clock."""
     ahead, looked = [0.0], threading.Semaphore(0)
     monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
-    monkeypatch.setattr(workers, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lanes, "POLL_SECONDS", 0.01)
     stall_error = Watchdog.stall_error
 
     def look(watchdog: Watchdog) -> Any:
@@ -50,8 +51,7 @@ def test_threads_that_move_bytes(be_slow: Callable[[], None]) -> None:
             submit(be_slow).result()
         return "all"
 
-    with StorageThread(300) as thread:
-        assert thread.run("reading", read) == "all"
+    assert run_watched("reading", 300, read) == "all"
 
 
 def test_objects_of_an_object_store(be_slow: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
