@@ -1,18 +1,18 @@
 """The tables of docs/performance.md, from the results of peers.py.
 
-    python benchmarks/tables.py            print them
-    python benchmarks/tables.py --write    write them into the page
+    python benchmarks/tables.py            print all tables
+    python benchmarks/tables.py --write    write those that the page shows into it
 
 One table for each workload, file system and number of processes shows jaxckpt's time in milliseconds, and the time of
-each other contender relative to it. Two more tables show the CPU time of the larger workloads, and the bytes that
-several processes read.
+each other contender relative to it. The page has the most important ones, with fewer rows. Two more tables show the CPU
+time of the larger workloads, and the bytes that several processes read.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ LABELS = {
 """How the page shows the names of contenders."""
 
 LEFT_OUT = ("a step just after it", "a step alone")
+ON_THE_PAGE = [("e", 1, "tmpfs")]
+"""The runs that the page shows: (workload, processes, file system)."""
 LARGE = ("a", "c", "e", "f")
 
 Run = Mapping[str, Any]
@@ -47,21 +49,32 @@ def runs() -> list[Run]:
     return newest("peers-*.json")["runs"]
 
 
-def pages() -> str:
-    """The part of the page that this script writes."""
+def all_tables() -> str:
     found = sorted(runs(), key=lambda run: (run["filesystem"] != "tmpfs", run["processes"], run["workload"]))
-    tables = [table(run) for run in found]
+    tables = [table(run, run["spreads"]) for run in found]
     return "\n\n".join(filter(None, [*tables, cpu_table(found), over_read_table(found)]))
 
 
-def table(run: Run) -> str:
+def tables_of_the_page() -> str:
+    found = {(run["workload"], run["processes"], run["filesystem"]): run for run in runs()}
+    return "\n\n".join(table(found[key], short(found[key])) for key in ON_THE_PAGE)
+
+
+def short(run: Run) -> list[str]:
+    """Saves, restores onto the saved mesh, onto the next one and onto one device, `load_numpy` and `open`."""
+    restores = [operation for operation in run["spreads"] if operation.startswith("restore")]
+    shown = {"save_async, until it returns", "save", *restores[:2], "restore, one device", "load_numpy", "open"}
+    return [operation for operation in run["spreads"] if operation in shown]
+
+
+def table(run: Run, operations: Iterable[str]) -> str:
     peers = run["contenders"]
     where = "" if run["filesystem"] == "tmpfs" else f", on a disk ({run['filesystem']})"
     processes = f", {run['processes']} processes" if run["processes"] > 1 else ""
     rows = (
         [operation, milliseconds(found[OURS]["seconds"][1]), *(ratio(found.get(peer)) for peer in peers)]
-        for operation, found in run["spreads"].items()
-        if operation not in LEFT_OUT and OURS in found
+        for operation in operations
+        if operation not in LEFT_OUT and OURS in (found := run["spreads"][operation])
     )
     names = [LABELS.get(peer, peer) for peer in peers]
     return markdown([f"({run['workload']}) {run['title']}{processes}{where}", f"{OURS}, ms", *names], rows)
@@ -123,9 +136,9 @@ def main() -> None:
     if "--write" in sys.argv:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{pages()}\n\n{END}{after}")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{tables_of_the_page()}\n\n{END}{after}")
     else:
-        print(pages())
+        print(all_tables())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Write docs/api/summary.md: the signature of every public name, and the first sentence of its docstring.
+"""The API on one page, for language models: each public name's signature, and the first sentence of its docstring.
 
-    python docs/api_summary.py
+    python docs/api_summary.py    print it
 
-A test fails if the page is not current.
+The site has it as api/summary.md (hooks.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 import griffe
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "api" / "summary.md"
 
 _COLUMNS = 84
 _MODULES = ("errors", "formats", "orbax", "rules", "types", "weights")
@@ -28,8 +27,8 @@ _RETURNED = {"Checkpoint", "LazyLeaf", "PendingSave", "Step"}
 
 _HEAD = """# API summary
 
-This page has the signature of every public name and the first sentence of its docstring, for a quick search or for a
-language model. Properties are shown as attributes. The [API reference](index.md) adds arguments, errors and examples.
+This page has the signature of every public name and the first sentence of its docstring. Properties are shown as
+attributes. The [API reference](index.md) adds arguments, errors and examples.
 """
 
 
@@ -126,4 +125,4 @@ def _first_sentence(value: griffe.Object) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(summary())
+    print(summary(), end="")

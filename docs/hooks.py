@@ -1,5 +1,5 @@
-"""What the site adds to the Markdown files: charts, a page for each source file that they link to, and links from the
-names of the API to its reference. The Markdown itself is published next to the HTML, for llms.txt.
+"""What the site adds to the Markdown files: charts, a summary of the API, a page for each source file that they link
+to, and links from the names of the API to its reference. The Markdown is published next to the HTML, for llms.txt.
 
 MkDocs calls the functions by their names.
 """
@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import write_file
 
 ROOT = Path(__file__).parent.parent
+SUMMARY = "api/summary.md"
 
 _LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?P<target>\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 _NAME = re.compile(r"<(a|h[1-6])\b.*?</\1>|<code>(?P<name>[\w.]+)(?P<call>\(\))?</code>", re.DOTALL)
@@ -28,10 +29,12 @@ _OTHER_WORDS = ("training-loop.md", "command-line.md", "api/checkpointer.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the charts, and a page for each source that a page links to."""
-    sys.path.append(str(ROOT / "benchmarks"))
+    """Add the charts, the summary of the API, and a page for each source that a page links to."""
+    sys.path += [str(ROOT / "benchmarks"), str(ROOT / "docs")]
+    from api_summary import summary
     from charts import charts
 
+    files.append(File.generated(config, SUMMARY, content=summary(), inclusion=InclusionLevel.NOT_IN_NAV))
     for name, svg in charts().items():
         files.append(File.generated(config, f"pictures/{name}", content=svg))
     for page in files.documentation_pages():

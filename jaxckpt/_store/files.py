@@ -3,7 +3,7 @@
 tensorstore's zarr3 driver is used for compressed chunks, on object stores, and with Options(io="tensorstore"). For
 plain files it is slower, because a checksum costs it two copies through fresh memory: on tmpfs with 2 cores it takes
 0.9 s of CPU to write 1 GiB and 0.7 s to read it. The file system alone takes 0.3 and 0.25 s, and this module 0.5 and
-0.4 s (docs/performance.md). Each engine reads the other's files.
+0.4 s. Each engine reads the other's files.
 
 write:  object ─▶ new file ─▶ encoded by `codec` ─▶ writev ─▶ fsync
 read:   boxes ─▶ objects ─▶ files, each with its index ─▶ preadv, as `codec` asks for it ─▶ decoded into the boxes

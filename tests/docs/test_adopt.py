@@ -1,4 +1,4 @@
-"""What docs/adopt.md says about other libraries. `make check` runs its sections on Equinox and Flax NNX."""
+"""What docs/adopt.md and docs/keras.md say about other libraries. `make check` runs the pages on Equinox and NNX."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def execute(source: str, names: dict[str, Any]) -> None:
 def test_the_versions_are_those_that_are_installed_to_run_the_page() -> None:
     lock = (DOCS.parent / "requirements-dev.lock").read_text()
     for name, package in (("Keras", "keras"), ("Equinox", "equinox"), ("Flax NNX", "flax")):
-        (version,) = re.findall(rf"^\| \[{name}\]\(#\S+\) \| ([\d.]+)", PAGE, re.MULTILINE)
+        (version,) = re.findall(rf"^\| \[{name}\]\(\S+\) \| ([\d.]+)", PAGE, re.MULTILINE)
         assert re.search(rf"^{package}=={re.escape(version)}( |$)", lock, re.MULTILINE)
 
 

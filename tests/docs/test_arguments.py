@@ -1,5 +1,5 @@
-"""The tables of arguments are complete: docs/api/arguments.md with a reason for each argument that a function lacks;
-those of `Checkpointer` and `Options` with their defaults."""
+"""Every function takes the shared arguments, or arguments.md has a reason why not; the pages list the arguments of
+`Checkpointer` and `Options` with their defaults."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 import jaxckpt
 
-PAGE = Path(__file__).parents[2] / "docs/api/arguments.md"
-TEXT = PAGE.read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+
+TEXT = (Path(__file__).parent / "arguments.md").read_text()
 
 
 def _functions(title: str) -> list[object]:
@@ -65,7 +66,7 @@ def test_every_shared_argument_has_a_row() -> None:
     ("page", "function"), [("training-loop.md", jaxckpt.Checkpointer), ("api/options.md", jaxckpt.Options)]
 )
 def test_a_table_lists_all_arguments_in_order_with_their_defaults(page: str, function: Any) -> None:
-    text = (PAGE.parents[1] / page).read_text().partition("\n## All ")[2]
+    text = (DOCS / page).read_text().partition("\n## All ")[2]
     rows = re.findall(r"^\| `(\w+)` \|(?: `(.*?)`)? \| \S.* \|$", text, re.MULTILINE)
     parameters = inspect.signature(function).parameters
     assert [name for name, _ in rows] == list(parameters)

@@ -6,6 +6,7 @@ import collections
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import platform
 import random
@@ -18,6 +19,40 @@ from typing import Any, TypeVar
 _RESULTS = Path(__file__).parent / "results.json"
 _PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 _BEGIN, _END = "<!-- written by make faults: {} -->", "<!-- end of {} -->"
+
+_OLD_OR_NEW = "the old or the new checkpoint, complete"
+_ERROR = "an error that names it, or correct bits"
+_OTHERS_RAISE = "the others raise, naming it, or JAX aborts them"
+_TYPED = "a typed error in bounded time; never wrong data"
+_SUMMARY = {
+    1: ("`kill -9` at a random moment", "the last acknowledged save is restored"),
+    2: ("`kill -9` at each system call of a save", _OLD_OR_NEW),
+    3: ("EIO or ENOSPC at any system call", "the error is raised; nothing is published or left behind"),
+    4: ("power lost at any system call: unsynced data is lost", "each acknowledged step is published and complete"),
+    5: ("no space or no inodes left", "the earlier checkpoint stays intact"),
+    6: ("a read-only folder or file system", "an error before anything is copied"),
+    7: ("a bit flipped in a byte of any kind", _ERROR),
+    8: ("any file or folder deleted", _ERROR),
+    9: ("any file truncated, emptied, extended or replaced", _ERROR),
+    10: ("manifests or objects swapped", "`verify`, and reads of whole objects: an error"),
+    11: ("a manifest or `zarr.json` edited, also with a valid checksum", "an error, or one with `manifest_sha256=`"),
+    12: ("zeros, −0.0, NaN payloads, subnormals, empty arrays", "the same bits"),
+    13: ("several threads, processes or hosts save to one path", "no mix; an acknowledged save stays complete"),
+    14: ("a suspended save resumes after another one took over", "it neither publishes nor deletes"),
+    15: ("one of 4 processes is killed at each phase", _OTHERS_RAISE),
+    16: ("processes of 4 are stopped, slow, or make no call", "a slow one is waited for; otherwise as above"),
+    17: ("no space left in some of 4 processes", "all raise, with the cause"),
+    18: ("SIGTERM in a background save", "committed or cleanly abandoned; the process exits"),
+    19: ("`kill -9` at each system call of a deletion", "the step is gone or complete"),
+    20: ("restores while another process overwrites or deletes", "exact, or `NotACheckpointError`"),
+    21: ("the clock and all file times are off by a day", "order and retention unchanged"),
+    22: ("S3, GCS: errors, delays, short or flipped answers to any request", _TYPED),
+    23: ("S3, GCS: the answer to any request of a save is lost", "success, and exactly one checkpoint"),
+    24: ("S3, GCS: a server that ignores conditions", "refused, with the reason"),
+    25: ("hostile manifests, states and files, and a fuzzer", _TYPED),
+    26: ("any sequence of operations and crashes", "the same result as a plain dict"),
+}
+"""What the page says of all tests of a fault: (fault, promise)."""
 
 
 T = TypeVar("T")
@@ -99,7 +134,9 @@ def write() -> None:
         begin, end = _BEGIN.format(system), _END.format(system)
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{_table([row for row in rows if row['system'] == system])}\n{end}{after}"
+        found = [row for row in rows if row["system"] == system]
+        table = _summary(found) if system == "jaxckpt" else _tests(found)
+        text = f"{before}{begin}\n{table}\n{end}{after}"
     _PAGE.write_text(text)
 
 
@@ -107,23 +144,42 @@ def _load() -> list[dict[str, Any]]:
     return json.loads(_RESULTS.read_text()) if _RESULTS.exists() else []
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return "Not run yet."
-    lines = ["| | fault | promised | rounds | outcome | silent |", "|---:|---|---|---:|---|---:|"]
-    for row in rows:
-        outcomes = sorted(row["outcomes"].items(), key=lambda item: -item[1])
-        said = "; ".join(f"{name}: {count:,}" for name, count in outcomes)
-        if row["failure"]:
-            said = f"**FAILED** {row['failure']} {said}"
-        cells = (row["number"], row["title"], row["promise"], f"{row['rounds']:,}", said, row["silent"])
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    silent, rounds = sum(row["silent"] for row in rows), sum(row["rounds"] for row in rows)
-    lines.append(f"| | **all** | | **{rounds:,}** | | **{silent}** |")
+def _summary(rows: list[dict[str, Any]]) -> str:
+    """One line for each fault, with the sums of its tests."""
+    by_number = itertools.groupby(rows, key=lambda row: row["number"])
+    lines = ["| | fault | promised | rounds | silent |", "|---:|---|---|---:|---:|"]
+    for number, (*tests,) in by_number:
+        fault, promise = _SUMMARY[number]
+        failures = "".join(f" **FAILED** {row['failure']}" for row in tests if row["failure"])
+        lines.append(_line(number, fault, promise + failures, _rounds(tests), _silent(tests)))
+    lines.append(_line("", "**all**", "", f"**{_rounds(rows)}**", f"**{_silent(rows)}**"))
+    return "\n".join([*lines, "", _when(rows)])
+
+
+def _tests(rows: list[dict[str, Any]]) -> str:
+    """One line for each test."""
+    lines = ["| | fault | rounds | silent |", "|---:|---|---:|---:|"]
+    lines += [_line(row["number"], row["title"], _rounds([row]), row["silent"]) for row in rows]
+    return "\n".join(lines)
+
+
+def _line(*cells: object) -> str:
+    shown = " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {shown} |"
+
+
+def _rounds(rows: list[dict[str, Any]]) -> str:
+    return f"{sum(row['rounds'] for row in rows):,}"
+
+
+def _silent(rows: list[dict[str, Any]]) -> int:
+    return sum(row["silent"] for row in rows)
+
+
+def _when(rows: list[dict[str, Any]]) -> str:
     days = sorted({row["date"] for row in rows})
     where = sorted({row["where"] for row in rows})
-    lines += ["", f"Run {' to '.join(days[:: max(1, len(days) - 1)])} with {'; '.join(where)}."]
-    return "\n".join(lines)
+    return f"Run {' to '.join(days[:: max(1, len(days) - 1)])} with {'; '.join(where)}."
 
 
 @functools.cache

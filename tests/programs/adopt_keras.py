@@ -1,4 +1,4 @@
-"""The Keras callback of docs/adopt.md in `model.fit`: a run that resumes equals one that does not stop."""
+"""The Keras callback of docs/keras.md in `model.fit`: a run that resumes equals one that does not stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from processes import PASSED
 
 import jaxckpt
 
-CALLBACK, FIT = blocks("adopt.md", "Keras")
+CALLBACK, FIT = blocks("keras.md")
 PAGE: dict[str, object] = {}
 exec(CALLBACK, PAGE)
 
@@ -44,9 +44,10 @@ def train(epochs: int, run: str, *shape: int) -> keras.Model:
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(16, activation="relu", name="hidden")
+    norm = keras.layers.BatchNormalization(name="norm")
     out = keras.layers.Dense(4, name="out")
-    model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dropout(0.5), out], name="net")
-    model.compile(optimizer="adam", loss="mse")
+    model = keras.Sequential([keras.Input((8,)), hidden, norm, keras.layers.Dropout(0.5), out], name="net")
+    model.compile(optimizer=keras.optimizers.Adam(use_ema=True, gradient_accumulation_steps=2), loss="mse")
     # The same batches in each epoch, so that a resumed run sees the same data.
     model.fit = functools.partial(model.fit, shuffle=False, verbose=0)
     names = {"model": model, "epochs": epochs, "data": Batches(), "batches_per_epoch": batches_per_epoch}
@@ -62,11 +63,11 @@ assert saved["optimizer_variables/adam/net_out_kernel_velocity"].spec == P("mode
 
 resumed = train(5, "run", 2, 4)
 assert jaxckpt.Run("run").steps() == [16, 20]
-assert int(resumed.optimizer.iterations) == 20
+assert int(resumed.optimizer.iterations) == 20 // 2  # of accumulated gradients
 same = jax.tree.map(np.array_equal, resumed.get_state_tree(), train(5, "whole", 2, 4).get_state_tree())
 assert all(jax.tree.leaves(same)), same
 
 other = train(6, "run", 4, 2)
-assert int(other.optimizer.iterations) == 24
+assert int(other.optimizer.iterations) == 24 // 2
 assert other.get_layer("hidden").kernel.value.sharding.mesh.shape == {"batch": 4, "model": 2}
 print(PASSED)

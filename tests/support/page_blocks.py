@@ -8,8 +8,11 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def blocks(page: str, heading: str, language: str = "python") -> list[str]:
-    """The blocks of this language below a second-level heading of a page."""
-    _, found, section = (DOCS / page).read_text().partition(f"\n## {heading}\n")
-    assert found, f"{page} has no section {heading}"
-    return re.findall(rf"^```{language}\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+def blocks(page: str, heading: str | None = None, language: str = "python") -> list[str]:
+    """The blocks of this language on a page, or below one of its second-level headings."""
+    section = (DOCS / page).read_text()
+    if heading is not None:
+        _, found, section = section.partition(f"\n## {heading}\n")
+        assert found, f"{page} has no section {heading}"
+        section = section.partition("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
