@@ -24,7 +24,7 @@ from jaxckpt._cli.terminal import (
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import show_count
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from jaxckpt._model.grid import Box, Spec, show_axes
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
 from jaxckpt._options import Options
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.read_loop import StoredArray, host_value, read_box
 from jaxckpt._sources.foreign import unreadable_reason
 from jaxckpt._sources.source import Source

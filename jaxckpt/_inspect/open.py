@@ -16,7 +16,7 @@ from jaxckpt._model.records import Manifest
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._options import Options, options_or_default, require_whole_number
-from jaxckpt._pipeline.progress import show_bytes
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import view_through
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold

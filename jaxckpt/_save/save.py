@@ -26,8 +26,9 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
-from jaxckpt._pipeline.progress import display_progress, record_event, show_bytes
+from jaxckpt._pipeline.progress import display_progress, record_event
 from jaxckpt._pipeline.threads import is_shutting_down
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
