@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import jax
-
 from jaxckpt._formats.export import tree_of_names
 from jaxckpt._formats.local_files import exists, from_json, names_in, names_or_empty, read_json, read_small
 from jaxckpt._formats.pickles import unreadable
@@ -167,6 +165,7 @@ def _values(what: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _read_pytree(path: str) -> Tree:
     """The tree that JAX's pytree_serialization saved. Raises DataError."""
     try:
+        import jax
         from jax.experimental.array_serialization import pytree_serialization
     except ImportError as error:
         raise InputError(
