@@ -21,7 +21,7 @@ MARK = "one_device"
 def tests(lab: Lab) -> Iterator[Figure]:
     """The project's tests that need one device, on this device."""
     platform = jax.default_backend()
-    names = "test_device_to_host.py" if lab.sizes.is_dry else "test_*.py"
+    names = "test_ties.py" if lab.sizes.is_dry else "test_*.py"
     files = [str(path) for path in sorted((ROOT / "tests").rglob(names)) if f"mark.{MARK}\n" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", MARK, "--quiet", "--tb=short", "-p", "no:cacheprovider"]
     command += ["--override-ini=timeout=60", "--continue-on-collection-errors", "--color=no"]

@@ -149,7 +149,9 @@ def blocks_or_one_by_one(lab: Lab) -> Iterator[Figure]:
     """Small leaves with and without stacking for transfers, in turn: to choose SEND_PIECES and BLOCK_PIECES."""
     usual = staging.SEND_PIECES, blocks.BLOCK_PIECES
     try:
-        for leaves in (lab.sizes.small_leaves // 4, lab.sizes.small_leaves):
+        for leaves in (
+            (lab.sizes.small_leaves,) if lab.sizes.is_dry else (lab.sizes.small_leaves // 4, lab.sizes.small_leaves)
+        ):
             laps = {"blocks": Laps(), "one by one": Laps()}
             for kind in (*laps,) * 3:
                 # No other section uses this shape, so that the first turn compiles, as in a training job.

@@ -9,6 +9,6 @@ from jaxckpt._model.dtypes import DTYPES
 
 def test_every_dtype_keeps_its_bits(run_processes: RunProcesses) -> None:
     done = run_processes(PROGRAMS / "exchange_every_dtype.py", processes=2, devices_per_process=2, timeout=200)
-    # One dtype has every spec and box, a complex dtype has every spec, the others have one spec and one box.
-    shards = 2 * (15 + 5 + len(DTYPES) - 2)
+    # Two dtypes have every spec, the others have one spec and one box.
+    shards = 2 * (5 + 5 + len(DTYPES) - 2)
     assert [one.stdout for one in done] == [f"{shards}\n"] * 2

@@ -15,11 +15,11 @@ from jaxckpt._model.dtypes import DTYPES
 
 SPECS = [P("a", "b"), P("b"), P(), P(("a", "b")), P(None, "a")]
 BOXES = [((1, 7), (3, 9)), ((0, 8), (0, 12)), ((5, 6), (11, 12))]
-EVERY_WAY = list(itertools.product(SPECS, BOXES))
-WAYS = {"float32": EVERY_WAY, "complex64": list(zip(SPECS, itertools.cycle(BOXES)))}
+EACH_SPEC = list(zip(SPECS, itertools.cycle(BOXES)))
+WAYS = {"float32": EACH_SPEC, "complex64": EACH_SPEC}
 """A dtype decides how values become unsigned integers, with one more dimension if it is complex. The spec and the box
-decide which of these integers are selected. A complex dtype is tested with each spec and each box. For other dtypes,
-one spec and one box show that the bits are right."""
+decide which of these integers are selected. A dtype of each kind is tested with each spec and each box. For other
+dtypes, one spec and one box show that the bits are right."""
 
 mesh, other = jax.make_mesh((2, 2), ("a", "b")), jax.make_mesh((4,), ("x",))
 rng = np.random.default_rng(0)  # the same in every process
@@ -31,7 +31,7 @@ for name, dtype in DTYPES.items():
         raw &= 1
     small = "int4" in name or "int2" in name
     host = (raw % 2).astype(dtype) if small else (raw % 16).view(dtype) if "float4" in name else raw.view(dtype)
-    for spec, box in WAYS.get(name, EVERY_WAY[:1]):
+    for spec, box in WAYS.get(name, EACH_SPEC[:1]):
         array = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
         with jax.set_mesh(other), jax.debug_nans(True), jax.debug_infs(True):  # the caller may have set any of these
             got = replicate_box(array, box)

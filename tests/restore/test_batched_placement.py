@@ -158,8 +158,13 @@ def test_leaves_in_pinned_host_memory_are_not_stacked(tmp_path: Path, transfers:
     assert transfers == {"to_host": 0, "to_devices": 0}
 
 
-@pytest.mark.parametrize("where", ["split", "one device", "uncommitted", "replicated"])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float4_e2m1fn", "bool"])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        *((where, "bfloat16") for where in ("split", "one device", "uncommitted", "replicated")),
+        *(("split", name) for name in ("float32", "float4_e2m1fn", "bool")),
+    ],
+)
 def test_cpu_devices_take_blocks_of_thousands_of_leaves(
     where: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
