@@ -340,7 +340,7 @@ def _files(manifest: Manifest) -> Iterator[_ExpectedObject]:
 
 
 class _ReadMeter:
-    """Counts the bytes that threads read, and reports them in the caller's thread, which may raise there.
+    """Counts the bytes that threads read, and reports them in the lane.
 
     A limited rate is an average: each object is read at once, then follows a pause. The report follows the rate, so
     that its figures and the estimate of the remaining time are right, and arrives during the pauses.

@@ -211,7 +211,7 @@ class Destination(Protocol):
         ...
 
     def check(self, request: SaveRequest) -> None:
-        """Raise unless a save may begin. Process 0, in the caller's thread."""
+        """Raise unless a save may begin. Process 0."""
 
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan: ...
 

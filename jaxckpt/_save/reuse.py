@@ -1,7 +1,7 @@
 """Reuse: objects that are unchanged since an earlier save are linked instead of written.
 
     the caller's thread:       own objects ─▶ arrays on accelerators, by identity ─▶ originals that still exist
-    the thread that writes:    original ─▶ link; else data ─▶ sample ─▶ digest ─▶ link; else write
+    while it is written:       original ─▶ link; else data ─▶ sample ─▶ digest ─▶ link; else write
     after publication:         contents, lengths and digests of the objects are kept for the next save
 
 Each process decides this for its own objects, independently of the others.
@@ -151,7 +151,7 @@ class Reuse:
     by_index_key: Mapping[tuple[int, str], Original] = field(default_factory=dict[tuple[int, str], Original])
     """The objects of the last save by stack and grid index, if it had the same stacks."""
 
-    # The thread that writes -------------------------------------------------------------------------------
+    # While the data is written ----------------------------------------------------------------------------
 
     def with_stored_base(self) -> Reuse:
         """In the first save, compares with the checkpoint that is overwritten, or with the newest step."""
