@@ -1,6 +1,6 @@
 """Reuse: objects that are unchanged since an earlier save are linked instead of written.
 
-    the caller's thread:       own objects ─▶ arrays on accelerators, by identity ─▶ originals that still exist
+    when it is planned:        own objects ─▶ arrays on accelerators, by identity ─▶ originals that still exist
     while it is written:       original ─▶ link; else data ─▶ sample ─▶ digest ─▶ link; else write
     after publication:         contents, lengths and digests of the objects are kept for the next save
 
