@@ -130,10 +130,11 @@ def main() -> int:
     starts = [min(losses) for losses in runs]
     equal = all(losses.items() <= expected.items() for losses in runs)
     print(f"{'all' if equal else 'FAILED: not all'} losses equal those of the uninterrupted run, bit for bit")
-    # The kill can interrupt the save of the last local step. The one before it is complete: a save waits for it.
-    in_time = starts[0] == 1 and starts[1] in (11, 16) and starts[2] in (26, 31)
+    # The kill can interrupt the save of the last local step. The one before it is complete: a save waits for it. On a
+    # busy machine, no local step is saved while step 20 is still being copied to the storage.
+    in_time = starts[0] == 1 and starts[1] in (11, 16) and starts[2] in (21, 26, 31)
     if not in_time:
-        print(f"FAILED: the jobs started at steps {starts}, not at 1, 11 or 16, and 26 or 31")
+        print(f"FAILED: the jobs started at steps {starts}, not at 1, 11 or 16, and 21, 26 or 31")
     return 0 if equal and in_time and max(runs[-1]) == STEPS else 1
 
 

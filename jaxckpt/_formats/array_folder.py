@@ -61,7 +61,10 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 def _is_of_others(path: str, names: Collection[str]) -> bool:
     """Whether a folder is a checkpoint of jaxckpt, Orbax or PyTorch, perhaps a damaged or unfinished one."""
     is_unfinished = any(_UNFINISHED in name for name in (os.path.basename(path), *names))
-    return is_unfinished or not _OTHERS.isdisjoint(names) or any(map(is_data_folder, names))
+    is_ours = any(map(is_data_folder, names)) or (
+        MANIFEST in names and any(name.startswith("data-") for name in names)  # Levanter has a manifest.json too
+    )
+    return is_unfinished or is_ours or not _OTHERS.isdisjoint(names)
 
 
 def _holds_arrays(path: str) -> bool:

@@ -155,7 +155,7 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and error is not self.notified_error and self.count > 1:
-            with contextlib.suppress(BaseException):  # its own storage may have stalled
+            with contextlib.suppress(BaseException):  # a second interrupt must not replace the error
                 lanes.run(functools.partial(self._notify, error), Watchdog(self.timeout_seconds))
 
     def _notify(self, error: BaseException) -> None:
@@ -165,7 +165,8 @@ class Call:
 
     def here(self, work: Callable[[], T]) -> T:
         """Do a part of the call in this thread, because it uses the caller's objects."""
-        # A `with` block would leave a stale mark if an interrupt came at its start or end.
+        # A `with` block would leave a stale mark if an interrupt came at its start or end. CPython handles signals only
+        # after calls and backward jumps, so not inside this `finally`.
         outer = _current.call
         try:
             _current.call = self

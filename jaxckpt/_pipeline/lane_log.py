@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 
-from jaxckpt._pipeline.lanes import is_in_lane, run_alone
+from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.watchdog import Watchdog
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -29,10 +31,10 @@ class LaneLog:
         if not self.is_enabled_for(level):
             return
         write = functools.partial(_logger.log, level, message, *arguments)
-        if is_in_lane() or threading.current_thread() is not threading.main_thread():
+        if lanes.is_in_lane() or threading.current_thread() is not threading.main_thread():
             write()
         else:
-            run_alone(write, _SECONDS)
+            lanes.run(write, Watchdog(_SECONDS), until=time.monotonic() + _SECONDS)
 
     def info(self, message: str, *arguments: object) -> None:
         self.log(logging.INFO, message, *arguments)

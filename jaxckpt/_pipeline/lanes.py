@@ -57,7 +57,7 @@ class _LaneTask(Task[T]):
             self._requests.put(None)  # the end: the caller does not wait any more
 
 
-_Inbox = SimpleQueue[_LaneTask[Any] | None]
+_Inbox = SimpleQueue[_LaneTask[Any]]
 
 _idle = deque[_Inbox]()
 _busy = dict[_Inbox, Watchdog]()
@@ -219,7 +219,8 @@ def _start(task: _LaneTask[Any]) -> None:
 
 def _run_lane(inbox: _Inbox) -> None:
     trace = profile = None
-    while (task := inbox.get()) is not None:
+    while True:
+        task = inbox.get()
         # Debuggers, coverage and profilers: Python gives these only to threads of `threading.Thread`.
         if threading.gettrace() is not trace:
             sys.settrace(trace := threading.gettrace())
@@ -265,6 +266,10 @@ def in_caller(request: Request) -> None:
 
 
 _finishers = list[Callable[[], object]]()
+_registered: Callable[[], object] | None = None
+
+_ABANDONED_SECONDS = 2.0
+"""How long the end of the program waits for lanes that were abandoned outside of a storage operation."""
 
 
 def finish_at_exit(finish: Callable[[], object]) -> None:
@@ -274,8 +279,11 @@ def finish_at_exit(finish: Callable[[], object]) -> None:
 
 def finish_first() -> None:
     """At exit, finish before what was registered with atexit so far, such as the end of jax.distributed."""
-    atexit.unregister(_finish)
-    atexit.register(_finish)
+    global _registered
+    earlier, _registered = _registered, functools.partial(_finish)
+    atexit.register(_registered)  # first, because an interrupt may come now
+    if earlier is not None:
+        atexit.unregister(earlier)
 
 
 def _finish() -> None:
@@ -283,8 +291,12 @@ def _finish() -> None:
     Python stops a thread inside JAX's C++ code, for example while it frees arrays, the process aborts."""
     for finish in _finishers:
         finish()
+    until = time.monotonic() + _ABANDONED_SECONDS
     with contextlib.suppress(KeyboardInterrupt):
-        while any(watchdog.stall_error() is None for watchdog in [*_busy.values()]):
+        while any(
+            watchdog.stall_error() is None or (not watchdog.is_operating and time.monotonic() < until)
+            for watchdog in [*_busy.values()]
+        ):
             time.sleep(0.002)
 
 
@@ -292,7 +304,8 @@ def _forget_lanes() -> None:
     """In a forked child, which has none of the threads."""
     _idle.clear()
     _busy.clear()
-    atexit.unregister(_finish)
+    if _registered is not None:
+        atexit.unregister(_registered)
 
 
 os.register_at_fork(after_in_child=_forget_lanes)

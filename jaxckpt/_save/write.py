@@ -64,6 +64,7 @@ def _write_objects(
     moved = pipeline(_timed(ahead, phases), writer.n_bytes, writer.begin, budget, join=True)
     with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
         for staged, record in moved:
+            save.call.cancellation.check()
             ahead.mark_written(staged)
             running.add_done_bytes(staged.obj.n_bytes)
             display(staged.obj.n_bytes)

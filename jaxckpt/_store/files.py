@@ -208,7 +208,13 @@ def make_folders(path: str, folder: str) -> None:
 
 def write_all(handle: int, buffers: Sequence[Any]) -> None:
     """Append buffers to a file."""
-    _move_all(buffers, functools.partial(os.writev, handle))
+
+    def write_next(rest: Sequence[Any]) -> int:
+        count = os.writev(handle, rest)
+        note_progress()
+        return count
+
+    _move_all(buffers, write_next)
 
 
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:

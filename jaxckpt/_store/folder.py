@@ -535,8 +535,8 @@ class Folder:
                 _sync_path(self._path(data))
 
     def published_data(self) -> list[str]:
-        # A writer writes its draft before the copy, and publishes it by renaming it. So a copy without a draft was
-        # published, even if the writer was killed before it removed its note.
+        # A writer writes its draft before the copy, and publishes it by a rename, or by a link, after which it removes
+        # the draft. So a copy without a draft was published, even if the writer was killed before it removed its note.
         return [
             name
             for name in filter(is_data_folder, self.names())

@@ -15,7 +15,7 @@ C = TypeVar("C", bound=type[Any])
 
 
 def watched(**doing: str | None) -> Callable[[C], C]:
-    """A class decorator for a store: its methods use storage in a thread that stops counting after `timeout_seconds`.
+    """A class decorator for a store: its methods use storage in a lane, and fail if no bytes move in time.
 
     `doing` has every public method, with what it does for error messages ("reading"), or None if it does not use
     storage itself. A method that is called within another one, or within a watched operation, is a part of that.
