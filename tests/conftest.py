@@ -26,7 +26,7 @@ import stores
 if TYPE_CHECKING:  # imports JAX and tensorstore: 3 s in the process that hands out the tests, which waits for it
     import servers
 
-hypothesis.settings.register_profile("default", deadline=None, max_examples=60, print_blob=True)
+hypothesis.settings.register_profile("default", deadline=None, max_examples=40, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 

@@ -79,14 +79,10 @@ def test_every_bit_comes_back_as_numpy(written: Written, count: int, kind: str) 
 SPECS = {"rows": P("x", "y"), "columns": P("y", "x"), "both": P(("x", "y"))}
 
 
-@pytest.mark.parametrize(("count", "kind"), list(itertools.product([1, 2, 4], KINDS)))
-@pytest.mark.parametrize("sides", [(2, 4), (3, 2)])
-def test_every_bit_comes_back_on_a_mesh(
-    written: Written, run_python: processes.RunPython, count: int, kind: str, sides: tuple[int, int]
-) -> None:
+def test_every_bit_comes_back_on_a_mesh(written: Written, run_python: processes.RunPython) -> None:
     """In a separate process, which checks that torch is not imported."""
-    args = [str(written(count)), kind, *map(str, sides)]
-    assert run_python(processes.PROGRAMS / "dcp_restore.py", args=args).strip() == "read"
+    folders = [str(written(count)) for count in (1, 2, 4)]
+    run_python(processes.PROGRAMS / "dcp_restore.py", args=folders, word=processes.PASSED)
 
 
 def test_python_objects_and_containers_come_back(written: Written) -> None:
