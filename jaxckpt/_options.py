@@ -116,8 +116,8 @@ class Options:
         retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, even
             if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
         progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
-            stderr if that is off). A function is called with a `Progress` as bytes move, in the thread that moves them.
-            None shows nothing.
+            stderr if that is off). A function is called with a `Progress` as bytes move: in the caller's thread while
+            the call waits, otherwise in the background thread. None shows nothing.
 
     Examples:
         >>> import jaxckpt

@@ -237,7 +237,7 @@ class RunningSave:
 
     @property
     def _runs_here(self) -> bool:
-        """Whether it runs in this thread, or waits for what this thread runs."""
+        """Whether this thread is its lane."""
         return threading.get_ident() == self._thread
 
     def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:

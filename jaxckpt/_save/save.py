@@ -1,7 +1,10 @@
 """Saving: request → prepared → claimed → written → published.
 
-the caller:   prepare ───▶ wait until everything is staged, or saved
-a lane:                stage ahead ─▶ claim the path ─▶ write ─▶ publish
+    the caller:   describe the tree ─────────▶ wait until everything is staged, or saved
+    a lane:                            plan ─▶ stage ─▶ claim the path ─▶ write ─▶ publish
+
+A save in the background stages as much as it may before it claims the path. One whose caller waits stages a few objects
+ahead of the writing, and one that exchanges data between processes begins to stage after all have claimed the path.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def save(
         InputError: Another argument is invalid, such as `metadata` that is not JSON; or a signal handler or a callback
             made the call from inside another jaxckpt call.
         KeyboardInterrupt: Ctrl-C. Nothing is published, and an existing checkpoint at `path` is kept, unless a note on
-            the error says that the new one had just been published.
+            the error says that the new one had just been published. A second Ctrl-C does not wait for the outcome.
 
     Examples:
         >>> import jax.numpy as jnp, jaxckpt
@@ -191,7 +194,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     running.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
     if background and not running_saves.unreported_saves():
         finish_first()
-    work = functools.partial(_carry_out, save, background)
+    work = functools.partial(_save_in_lane, save, background)
     if request.on_done is not None:
         work = functools.partial(run_and_notify, work, request.on_done)
     try:
@@ -241,11 +244,11 @@ _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
 
 
-def _carry_out(save: PreparedSave, background: bool, running: RunningSave) -> SaveInfo:
+def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave) -> SaveInfo:
     """Claim the path, write the data and publish the manifest."""
     call, destination = save.call, save.destination
     with (
-        call,
+        call,  # again, because a background save outlives the caller's block
         display_progress("save", running.progress.total_bytes, save.options.progress) as display,
     ):
         is_collective = save.plan.is_collective
