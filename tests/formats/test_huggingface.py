@@ -71,8 +71,14 @@ def test_the_inverse_gives_the_same_bits(family: str, scan: bool, tmp_path: Path
         assert after[name].tobytes() == tensor.tobytes(), name
 
 
+LOADED = {"llama", "gemma3_text", "mixtral", "deepseek_v3", "bert", "whisper"}
+"""One family of each kind. The campaign loads all: transformers takes up to a second for each."""
+
+
 @pytest.mark.parametrize("family", FLOATS)
-def test_transformers_loads_the_export(family: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_export(family: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if family not in LOADED and not request.config.getoption("--campaign"):
+        pytest.skip("only with --campaign")
     transformers = pytest.importorskip("transformers", reason="transformers loads the export")
     torch = pytest.importorskip("torch")
     rules = jaxckpt.rules.huggingface_rules(DATA / family, scan=True)
