@@ -181,17 +181,17 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
         try:
             request = requests.get(timeout=max(0.0, left))
         except Empty:
-            if error := watchdog.stall_error():
-                _has_stalled = True
-                replace_workers()  # these threads may also hang
-                raise error from None
             if task.done() or left <= 0:
                 return
-            continue
-        if request is None:
-            return
-        request()
-        request = None  # it may hold much memory
+        else:
+            if request is None:
+                return
+            request()
+            request = None  # it may hold much memory
+        if error := watchdog.stall_error():  # also while the lane reports that nothing moves
+            _has_stalled = True
+            replace_workers()  # these threads may also hang
+            raise error
 
 
 # The lane -------------------------------------------------------------------------------------------------

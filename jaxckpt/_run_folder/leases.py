@@ -69,7 +69,8 @@ def hold(run: Store, step: int, term_seconds: float = TERM_SECONDS) -> Generator
         yield
     finally:
         if os.getpid() == holder_pid:  # a forked process does not hold the lease
-            run_to_the_end(functools.partial(_release, folder, name, stop, write_lock), _DELETION_SECONDS)
+            seconds = getattr(folder, "timeout_seconds", _DELETION_SECONDS)
+            run_to_the_end(functools.partial(_release, folder, name, stop, write_lock), seconds)
 
 
 def _renew(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._run_folder.run_paths import (
@@ -212,7 +212,7 @@ def _foreign_reason(location: str | os.PathLike[str]) -> str | None:
             if os.path.isdir(path)
             else f"it is a file in no format that jaxckpt reads; it begins with {first_bytes(path)}"
         )
-    inside = _checkpoints_inside(path)
+    inside = [] if any(map(is_data_folder, names)) else _checkpoints_inside(path)  # an unfinished save of jaxckpt
     return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}" if inside else None
 
 

@@ -65,7 +65,7 @@ def overtaken_error(url: str, *, was_deleted: bool = False) -> CheckpointExistsE
 #    no      yes     it was lost
 #
 # A writer creates its note, then the copy, publishes the manifest, and removes the note. Whoever deletes data removes
-# the copy first. A writer that was killed after the publication has left its note: `Store.published_data` sees that.
+# the copy first.
 
 
 def find_lost(store: Store) -> list[str]:

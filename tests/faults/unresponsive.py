@@ -52,6 +52,10 @@ NO_STORAGE = {
     "Checkpoint.tree": "returns leaves without their data",
     "Step.open": "as open",
     "jaxckpt integrate": "as mindspore_ranks and convert",
+    "lora_rules": "reads as open",
+    "merge_lora": "reads as open",
+    "average": "reads as open",
+    "jaxckpt average": "as convert",
     "register_leaf": "uses no storage",
 }
 """Public functions that are not called, and why."""

@@ -145,7 +145,7 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
 def test_torch_files_of_that_name_are_refused(tmp_path: Path) -> None:
     for magic in (b"PK\3\4", b"\x80\2"):
         (tmp_path / "a.ckpt").write_bytes(magic + bytes(100))
-        with pytest.raises(NotACheckpointError):
+        with pytest.raises((NotACheckpointError, DataError)):  # DataError: a damaged pickle
             jaxckpt.open(tmp_path / "a.ckpt")
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,37 +218,6 @@ def test_a_subscriber_raises(place: str) -> None:
         found += (step for step, _ in weights.subscribe(url, timeout_seconds=0.01))
 
 
-@pytest.mark.child
-def test_a_manifest_that_is_lost_after_its_writer_was_killed(tmp_path: Path) -> None:
-    """The writer was killed between the publication and the removal of its note: the newer checkpoint is repaired."""
-    program = """
-import os, sys, numpy as np, jaxckpt
-def kill(event, given):
-    if event == "os.remove" and str(given[0]).endswith("writer.json") and os.path.exists(given[0]):
-        os.kill(os.getpid(), 9)
-jaxckpt.save(sys.argv[1], {"x": np.float32(1)})
-with jaxckpt.Checkpointer(sys.argv[2]) as checkpoints:
-    checkpoints.save(1, {"x": np.float32(1)})
-sys.addaudithook(kill)
-if sys.argv[3] == "step":
-    jaxckpt.Checkpointer(sys.argv[2], background=False).save(2, {"x": np.float32(2)})
-jaxckpt.save(sys.argv[1], {"x": np.float32(2)}, overwrite=True)
-"""
-    for kind, path in (("one", tmp_path / "one"), ("step", tmp_path / "run")):
-        command = [sys.executable, "-c", program, str(tmp_path / "one"), str(tmp_path / "run"), kind]
-        assert subprocess.run(command, timeout=60, check=False).returncode == -9
-        assert jaxckpt.load_numpy(path)["x"] == 2
-        (path / "00000002/manifest.json" if kind == "step" else path / "manifest.json").unlink()
-        with pytest.raises(ManifestError, match="repair"):
-            jaxckpt.load_numpy(path)
-        with contextlib.suppress(InputError):  # one checkpoint is not the directory of a run
-            jaxckpt.Checkpointer(path).close()
-        assert [report.ok for report in repair(path, FAST)] == [True]
-        assert jaxckpt.load_numpy(path)["x"] == 2
-        shutil.rmtree(tmp_path / "one")
-        shutil.rmtree(tmp_path / "run")
-
-
 # What is not lost -----------------------------------------------------------------------------------------
 
 
@@ -267,7 +233,6 @@ def test_a_save_that_was_killed_is_swept(place: str, moment: str) -> None:
     at(directory).mark("00000001")
     transaction = at(path).begin_save(save_id, None)
     at(path).put(f"{transaction.data}/object", b"data")
-    at(path).put(f"{transaction.data}/{MANIFEST}", content)  # in a folder, the draft of the manifest
     at(path).put(f"{transaction.data}/{COPY}", content)
     if moment == "after the manifest":
         transaction.commit(content, sync=False)
