@@ -192,6 +192,25 @@ class Call:
         interrupted = None if self.only_reads and self.count == 1 else self._cancel
         return self.here(functools.partial(lanes.run, part, self.watchdog, interrupted, until=until))
 
+    def decide(self, what: str, own: T) -> T:
+        """What process 0 passes, a JSON value, after all processes have come this far. `what` as for `rendezvous`."""
+
+        def meet() -> T:
+            with self.rendezvous(what) as rendezvous:
+                return rendezvous.decision(own)
+
+        return self.run(meet)
+
+    def await_all(self, what: str) -> None:
+        """Wait until all processes have done a part of the call in the caller's thread. An error of one is raised by
+        all. `what` as for `rendezvous`."""
+
+        def meet() -> None:
+            with self.rendezvous(what, after_caller=True) as rendezvous:
+                rendezvous.barrier()
+
+        self.run(meet)
+
     def _cancel(self, task: Task[Any], error: BaseException) -> None:
         """Cancel the work in a lane because of an error in the caller's thread, and wait until it has cleaned up."""
         self.cancellation.cancel(error)
@@ -210,7 +229,7 @@ class Call:
         if self.n_rendezvous:
             self.departures.forget(self.rendezvous_key)  # process 0 deletes it when all have reached the next one
         self.n_rendezvous += 1
-        return Rendezvous(self, what, self.rendezvous_key, is_first=self.n_rendezvous == 1, is_awaited=after_caller)
+        return Rendezvous(self, what, self.rendezvous_key, is_first=self.n_rendezvous == 1, after_caller=after_caller)
 
 
 def run_outside(work: Callable[[], T]) -> T:

@@ -100,7 +100,7 @@ class Rendezvous:
     is_first: bool = False
     """Whether this is the first rendezvous of its call, in which the processes also compare their calls."""
 
-    is_awaited: bool = False
+    after_caller: bool = False
     """Whether processes may come late, because they did a part of the call in the caller's thread before."""
 
     _has_sent: bool = False
@@ -163,7 +163,7 @@ class Rendezvous:
             raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
         following = self.call.rendezvous(self.what)
         self.key, self._posts = following.key, following._posts
-        self.is_first = self.is_awaited = False
+        self.is_first = self.after_caller = False
         self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
         self._n_posted, self._own_report, self._reports = 0, (), ()
         self._poster = Task(self._run_poster)
@@ -288,7 +288,7 @@ class Rendezvous:
 
     def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
-        number, since, has_joined = 1, time.monotonic(), not (self.is_first or self.is_awaited)
+        number, since, has_joined = 1, time.monotonic(), not (self.is_first or self.after_caller)
         while True:
             self.call.cancellation.check()
             waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
@@ -351,7 +351,7 @@ class Rendezvous:
 
     def _has_joined(self, last_beat: _LastBeat) -> bool:
         """Whether a process has joined this call."""
-        return last_beat.beat is not None or not (self.is_first or self.is_awaited)
+        return last_beat.beat is not None or not (self.is_first or self.after_caller)
 
     def _timeout_seconds(self, has_joined: bool) -> float:
         """Seconds without a heartbeat after which a process counts as dead.

@@ -12,7 +12,6 @@ it deletes all except one older step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -256,7 +255,7 @@ class LocalTier:
         flush = self.flush
         if flush is None or self._begun_step == flush.step < step:
             return False
-        if not call.run(functools.partial(_is_running, flush, call)):
+        if not call.decide("asking whether a local step is still being flushed", flush.is_running):
             self.flush = None
             return False
         if not flush.is_warned:
@@ -335,9 +334,3 @@ def _trim(own: Folder, kept: KeptStep) -> None:
         for data in filter(is_data_folder, child.names()):
             if data != stays:
                 child.delete(data)
-
-
-def _is_running(flush: Flush, call: Call) -> bool:
-    """Whether the files of a flush are still needed in process 0."""
-    with call.rendezvous("asking whether a local step is still being flushed") as rendezvous:
-        return rendezvous.decision(flush.is_running)

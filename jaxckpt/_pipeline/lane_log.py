@@ -17,7 +17,7 @@ from jaxckpt._pipeline.watchdog import Watchdog
 _logger = logging.getLogger("jaxckpt")
 
 _SECONDS = 60.0
-"""How long a handler may take. The call then goes on."""
+"""How long a handler may take. The call then continues without it."""
 
 
 class LaneLog:

@@ -92,7 +92,7 @@ def run(
     """Do work in a lane, and wait until it ends, releases the caller, or the time `until` on the monotonic clock.
 
     What the lane asks for is called here. If that raises, or an interrupt ends the wait, `interrupted` is called with
-    the task and the error, which is then raised; without it, the work goes on alone, until its next storage operation.
+    the task and the error, which is then raised; without it, the work continues alone until its next storage operation.
     Raises StorageError if the storage of the task stalls. In a lane, the work is done at once.
     """
     if is_in_lane():
@@ -156,10 +156,10 @@ def run_to_the_end(work: Callable[[], T], seconds: float) -> T:
     return run(work, Watchdog(seconds), lambda task, error: None).result()
 
 
-def begin(work: Callable[[], T], watchdog: Watchdog | None) -> Task[T]:
-    """Let a lane do work for which nothing waits. Without a watchdog, each of its storage operations has a lane and a
-    time limit of its own, and the end of the program does not wait for it."""
-    task = _LaneTask(work, watchdog)
+def begin(work: Callable[[], T]) -> Task[T]:
+    """Let a lane do work for which nothing waits, not even the end of the program. Each of its storage operations has a
+    lane and a time limit of its own."""
+    task = _LaneTask(work, None)
     _start(task)
     return task
 
@@ -246,7 +246,7 @@ def _carry_out(work: Callable[[], T], watchdog: Watchdog | None, requests: Simpl
 
 
 def release_caller() -> None:
-    """Let the caller of this lane's task return, while the task goes on."""
+    """Let the caller of this lane's task return, while the task continues."""
     requests, _current.requests = _current.requests, None
     if requests is not None:
         requests.put(None)

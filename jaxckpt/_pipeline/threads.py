@@ -88,10 +88,10 @@ class Task(Generic[T]):
         """Wait for the result. Raises TimeoutError if the work is not done by then, or the work's exception, once."""
         if not self._ended.wait(timeout):
             raise TimeoutError
-        error, self._error = self._error, _TAKEN
+        error = self._error
         if error is None:
-            self._error = None
             return self._value
+        self._error = _TAKEN
         try:
             raise error
         finally:

@@ -168,7 +168,7 @@ def run_restore(
         result, states = call.here(functools.partial(_assemble, resolved, values, initial))
         if states:
             call.here(functools.partial(_set_states, states))
-            call.run(functools.partial(_await_all, call))
+            call.await_all("restoring")
     record_event(
         "restore",
         time.perf_counter() - start_time,
@@ -248,11 +248,6 @@ def _assemble(
 def _set_states(states: Sequence[tuple[TargetObject, Any]]) -> None:
     for obj, state in states:
         obj.set_state(state)
-
-
-def _await_all(call: Call) -> None:
-    with call.rendezvous("restoring", after_caller=True) as rendezvous:
-        rendezvous.barrier()
 
 
 def _require_lossless(source: Source, resolved: Resolved, options: Options, rendezvous: Rendezvous) -> None:

@@ -158,7 +158,7 @@ class Deletion:
             self._is_requested = True
             # Each of its storage operations has a time limit of its own: a pass may take long.
             try:
-                self._last_pass = lanes.begin(self._run_pass, None)
+                self._last_pass = lanes.begin(self._run_pass)
             except RuntimeError:  # the system cannot start a thread
                 self._run_pass()
 
@@ -192,7 +192,7 @@ class Deletion:
         if self._has_leased_steps and not (self._polls or self._closed.is_set or is_shutting_down()):
             self._polls = True
             try:
-                lanes.begin(self._poll, None)
+                lanes.begin(self._poll)
             except RuntimeError:  # likewise: the next save makes a pass
                 self._polls = False
 

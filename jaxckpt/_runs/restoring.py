@@ -90,7 +90,7 @@ def restore_process_state(call: Call, source: Store | UnionCheckpoint, name: str
     if is_own or resplit is None:
         return items[0]
     items = call.here(functools.partial(_split_again, resplit, name, items, call.count))
-    call.run(functools.partial(_await_all, call))  # an error of one process is raised by all
+    call.await_all(_RESTORING)
     return items[call.index]
 
 
@@ -110,11 +110,6 @@ def _read(call: Call, source: Store | UnionCheckpoint, name: str, has_resplit: b
             found = error
         rendezvous.barrier()
     return found
-
-
-def _await_all(call: Call) -> None:
-    with call.rendezvous(_RESTORING, after_caller=True) as rendezvous:
-        rendezvous.barrier()
 
 
 def _read_values(

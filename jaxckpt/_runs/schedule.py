@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import socket
 import time
@@ -99,7 +98,7 @@ class SaveSchedule:
             own = (False, 0)
             if call.index == 0:
                 own = call.here(lambda: (self._is_due_locally(step, metrics), self._plan_next_rendezvous()))
-            due, self._steps_to_rendezvous = call.run(functools.partial(_decide_in_process_0, call, own))
+            due, self._steps_to_rendezvous = call.decide("deciding whether to save", own)
             self._steps_since_rendezvous = 0
         return due
 
@@ -123,8 +122,3 @@ class SaveSchedule:
         left = self._saved_at + self._seconds - now
         ahead = min(left if left > 0 else self._seconds, self._seconds / _CLOCK_CHECKS)
         return max(1, min(2 * self._steps_to_rendezvous, int(ahead / seconds_per_step)))
-
-
-def _decide_in_process_0(call: Call, own: tuple[bool, int]) -> tuple[bool, int]:
-    with call.rendezvous("deciding whether to save") as rendezvous:
-        return rendezvous.decision(own)

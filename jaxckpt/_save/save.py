@@ -215,12 +215,7 @@ def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
     busy = any(not pending.done for pending in running_saves.unreported_saves())
-
-    def decide() -> bool:
-        with call.rendezvous("deciding whether to save") as rendezvous:
-            return rendezvous.decision(busy)
-
-    return call.run(decide)
+    return call.decide("deciding whether to save", busy)
 
 
 # In a lane ---------------------------------------------------------------------------------------------

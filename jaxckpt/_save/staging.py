@@ -531,8 +531,8 @@ class StagedAhead:
         """Stage objects ahead."""
         while self._staged is not None and len(self._ready) != self._max_objects:
             self._check()
-            if self._next is None and (staged := next(self._staged, None)) is not None:
-                self._next = staged
+            if self._next is None:
+                self._next = next(self._staged, None)
             if self._next is None:
                 self._staged = None
                 self._when_staged()

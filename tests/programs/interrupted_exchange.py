@@ -26,7 +26,10 @@ exchanged = 0
 
 
 def interrupt() -> None:
+    """In a lane: interrupt the main thread, and wait until it has cancelled the call."""
+    cancelled.clear()
     os.kill(os.getpid(), signal.SIGINT)
+    assert cancelled.wait(60)
 
 
 def interrupt_second_exchange(*given: Any) -> jax.Array:
@@ -40,7 +43,6 @@ def interrupt_second_exchange(*given: Any) -> jax.Array:
 def interrupt_claim(rendezvous: Rendezvous, text: str) -> str:
     if rendezvous.what.startswith("looking"):  # process 0 knows that this process is ready
         interrupt()
-        assert cancelled.wait(60)
     return broadcast(rendezvous, text)
 
 
@@ -59,12 +61,12 @@ def save(name: str) -> None:
 
 
 if process_id == 1:
+    Cancellation.cancel = note_cancel  # type: ignore[method-assign]
     staging.replicate_box = interrupt_second_exchange
 save("exchange")
 if process_id == 1:
     staging.replicate_box = replicate
     Rendezvous.broadcast = interrupt_claim  # type: ignore[method-assign]
-    Cancellation.cancel = note_cancel  # type: ignore[method-assign]
 save("claim")
 Rendezvous.broadcast = broadcast  # type: ignore[method-assign]
 save("last")
