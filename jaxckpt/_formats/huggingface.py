@@ -25,6 +25,7 @@ from jaxckpt._formats.local_files import reads_files
 from jaxckpt._formats.maxtext import maxtext_rules
 from jaxckpt._formats.model_families import CONSTANTS, FAMILIES, Tower
 from jaxckpt._keywords import explain_keywords
+from jaxckpt._model import typed_json
 from jaxckpt._options import Options
 from jaxckpt._rules.axis_layouts import AxisLayout as Axes
 from jaxckpt._rules.axis_layouts import axes_of
@@ -117,7 +118,7 @@ def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Co
     path = Path(local) / name
     with translate_os_errors(f"cannot read {path}"):
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            return typed_json.decode(path.read_bytes(), dict[str, Any])
         except (FileNotFoundError, NotADirectoryError) as error:
             if not os.path.exists(local):
                 raise DataError(

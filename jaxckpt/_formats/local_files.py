@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from jaxckpt._model import typed_json
 from jaxckpt._model.manifest import require_distinct
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
@@ -162,7 +163,7 @@ def from_json(what: str, text: str | bytes, kind: type[T]) -> T:
 def convert_checked(what: str, value: Any, kind: type[T]) -> T:
     """A value checked and converted by msgspec. Raises DataError, which calls the value `what`."""
     try:
-        return msgspec.convert(value, kind)
+        return typed_json.convert(value, kind)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} is damaged: {str(error)[:200]}") from error
 

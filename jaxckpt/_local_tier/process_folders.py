@@ -27,6 +27,7 @@ from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, Round, RoundCalls, plan_rounds, round_calls
 from jaxckpt._local_tier.tier import KeptStep, LocalTier
 from jaxckpt._model import manifest as manifests
+from jaxckpt._model import typed_json
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Bytes
@@ -58,7 +59,7 @@ class _Terms(msgspec.Struct, frozen=True):
 
 
 def _decode_terms(begun: Begun) -> _Terms:
-    return msgspec.json.decode(begun.terms, type=_Terms)
+    return typed_json.decode(begun.terms, _Terms)
 
 
 class ProcessFolders:

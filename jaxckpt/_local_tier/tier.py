@@ -26,6 +26,7 @@ from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import Domains, plan_local_save
 from jaxckpt._local_tier.flush import Flush
+from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST, data_folder, is_data_folder, is_data_referenced
 from jaxckpt._options import Options, require_rate, require_whole_number
 from jaxckpt._pipeline.lane_log import log as _log
@@ -166,7 +167,7 @@ class LocalTier:
 
     def open(self, answer: str, directory: Store, rendezvous: Rendezvous) -> None:
         """Create this process's folder, after all have agreed on the terms. Raises InputError, StorageError."""
-        terms = msgspec.json.decode(answer, type=_LocalAgreement)
+        terms = typed_json.decode(answer, _LocalAgreement)
         self.run_id, self._storage_url, self._index = terms.run_id, directory.url, rendezvous.call.index
         self.domains = Domains(tuple(terms.domains), self._copies)
         self.own_folder = self.folder.child(f"process-{self._index}")

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from jaxckpt._model import typed_json
 from jaxckpt._model.checks import MAX_INDEX_BYTES, MAX_PROBLEM_CHARACTERS, VERSION, problems
 from jaxckpt._model.file_names import MANIFEST, SEAL, is_sealed
 from jaxckpt._model.records import Manifest, StepRecord
@@ -83,7 +84,7 @@ def decode(content: bytes, where: str, name: str = MANIFEST) -> Manifest:
         raise _manifest_error(content, file, "is damaged or was edited: it does not match the SHA-256 at its own end")
     body = content.rpartition(SEAL)[0] + b"}"
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = typed_json.decode(body, Manifest)
         # JSON that encodes to the same bytes repeats no member. msgspec would silently keep the last of them.
         if msgspec.json.encode(manifest) != body:
             json.loads(body, object_pairs_hook=require_distinct)
@@ -129,7 +130,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
     if nesting(content) > MAX_NESTING:
         raise ValueError(f"nested deeper than {MAX_NESTING}")
     state: dict[str, Any] = {}
-    for name, item in msgspec.convert(
+    for name, item in typed_json.convert(
         json.loads(content, object_pairs_hook=require_distinct), dict[str, dict[str, Any]]
     ).items():
         match item:
@@ -246,7 +247,7 @@ class _Head(msgspec.Struct):
 
 def _version_of(content: bytes) -> int | None:
     try:
-        return msgspec.json.decode(content, type=_Head).version
+        return typed_json.decode(content, _Head).version
     except (ValueError, RecursionError):  # a UnicodeDecodeError is not a msgspec.DecodeError
         return None
 

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
+from jaxckpt._model import typed_json
 from jaxckpt._model.records import StepRecord
 from jaxckpt._run_folder.steps import RUN, TRASH, is_published, is_step, step_name
 from jaxckpt._store.store import Store
@@ -59,7 +60,7 @@ def read_added_metrics(run: Store, steps: Container[int]) -> AddedMetrics:
         if content is None:  # removed in the meantime
             continue
         try:
-            metric = msgspec.json.decode(content, type=_AddedMetric)
+            metric = typed_json.decode(content, _AddedMetric)
         except msgspec.MsgspecError as error:
             raise DataError(f"{notes.url}/{name}, a metric that was added to a step, is damaged: {error}") from error
         added.setdefault((step, metric.save_id), {})[metric.name] = metric.value

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
 from jaxckpt._model.paths import closest_hint
@@ -140,7 +141,7 @@ def best_rule(run: Store) -> tuple[str, Mode]:
             " opened it. Give a step number"
         )
     try:
-        return msgspec.json.decode(note, type=tuple[str, Mode])
+        return typed_json.decode(note, tuple[str, Mode])
     except msgspec.MsgspecError as error:
         raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
 

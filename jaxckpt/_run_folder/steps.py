@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import msgspec
-
+from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.manifest import MAX_NESTING, nesting
 from jaxckpt._model.records import MAX_INTEGER
@@ -140,6 +139,6 @@ def read_metadata(run: Store) -> dict[str, Any] | None:
     try:
         if nesting(note) > MAX_NESTING:
             raise ValueError(f"nested deeper than {MAX_NESTING}")
-        return msgspec.json.decode(note, type=dict[str, Any])
+        return typed_json.decode(note, dict[str, Any])
     except ValueError as error:
         raise DataError(f"{run.url}/{RUN}/{METADATA}, the metadata of the run, is damaged: {error}") from error

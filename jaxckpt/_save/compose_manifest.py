@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._model import typed_json
 from jaxckpt._model.checks import FORMAT, VERSION
 from jaxckpt._model.records import Manifest, StackRecord, StepRecord
 from jaxckpt._save.describe import Draft
@@ -58,7 +59,7 @@ def gather_shares(rendezvous: Rendezvous, share: Share) -> list[Share]:
     """The shares of all processes, in process 0. It waits for them even if it is cancelled: they may still write."""
     with rendezvous.call.cancellation.paused():
         texts = rendezvous.gather(msgspec.json.encode(share).decode())
-    return [msgspec.json.decode(text, type=Share) for text in texts]
+    return [typed_json.decode(text, Share) for text in texts]
 
 
 def stored_bytes(manifest: Manifest) -> int:

@@ -25,6 +25,7 @@ from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.call import Call, run_outside
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._keywords import explain_keywords
+from jaxckpt._model import typed_json
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.control import RateLimiter
@@ -338,13 +339,13 @@ def _begin(save: PreparedSave, ahead: StagedAhead | None) -> tuple[Begun, Transa
                 texts = rendezvous.gather(msgspec.json.encode(offer).decode())
             begun = Begun(uuid.uuid4().hex, "")
             if texts:
-                offers = [msgspec.json.decode(text, type=_Offer) for text in texts]
+                offers = [typed_json.decode(text, _Offer) for text in texts]
                 if len(offers) > 1:
                     require_agreement([offer.fingerprint for offer in offers], value_groups)
                 terms, transaction = destination.begin(save, begun.save_id, [offer.terms for offer in offers])
                 begun = Begun(begun.save_id, terms)
             with phases.timed("barrier"):
-                begun = msgspec.json.decode(rendezvous.broadcast(msgspec.json.encode(begun).decode()), type=Begun)
+                begun = typed_json.decode(rendezvous.broadcast(msgspec.json.encode(begun).decode()), Begun)
         with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
             transaction = destination.join(save, begun) or transaction
             with phases.timed("barrier"):

@@ -12,6 +12,7 @@ import msgspec
 from jaxckpt._job.call import Call
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
 from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
@@ -111,7 +112,7 @@ class SharedPath:
             for reason, n_bytes in unlinked.items():
                 log_unlinked(self.store.url, n_bytes, reason)
         with phases.timed("barrier"):
-            return msgspec.json.decode(rendezvous.broadcast(msgspec.json.encode(result).decode()), type=PublishResult)
+            return typed_json.decode(rendezvous.broadcast(msgspec.json.encode(result).decode()), PublishResult)
 
     def commit(
         self, call: Call, transaction: Transaction, stacks: Iterable[Stack], manifest: bytes, *, sync: bool

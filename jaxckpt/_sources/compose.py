@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxckpt._arguments.pytree import flatten, mark_as_leaf
 from jaxckpt._keywords import explain_keywords
+from jaxckpt._model import typed_json
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK, dtype_name
 from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord, StackRecord, StepRecord
 from jaxckpt._model.tree import Tree
@@ -83,8 +84,8 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         metadata=metadata,
         tree=structure,
         leaves=records,
-        meshes=[msgspec.json.decode(text, type=MeshRecord) for text in meshes],
-        layouts=[msgspec.json.decode(text, type=LayoutRecord) for text in layouts],
+        meshes=[typed_json.decode(text, MeshRecord) for text in meshes],
+        layouts=[typed_json.decode(text, LayoutRecord) for text in layouts],
         stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
         step=step_record(metadata),
     )

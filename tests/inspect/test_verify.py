@@ -151,8 +151,10 @@ def test_a_checkpoint_that_is_deleted_during_verify_is_not_damaged(path: Path, t
             shutil.rmtree(folder)
 
     one(tmp_path / "copy", "*float32-64/c/0/0").unlink()
+    # In a second, progress is reported.
+    slowly = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with pytest.raises(jaxckpt.errors.NotACheckpointError, match="deleted while it was being verified"):
-        jaxckpt.verify(tmp_path / "copy", options=jaxckpt.Options(progress=delete))
+        jaxckpt.verify(tmp_path / "copy", options=jaxckpt.Options(progress=delete, max_bytes_per_second=slowly))
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +80,21 @@ def test_a_released_caller_returns_while_the_work_goes_on() -> None:
 
 
 def test_an_interrupt_ends_the_wait_and_abandons_work_that_only_reads() -> None:
-    resumed = list[object]()
+    resumed, interrupted, ended = list[object](), threading.Event(), threading.Event()
 
     def work() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
+        assert interrupted.wait(60)
         try:
             lanes.run_watched("reading /somewhere", 60, lambda: None)
         except StorageError as error:
             resumed.append(error)
+        ended.set()
 
     with pytest.raises(KeyboardInterrupt):
         lanes.run_alone(work, 60)
+    interrupted.set()
+    assert ended.wait(60)
     assert len(resumed) == 1, "its next storage operation raises"
 
 
