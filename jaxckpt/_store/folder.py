@@ -389,6 +389,7 @@ class Folder:
             by_writer = not is_data_referenced(previous, data)
             if by_writer:
                 self._require_note(data, WRITER, previous)
+                self._put_draft(data, manifest, sync=sync)  # first: see published_data
                 self.put(f"{data}/{COPY}", manifest)
             else:
                 self._update_copy(data, manifest)
@@ -406,6 +407,7 @@ class Folder:
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
             self._require_note(data, COPY, damaged)
+            self.remove(f"{data}/{WRITER}")  # of a writer that was killed: with a draft, it would seem unpublished
             self._replace_manifest_durably(handle, data, copy, damaged, COPY, sync=sync)
 
     def _replace_manifest_durably(
@@ -413,7 +415,9 @@ class Folder:
     ) -> None:
         """Replace the manifest `previous` of the open folder. `proof` is the file whose absence proves that the data
         was deleted."""
-        self._replace_manifest(data, manifest, previous, sync=sync)
+        if proof != WRITER:
+            self._put_draft(data, manifest, sync=sync)
+        self._publish_draft(data, manifest, previous)
         try:
             if sync:
                 os.fsync(folder)
@@ -422,6 +426,8 @@ class Folder:
         except (OSError, JaxckptError):
             # The manifest is in place, but perhaps not durable, or its data was deleted. A save that raises must not
             # leave it published.
+            with contextlib.suppress(OSError, JaxckptError):
+                self._remove_copy(data, sync=False)  # else the data seems to have been published
             with contextlib.suppress(OSError, JaxckptError):
                 self._withdraw(data, manifest, previous)
             raise
@@ -451,7 +457,8 @@ class Folder:
         """Restore the manifest that was just replaced, if its data still exists."""
         old = None if previous is None else data_folder_of(previous)
         if previous is not None and old is not None and os.path.isdir(self._path(old)):
-            self._replace_manifest(data, previous, manifest, sync=False)
+            self._put_draft(data, previous, sync=False)
+            self._publish_draft(data, previous, manifest)
         else:
             self._require_unchanged(manifest)
             os.unlink(self._path(MANIFEST))
@@ -460,21 +467,20 @@ class Folder:
         if (current := self.read(MANIFEST)) != previous:
             raise overtaken_error(self.url, was_deleted=current is None)
 
-    def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
+    def _put_draft(self, data: str, manifest: bytes, *, sync: bool) -> None:
+        """Write a manifest in the data folder, so that the remains of a crash are deleted with the data."""
+        self.remove(_draft(data))  # a process that was killed may have left it as a second name of the manifest
+        self.put(_draft(data), manifest, sync=sync)
+
+    def _publish_draft(self, data: str, content: bytes, previous: bytes | None) -> None:
         """Replace the manifest `previous`, which is compared last, because the lock may not reach other hosts."""
-        # Written in the data folder, so that the remains of a crash are deleted with the data.
-        temporary = f"{data}/{MANIFEST}"
-        self.remove(temporary)  # a process that was killed may have left it as a second name of the manifest
-        self.put(temporary, content, sync=sync)
-        try:
-            self._require_unchanged(previous)
-            if previous is None:
-                self._link_manifest(temporary, content)
-            else:
-                os.rename(self._path(temporary), self._path(MANIFEST))
-        finally:
-            with contextlib.suppress(StorageError):
-                self.remove(temporary)
+        self._require_unchanged(previous)
+        if previous is None:
+            self._link_manifest(_draft(data), content)
+        else:
+            os.rename(self._path(_draft(data)), self._path(MANIFEST))
+        with contextlib.suppress(StorageError):
+            self.remove(_draft(data))
 
     def _link_manifest(self, temporary: str, content: bytes) -> None:
         """Publish a first manifest. A link, unlike a rename, fails if another host has published in the meantime."""
@@ -531,10 +537,13 @@ class Folder:
                 _sync_path(self._path(data))
 
     def published_data(self) -> list[str]:
+        # A writer writes its draft before the copy, and publishes it by a rename, or by a link, after which it removes
+        # the draft. So a copy without a draft was published, even if the writer was killed before it removed its note.
         return [
             name
             for name in filter(is_data_folder, self.names())
-            if os.path.lexists(self._path(name, COPY)) and not os.path.lexists(self._path(name, WRITER))
+            if os.path.lexists(self._path(name, COPY))
+            and not (os.path.lexists(self._path(name, WRITER)) and os.path.lexists(self._path(_draft(name))))
         ]
 
     def discard(self, data: str) -> None:
@@ -560,7 +569,7 @@ class Folder:
                 manifest = self.read(MANIFEST)
                 if self._may_publish(name, alive, note, manifest, evict=evict):
                     left = True
-                elif manifest is None and note is None and name in find_lost(self):
+                elif manifest is None and name in find_lost(self):
                     log_kept(self.url, name)
                     left = True
                 elif self._delete_data(name, has_note=note is not None):
@@ -637,7 +646,7 @@ class Folder:
         """Also deletes the note of a dead writer, and the second name of the manifest that it may have left."""
         if self._find_writer(data)[0] is False:
             with contextlib.suppress(StorageError):  # no permission, or a file system that is mounted read-only
-                self.remove(f"{data}/{MANIFEST}")
+                self.remove(_draft(data))
                 self.remove(f"{data}/{WRITER}")
         named = {stack.name for stack in stacks}
         for name in self.child(data).names():
@@ -816,6 +825,11 @@ def _make_folders(path: str) -> None:
     for oldest in list(_new_folders)[:-_MAX_NEW_FOLDERS]:
         _new_folders.pop(oldest, None)
     os.makedirs(path, exist_ok=True)
+
+
+def _draft(data: str) -> str:
+    """The manifest of a data folder before it is published, or a second name of it."""
+    return f"{data}/{MANIFEST}"
 
 
 def _is_listed(path: str) -> bool:

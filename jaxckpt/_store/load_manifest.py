@@ -56,16 +56,16 @@ def overtaken_error(url: str, *, was_deleted: bool = False) -> CheckpointExistsE
 
 # Checkpoints that have lost their manifest ----------------------------------------------------------------
 #
-# Two other files of a data folder show what happened to its manifest: the second copy of the manifest, and the note of
-# the writer.
+# Other files of a data folder show what happened to its manifest: the second copy of the manifest, the note of the
+# writer, and the draft that a writer publishes by renaming it.
 #
-#    note    copy    manifest is missing because
-#    yes     any     the save has not published it, and perhaps never will
-#    no      no      the checkpoint is being deleted, or was replaced; or a deletion was interrupted
-#    no      yes     it was lost
+#    copy    note and draft    the manifest is missing because
+#    no      any               the save has not published it yet, or the checkpoint is being deleted, or was replaced
+#    yes     both              the save has not published it, and perhaps never will
+#    yes     one or none       it was lost
 #
-# A writer creates its note, then the copy, publishes the manifest, and removes the note. Whoever deletes data removes
-# the copy first.
+# A writer creates its note, the draft, then the copy, publishes the draft, and removes the note. Whoever deletes data
+# removes the copy first. In a bucket, a state in the note takes the place of the draft.
 
 
 def find_lost(store: Store) -> list[str]:
@@ -93,13 +93,13 @@ def _newest(store: Store, published: list[str]) -> str | None:
 def _still_has_copy(store: Store, data: str) -> bool:
     """Whether the copy still exists, with data that it describes.
 
-    A writer whose data was swept when it was just about to publish may leave a copy alone.
+    A writer whose data was swept when it was just about to publish may leave a copy, and its draft, alone.
     """
     try:
         content = store.read(f"{data}/{COPY}")
         if content is None:
             return False
-        if store.child(data).names() != [COPY]:
+        if not {*store.child(data).names()} <= {COPY, MANIFEST}:
             return True
         manifest = decode(content, f"{store.url}/{data}", COPY)
     except CorruptError:  # damaged, or not a plain file
@@ -130,7 +130,7 @@ def read_copy(store: Store) -> tuple[str, bytes, Manifest, bytes | None]:
     if damaged is not None and is_sealed(damaged):
         raise CheckpointExistsError(f"{store.url}/{MANIFEST} matches its own SHA-256, so it is not replaced")
     named = None if damaged is None else data_folder_of(damaged)
-    candidates = [data for data in store.published_data() if named in (None, data)]
+    candidates = [data for data in store.published_data() if named in (None, data) and _still_has_copy(store, data)]
     if not candidates:
         what = f"no {MANIFEST}" if damaged is None else f"a damaged {MANIFEST}"
         raise NotACheckpointError(f"{store.url} has {what}, and no second copy of it that could replace it")

@@ -130,12 +130,12 @@ class Shared(Folder):
     does not pause between comparing the manifest and replacing it.
     """
 
-    def _replace_manifest(self, data: str, content: bytes, previous: bytes | None, *, sync: bool) -> None:
+    def _publish_draft(self, data: str, content: bytes, previous: bytes | None) -> None:
         if previous is None and not _here.host.lost:
-            super()._replace_manifest(data, content, previous, sync=sync)
+            super()._publish_draft(data, content, previous)
             return
         with _here.host.atomic():
-            super()._replace_manifest(data, content, previous, sync=sync)
+            super()._publish_draft(data, content, previous)
             note_replaced(previous, content)
 
     def _withdraw(self, data: str, manifest: bytes, previous: bytes | None) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,12 @@ import golden
 import numpy as np
 import pytest
 from command_line import run, run_json
+from processes import environment
 
 import jaxckpt
 from jaxckpt import weights
 from jaxckpt._inspect.verify import repair
-from jaxckpt._model.file_names import COPY, MANIFEST
+from jaxckpt._model.file_names import COPY, MANIFEST, WRITER
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
@@ -233,6 +237,7 @@ def test_a_save_that_was_killed_is_swept(place: str, moment: str) -> None:
     at(directory).mark("00000001")
     transaction = at(path).begin_save(save_id, None)
     at(path).put(f"{transaction.data}/object", b"data")
+    at(path).put(f"{transaction.data}/{MANIFEST}", content)  # in a folder, the draft
     at(path).put(f"{transaction.data}/{COPY}", content)
     if moment == "after the manifest":
         transaction.commit(content, sync=False)
@@ -252,6 +257,35 @@ def test_a_save_that_was_killed_is_swept(place: str, moment: str) -> None:
         with opened(directory) as checkpoints:
             checkpoints.save(2, state(2), metrics={"loss": 1.0})
         assert at(path).names() == []
+
+
+@pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
+def test_a_save_that_was_killed_after_it_published_is_repaired(tmp_path: Path, before: str) -> None:
+    """Its note still exists, but not its draft."""
+    path = str(tmp_path / "one")
+    if before == "a checkpoint":
+        jaxckpt.save(path, state(1))
+    save_and_die = f"""
+import os, sys, jaxckpt, numpy as np
+
+def audit(event, arguments):
+    if event == "os.remove" and str(arguments[0]).endswith("{WRITER}"):
+        os._exit(9)
+
+sys.addaudithook(audit)
+jaxckpt.save({path!r}, {{"w": np.full((4, 5), 2), "step": 2}}, overwrite=True)
+"""
+    done = subprocess.run([sys.executable, "-c", save_and_die], env=environment(1), timeout=120, check=False)
+    assert done.returncode == 9
+    lose(path)
+    with pytest.raises(ManifestError, match="jaxckpt repair"):
+        jaxckpt.restore(path)
+    with pytest.raises(CheckpointExistsError, match="jaxckpt repair"):
+        jaxckpt.save(path, state(3))
+    assert repair(Path(path), FAST)
+    assert jaxckpt.load_numpy(path)["step"] == 2
+    jaxckpt.save(path, state(3), overwrite=True)
+    assert [name[:5] for name in sorted(os.listdir(path))] == ["data-", MANIFEST[:5]]
 
 
 def test_an_interrupted_deletion_is_swept(place: str) -> None:
