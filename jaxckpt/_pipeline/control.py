@@ -78,7 +78,7 @@ class Phases:
             self._within.seconds = outer + seconds
 
 
-# The rate: `Options.max_bytes_per_second`, and out of the way of training, until the save must hurry ------
+# The rate: `Options.max_bytes_per_second`, until the save must hurry ---------------------------------------
 
 
 class RateLimiter:
@@ -88,18 +88,15 @@ class RateLimiter:
     first, and a save is published as soon as they are written.
     """
 
-    def __init__(self, bytes_per_second: float | None, *, yields: bool = False) -> None:
+    def __init__(self, bytes_per_second: float | None) -> None:
         self.bytes_per_second = bytes_per_second
         """Largest rate in bytes per second; None: no limit."""
-
-        self.yields = yields
-        """Whether the save leaves cores to the training loop, because no caller waits for it."""
 
         self._allowed_at = time.monotonic()  # when the bytes so far may have been written
 
     def end(self) -> None:
-        """End all limits, because the save must hurry."""
-        self.bytes_per_second, self.yields = None, False
+        """End the limit, because the save must hurry."""
+        self.bytes_per_second = None
 
     def wait(self, n_bytes: int, check: Callable[[], None]) -> None:
         """Wait until `n_bytes` more may be written. Returns early if the interpreter is shutting down. Raises what

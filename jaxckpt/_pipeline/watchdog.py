@@ -77,6 +77,9 @@ class Watchdog:
         self.folder = folder
         """The folder that the operation uses, if it is known."""
 
+        self.in_background = False
+        """Whether nothing waits for the call, so that its threads leave the processors to the program."""
+
         self._operation: str | None = None
         self._since = 0.0
         self._error: StorageError | None = None

@@ -242,7 +242,7 @@ class RunningSave:
 
     def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:
         """As `_await`, while the save uses all threads, because a caller waits."""
-        self.rate_limiter.yields = False
+        self._watchdog.in_background = False
         return self._await(latch, timeout_seconds)
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
@@ -258,10 +258,15 @@ class RunningSave:
         """Let its lane end by itself, or hang."""
         self._watchdog.abandon()
 
+    def lift_limits(self) -> None:
+        """From now on, use all threads, and write at any rate."""
+        self._watchdog.in_background = False
+        self.rate_limiter.end()
+
     def hurry(self, timeout_seconds: float) -> None:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
         save has failed. Does not wait for its `on_done`."""
-        self.rate_limiter.end()
+        self.lift_limits()
         self._await_soon(self._settled, timeout_seconds)
 
     def await_end(self, check: Callable[[], object]) -> SaveInfo | None:
@@ -394,7 +399,7 @@ def await_saves(owner: str) -> None:
 def lift_limits() -> None:
     """End the limits of the rates of all running saves, because the job is being preempted."""
     for save in _saves.copy():
-        save.rate_limiter.end()
+        save.lift_limits()
 
 
 def hurry_saves(deadline: float) -> None:

@@ -192,7 +192,8 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     n_bytes = save.plan.written_bytes(call.index)
     running = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number, awaited=not background)
     is_limited = background and not request.is_last_step
-    running.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None, yields=is_limited)
+    running.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
+    call.watchdog.in_background = is_limited
     if background and not running_saves.unreported_saves():
         finish_first()
     work = functools.partial(_save_in_lane, save, background)

@@ -22,8 +22,8 @@ from jaxckpt._save.staging import StagedAhead, StagedObject
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.store import ArrayWriter
 
-YIELDING_FACTOR = 4
-"""An object of a save that no caller waits for takes this multiple of its bytes from the budget, so that fewer threads
+BACKGROUND_FACTOR = 4
+"""An object of a save that nothing waits for takes this multiple of its bytes from the budget, so that fewer threads
 write at the same time: on 2 cores one instead of two, on 16 cores 8 of 16."""
 
 WrittenObjects = list[tuple[Object, WrittenObject]]
@@ -104,7 +104,7 @@ class _Writer:
     def n_bytes(self, staged: StagedObject) -> int:
         """What an object takes from the budget: the host memory for writing it, in addition to its data."""
         factor = self._array_writer(staged.obj.stack).memory_factor
-        return staged.obj.n_bytes * max(factor, YIELDING_FACTOR if self.rate_limiter.yields else 1)
+        return staged.obj.n_bytes * max(factor, BACKGROUND_FACTOR if self.save.call.watchdog.in_background else 1)
 
     def _array_writer(self, stack: int) -> ArrayWriter:
         if stack not in self.array_writers:

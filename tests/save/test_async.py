@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import json
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from processes import PROGRAMS, Finished, RunProcesses, RunPython, environment, 
 
 import jaxckpt
 from jaxckpt._job.call import Call
+from jaxckpt._pipeline import workers
 from jaxckpt._save import running_saves as _background
 from jaxckpt._save import shared_path as _shared_path
 from jaxckpt._save.describe import Draft
@@ -760,3 +762,31 @@ def test_a_checkpointer_calls_on_done_for_the_steps_that_it_saves(tmp_path: Path
             assert background or len(called) == step // 2
             assert saved == (step % 2 == 0)
     assert called == ["00000002", "00000004"]
+
+
+# The training loop beside it -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a priority of a thread exists on Linux")
+def test_what_nothing_waits_for_is_written_at_a_lower_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, priorities, go_on = os.getpriority(os.PRIO_PROCESS, 0), list[int](), threading.Event()
+
+    def writev(*args: Any) -> int:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, 0) - own)
+        assert go_on.wait(60)
+        return os_writev(*args)
+
+    os_writev = os.writev
+    monkeypatch.setattr(os, "writev", writev)
+    tree = {name: np.full(1 << 20, 1.0) for name in "abcdefgh"}
+    options = jaxckpt.Options(object_bytes=1 << 20, chunk_bytes=1 << 20, host_bytes=1 << 20)
+    pending = jaxckpt.save_async(tmp_path / "c", tree, options=options)
+    while not priorities:
+        time.sleep(0.001)
+    threading.Timer(0.2, go_on.set).start()
+    pending.wait(60)
+    assert priorities[0] == workers.NICENESS
+    assert priorities[-1] == 0, "somebody waits"
+    priorities.clear()
+    jaxckpt.save(tmp_path / "d", tree, options=options)
+    assert {*priorities} == {0}
