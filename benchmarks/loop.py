@@ -41,6 +41,8 @@ import numpy as np
 import workloads
 from contenders import Contender
 
+import jaxckpt
+
 CONTENDERS = ("jaxckpt", "Orbax raw", "Orbax OCDBT", "Orbax v1")
 STEPS = (33e-6, 100e-6, 5e-3, 50e-3)
 """Seconds of a step alone: a jitted function and a little Python, or a wait for a device."""
@@ -109,19 +111,23 @@ def measure(loop: Loop, contender: Contender, tree: Any) -> Lap:
     ended = list[float]()
     cpu = time.process_time()
     begin = time.perf_counter()
-    wait = contender.save_async(tree)
-    blocked = time.perf_counter() - begin
 
-    def note_end() -> None:
-        wait()
+    def note_end(*_: object) -> None:
         ended.append(time.perf_counter())
 
-    waiter = threading.Thread(target=note_end)
-    waiter.start()
+    if isinstance(contender, contenders.Jaxckpt):
+        # Not `wait`, because a save hurries while somebody waits.
+        pending = jaxckpt.save_async(contender.path, tree, options=contender.options, on_done=note_end)
+        blocked = time.perf_counter() - begin
+        wait: contenders.Wait = pending.wait
+    else:
+        wait = contender.save_async(tree)
+        blocked = time.perf_counter() - begin
+        threading.Thread(target=lambda: note_end(wait())).start()
     taken = list[float]()
     while not ended:
         taken.append(loop.step())
-    waiter.join()
+    wait()
     published = ended[0] - begin
     cpu = time.process_time() - cpu
     p50, p99, p99_9 = np.quantile(taken, [0.5, 0.99, 0.999])
