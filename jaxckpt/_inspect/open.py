@@ -6,6 +6,7 @@ import contextlib
 import math
 import types
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
@@ -70,8 +71,10 @@ def open(
         array([ 8,  9, 10, 11])
     """
     options = options_or_default(options)
-    source = renamed_source(source_at(path, options, manifest_sha256), rename)
-    return Checkpoint(source, options)
+    source = source_at(path, options, manifest_sha256)
+    if isinstance(source, NativeCheckpoint):
+        source = replace(source, keeps_readers=True)
+    return Checkpoint(renamed_source(source, rename), options)
 
 
 @explain_names

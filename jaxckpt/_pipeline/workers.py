@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -56,7 +56,7 @@ class Workers:
         that is left in the queue.
         """
         task = Task(functools.partial(_run_work, current_watchdog(), work))
-        if _this_thread.workers is self:
+        if _this_thread.workers is self or _this_thread.works_alone:
             task.run()
             return task
         try:
@@ -79,6 +79,9 @@ class Workers:
 class _Thread(threading.local):
     workers: Workers | None = None
     """Whose thread this is."""
+
+    works_alone = False
+    """Whether it does itself what it submits."""
 
 
 _this_thread = _Thread()
@@ -126,6 +129,17 @@ def submit(work: Callable[[], T]) -> Task[T]:
     watchdog = current_watchdog()
     workers = _background if watchdog is not None and watchdog.in_background else _workers
     return workers.submit(work)
+
+
+@contextlib.contextmanager
+def work_alone() -> Generator[None]:
+    """A block in which this thread itself does what it submits: for work that takes less time than a hand-over to
+    another thread and back, which is about 0.3 ms."""
+    outside, _this_thread.works_alone = _this_thread.works_alone, True
+    try:
+        yield
+    finally:
+        _this_thread.works_alone = outside
 
 
 def submit_waiting(work: Callable[[], T]) -> Task[T]:

@@ -22,7 +22,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate, run_alone, run_watched
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
-from jaxckpt._pipeline.workers import note_progress
+from jaxckpt._pipeline.workers import note_progress, work_alone
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
 from jaxckpt._sources.source import Source, leaves_at
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
@@ -46,6 +46,10 @@ def require_metadata(source: Source, stacks: Sequence[int], options: Options) ->
     """Raise DataError unless the small files that describe these stacks are as they were saved."""
     what = f"reading the metadata of {source.url}"
     run_watched(what, options.timeout_seconds, lambda: source.require_metadata(stacks))
+
+
+SMALL_BYTES = 1 << 20
+"""A call that reads no more, in one read, reads in its own thread."""
 
 
 # What is read ---------------------------------------------------------------------------------------------
@@ -93,9 +97,11 @@ def read(
     budget = Budget(options.host_bytes)
     reader = _Reader(source, steps, delivery, budget)
     planned = (planned for planned, _ in zip(reads_of(steps), arrivals, strict=False))
-    for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
-        arrived.place()
-        report(finished.n_bytes)
+    is_small = sum(len(step.reads) for step in steps) == 1 and steps[0].reads[0].n_bytes <= SMALL_BYTES
+    with work_alone() if is_small else contextlib.nullcontext():
+        for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
+            arrived.place()
+            report(finished.n_bytes)
 
 
 class _Reader:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
@@ -75,6 +75,15 @@ class NativeCheckpoint:
     manifest: Manifest
     digest: str
 
+    keeps_readers: bool = False
+    """Whether readers are kept for later reads, with the indexes of the objects that they have read."""
+
+    _intact: set[int] = field(default_factory=set[int], compare=False, repr=False)
+    """The stacks whose metadata was found intact since the checkpoint was opened."""
+
+    _readers: dict[int, ArrayReader] = field(default_factory=dict[int, ArrayReader], compare=False, repr=False)
+    """The readers that are kept, by stack."""
+
     @classmethod
     def at(cls, store: Store, digest: str | None = None) -> Self:
         """The checkpoint at a path. If the digest of its manifest is given, it must match. Raises NotACheckpointError,
@@ -91,6 +100,9 @@ class NativeCheckpoint:
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check every zarr.json. jaxckpt does not use it, but other Zarr readers do."""
+        stacks = [number for number in stacks if number not in self._intact]
+        if not stacks:
+            return
         records = [self.manifest.stacks[number] for number in stacks]
         keys = [f"{self.manifest.data_folder}/{record.name}/zarr.json" for record in records]
         problems: list[Problem] = []
@@ -102,11 +114,17 @@ class NativeCheckpoint:
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
             raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems)
+        self._intact.update(stacks)
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
+        if (kept := self._readers.get(stack)) is not None:
+            return kept
         manifest = self.manifest
         stored = manifest.stacks[stack].objects
-        return self.store.array_reader(manifest.data_folder, manifest.decoded_stacks[stack], stored, plan)
+        reader = self.store.array_reader(manifest.data_folder, manifest.decoded_stacks[stack], stored, plan)
+        if self.keeps_readers and reader.serves_any_plan:
+            self._readers[stack] = reader
+        return reader
 
     def change_since_open(self) -> str | None:
         try:

@@ -74,6 +74,7 @@ class FileReader(ArrayReader):
     """Reads boxes of a stack that is not compressed, from the stack's `folder`."""
 
     shares_chunks: ClassVar[bool] = True
+    serves_any_plan: ClassVar[bool] = True
 
     folder: str
     """The stack's folder, which has its zarr.json."""

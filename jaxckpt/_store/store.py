@@ -55,6 +55,9 @@ class ArrayReader(abc.ABC):
     shares_chunks: ClassVar[bool] = False
     """Whether a chunk that consecutive boxes of one call need is read only once."""
 
+    serves_any_plan: ClassVar[bool] = False
+    """Whether it reads any boxes as well as those that it was created for, so that it can be kept."""
+
     @abc.abstractmethod
     def read(self, targets: Sequence[tuple[Box, Array]]) -> list[Pending[None]]:
         """Start to read boxes, each into an array of its shape. Neighboring boxes are read together."""
