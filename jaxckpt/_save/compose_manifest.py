@@ -99,7 +99,7 @@ def compose_manifest(
         format=FORMAT,
         version=VERSION,
         save_id=save_id,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         libraries=_libraries(),
         metadata=metadata,
         tree=draft.structure,

@@ -50,7 +50,8 @@ def overtaken_error(url: str, *, was_deleted: bool = False) -> CheckpointExistsE
             f"the checkpoint at {url} was deleted while this save was replacing it; this save was abandoned, save again"
         )
     return CheckpointExistsError(
-        f"another save published a checkpoint at {url} while this one was writing; this save was abandoned"
+        f"another save published a checkpoint at {url} while this one was writing; this save was abandoned: to replace"
+        " that checkpoint, save again"
     )
 
 
