@@ -187,7 +187,7 @@ class Options:
 def options_or_default(options: Options | None) -> Options:
     """The options of a call: the caller's, or the defaults for None. Raises InputError for anything else."""
     if options is None:
-        return Options()
+        return _DEFAULT
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(
             f"options must be a jaxckpt.Options, such as Options(sync=False), found {type(options)}"
@@ -229,3 +229,6 @@ def require_seconds(value: object, what: str) -> float:
     if isinstance(value, bool) or not number > 0:
         raise InputError(f"{what} must be a number above zero, found {reprlib.repr(value)}")
     return float(number)
+
+
+_DEFAULT = Options()
