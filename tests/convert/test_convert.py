@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._convert import destination
-from jaxckpt._formats.local_files import names_or_empty
 from jaxckpt._model.dtypes import npy_dtype
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.format_registry import formats, written_formats
+from jaxckpt._store.foreign_files import names_or_empty
 
 DTYPES = (
     *(np.float32, np.float64, np.float16, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
