@@ -44,7 +44,6 @@ from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
-from jaxckpt._store.files import read_into
 from jaxckpt._store.foreign_files import OpenFile, is_folder, list_names, opened, read_head, read_small
 from jaxckpt.errors import DataError, InputError, show_path
 
@@ -399,7 +398,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: OpenFile)
         if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
             raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
         content = bytearray(n_bytes)
-        read_into(path, handle, offset, [content])
+        handle.read_into(offset, [content])
         try:
             return content.decode("utf-32-le", "surrogatepass").rstrip("\0")
         except UnicodeDecodeError as error:

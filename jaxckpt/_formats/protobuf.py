@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxckpt._store.files import read_into
 from jaxckpt._store.foreign_files import OpenFile
 from jaxckpt.errors import DataError
 
@@ -161,7 +160,7 @@ class Message:
         if stop - start > MAX_TEXT_BYTES:
             raise self.damage_error(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
         content = bytearray(stop - start)
-        read_into(self.path, self._handle, start, [content])
+        self._handle.read_into(start, [content])
         try:
             return content.decode()
         except UnicodeDecodeError as error:
