@@ -690,7 +690,7 @@ class Bucket:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    return pending.result(timeout=self._wait_seconds(self._answer_seconds / 2))
+                    return self._wait(pending, self._answer_seconds / 2)
                 self._answer(self._keys.read(MANIFEST, byte_range=slice(0, 0)), self._answer_seconds / 2)
                 note_progress()
         finally:
@@ -699,13 +699,8 @@ class Bucket:
     def _answer(self, pending: ts.Future[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
-        seconds = self._wait_seconds(seconds)
         try:
-            if seconds > _WARNING_SECONDS:
-                with contextlib.suppress(TimeoutError):
-                    return self._answered(pending.result(timeout=_WARNING_SECONDS))
-                self._warn_once()
-            result = pending.result(timeout=max(0.0, begun + seconds - time.monotonic()))
+            result = self._wait(pending, seconds)
         except TimeoutError:
             pending.cancel()  # or tensorstore could repeat a write after this call has ended
             now, server = time.monotonic(), (self.spec, self.retry_seconds)
@@ -716,11 +711,18 @@ class Bucket:
                 f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
                 f"{self._settings_hint()}",
             ) from None
-        return self._answered(result)
-
-    def _answered(self, result: T) -> T:
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
         return result
+
+    def _wait(self, pending: ts.Future[T], seconds: float) -> T:
+        """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`."""
+        seconds = self._wait_seconds(seconds)
+        first_seconds = min(_WARNING_SECONDS, seconds)
+        with contextlib.suppress(TimeoutError):
+            return pending.result(timeout=first_seconds)
+        if first_seconds < seconds:
+            self._warn_once()
+        return pending.result(timeout=seconds - first_seconds)
 
     def _warn_once(self) -> None:
         """Log that a server has not answered yet, unless it has answered another request."""

@@ -56,6 +56,7 @@ loaded = jaxckpt.load_numpy(path)
 assert loaded["params"]["w"].tolist() == w.tolist() and loaded["n"] == 3.5
 mesh = jax.make_mesh((2, 4), ("x", "y"))
 specs = lambda name, leaf: P("x", "y") if name == "params/w" else P()
+jax.config.update("jax_enable_x64", True)
 state = jaxckpt.restore(path, mesh=mesh, specs=specs)
 assert np.array_equal(state["params"]["w"], w) and state["params"]["w"].sharding.spec == P("x", "y")
 checkpoint = jaxckpt.open(path)
