@@ -47,7 +47,7 @@ from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import missing_formats_hint, written_formats
 from jaxckpt._sources.open_source import Location, NamedStep, source_at
-from jaxckpt._sources.source import Source
+from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
@@ -189,7 +189,7 @@ def _convert(
     call: Call,
     conversion: _Conversion,
     location: Location,
-    source: Source,
+    source: NativeCheckpoint | ForeignCheckpoint,
     destination: str | os.PathLike[str],
     *,
     is_step: bool = False,

@@ -38,7 +38,7 @@ from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, run_at, store_at
 from jaxckpt.errors import CheckpointExistsError, InputError, StorageError, show_count, show_path
 
-View = Callable[[Source], Source]
+View = Callable[[NativeCheckpoint | ForeignCheckpoint], Source]
 """What is converted of a source: `select` and `rename`."""
 
 
@@ -126,7 +126,7 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {leaf.path: () if leaf.stack is None else manifest.leaf_shape(leaf) for leaf in manifest.leaves}
 
 
-def step_source(run: Store, step: int, options: Options) -> Source:
+def step_source(run: Store, step: int, options: Options) -> NativeCheckpoint | ForeignCheckpoint:
     """A step of a run, with its number, its metrics and the user's metadata."""
     source = source_at(NamedStep(run, str(step)), options)
     manifest = source.manifest

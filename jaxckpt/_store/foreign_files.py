@@ -303,11 +303,11 @@ class BucketFiles:
 
 def _node(tree: _Tree, path: str) -> object:
     """What a path below a tree refers to: a tree, None for a file, and False for nothing."""
-    node: object = tree
+    node: Any = tree
     for name in filter(None, path.split("/")):
         if not isinstance(node, dict) or name not in node:
             return False
-        node = cast("_Tree", node)[name]
+        node = node[name]
     return node
 
 
