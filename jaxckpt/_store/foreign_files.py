@@ -6,6 +6,7 @@ its URL, without percent-encoding. A bucket has no folders: those that the names
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import stat
@@ -13,8 +14,9 @@ import urllib.parse
 from collections.abc import Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from jaxckpt._keywords import explain_keywords
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._store.files import read_into
 from jaxckpt._store.storage_errors import UNLISTABLE, translate_os_errors
@@ -28,35 +30,34 @@ _HEAD_BYTES = 1 << 16
 """The first read of a file in a bucket fetches this much, which often is all that its format reads of it at first."""
 
 
-class OpenFile(Protocol):
+class OpenFile(abc.ABC):
     """A file to read."""
 
-    @property
-    def path(self) -> str: ...
+    path: str
 
     @property
+    @abc.abstractmethod
     def size(self) -> int:
         """Its size in bytes. In a bucket, this may take dozens of requests: see `has_size`."""
-        ...
 
+    @abc.abstractmethod
     def has_size(self, size: int) -> bool:
         """Whether this is its size. One request."""
-        ...
 
+    @abc.abstractmethod
     def read(self, count: int, offset: int) -> bytes:
         """Bytes from an offset on; fewer than `count` only at its end."""
-        ...
 
+    @abc.abstractmethod
     def read_into(self, offset: int, buffers: Sequence[Any]) -> None:
         """Fill buffers with its bytes from an offset on. Raises DataError if it is too short."""
-        ...
 
 
 # On a file system -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalFile:
+@dataclass(frozen=True)
+class _LocalFile(OpenFile):
     path: str
     handle: int
 
@@ -79,6 +80,7 @@ class _LocalFile:
         read_into(self.path, self.handle, offset, buffers)
 
 
+@explain_keywords
 @contextlib.contextmanager
 def opened(path: str) -> Generator[OpenFile]:
     """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
@@ -311,7 +313,7 @@ def _node(tree: _Tree, path: str) -> object:
     return node
 
 
-class _BucketFile:
+class _BucketFile(OpenFile):
     def __init__(self, files: BucketFiles, path: str) -> None:
         self.path = path
         self._files = files
