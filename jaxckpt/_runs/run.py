@@ -68,7 +68,7 @@ class Run:
 
     Args:
         directory: The directory of a `Checkpointer`: a local path or a URL. It need not exist yet. `steps`,
-            `latest_step`, `metrics`, `best_step("loss", "min")`, `open` and `restore` also work with a local run of
+            `latest_step`, `metrics`, `best_step("loss", "min")`, `open` and `restore` also work with a run of
             Orbax's `CheckpointManager`.
         options: See `Options`.
 
@@ -182,7 +182,7 @@ class Run:
         return path if is_native else self._foreign_paths().get(number, path)
 
     def _foreign_paths(self) -> dict[int, str]:
-        """The path of each step of a local run of Orbax, oldest first."""
+        """The path of each step of a run of Orbax, oldest first."""
         return {step.number: step.path for step in foreign_steps_of(self._store.url, self._options)}
 
     def _number(self, step: StepName) -> int:
@@ -336,7 +336,7 @@ class Run:
         return run_restore(self._location("latest" if step is None else step), request, self._options)
 
     def _location(self, step: StepName) -> str | NamedStep:
-        """The location of a step, also of a local run of Orbax."""
+        """The location of a step, also of a run of Orbax."""
         if isinstance(step, str) and step == "latest":
             return self._store.url
         return NamedStep(self._store, step if isinstance(step, str) else str(require_step(step)))
