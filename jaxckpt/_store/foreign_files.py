@@ -210,13 +210,13 @@ def names_at(path: str) -> list[str] | None:
 def store_of(path: str) -> Store | None:
     """The store of a folder in a bucket; None for a local path."""
     files = _files_of(path)
-    return None if files is None else files.root.child(files.key(path)).with_url(url_of(path))
+    return None if files is None else files.folder(path).with_url(url_of(path))
 
 
 def kvstore_of(path: str) -> tuple[dict[str, Any], Any] | None:
     """tensorstore's spec of a folder in a bucket, and the context of its requests; None for a local path."""
     files = _files_of(path)
-    return None if files is None else files.root.child(files.key(path)).tensorstore()
+    return None if files is None else files.folder(path).tensorstore()
 
 
 # In a bucket ----------------------------------------------------------------------------------------------
@@ -252,6 +252,11 @@ class BucketFiles:
     def key(self, path: str) -> str:
         return path.removeprefix(self.url).strip("/")
 
+    def folder(self, path: str) -> Bucket:
+        """The store of a folder."""
+        key = self.key(path)
+        return self.root.child(key) if key else self.root
+
     def read_whole(self, path: str) -> bytes:
         content = self.root.read(self.key(path))
         if content is None:
@@ -283,9 +288,8 @@ class BucketFiles:
     def _tree(self, folder: str) -> _Tree | None:
         """Everything below a folder, by one request per thousand keys."""
         if folder not in self._listings:
-            key = self.key(folder)
             try:
-                keys = self.root.child(key).keys_below() if key else self.root.keys_below()
+                keys = self.folder(folder).keys_below()
             except StorageError as error:
                 if error.errno not in UNLISTABLE or not folder.startswith("http"):
                     raise

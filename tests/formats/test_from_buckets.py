@@ -100,6 +100,25 @@ def test_formats_that_are_written_here(tmp_path: Path) -> None:
         jaxckpt.Checkpointer(url)
 
 
+def test_a_model_is_read_by_its_rules() -> None:
+    folder = DATA / "transformers" / "llama"
+    url = upload(folder, "memory://models/llama")
+    rules, there = jaxckpt.rules.huggingface_rules(folder), jaxckpt.rules.huggingface_rules(url)
+    assert there == rules
+    np.testing.assert_equal(jaxckpt.load_numpy(url, rename=there), jaxckpt.load_numpy(folder, rename=rules))
+
+
+def test_a_checkpoint_that_is_a_whole_bucket(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ours", {"w": np.arange(3)})
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "theirs", format="orbax")
+    root = BucketStore.at("memory://whole", Options())
+    for file in (tmp_path / "theirs").rglob("*"):
+        if file.is_file():
+            root.put(str(file.relative_to(tmp_path / "theirs")), file.read_bytes())
+    for url in ("memory://whole", "memory://whole/"):
+        assert jaxckpt.load_numpy(url)["w"].tolist() == [0, 1, 2]
+
+
 def test_names_with_special_characters(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", w=np.arange(3))
     url = upload(tmp_path / "a.npz", "memory://special/a%25b%20c/x%7Cy.npz")
