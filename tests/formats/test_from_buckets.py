@@ -36,10 +36,11 @@ def upload(path: Path, url: str) -> str:
     """Copy a file or a folder to a URL."""
     store = BucketStore.at(url.rpartition("/")[0], Options())
     name = urllib.parse.unquote(url.rpartition("/")[2])
-    for file in [path] if path.is_file() else path.rglob("*"):
-        if file.is_file():
-            below = "" if path.is_file() else f"/{file.relative_to(path)}"
-            store.put(f"{name}{below}", file.read_bytes())
+    files = [file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    keys = [name if path.is_file() else f"{name}/{file.relative_to(path)}" for file in files]
+    started = [store._begin_put(key, file.read_bytes(), "") for key, file in zip(keys, files, strict=True)]
+    for writing in started:
+        writing.result()
     return url
 
 
@@ -273,7 +274,7 @@ def web(tmp_path: Path) -> Iterator[str]:
 
 
 def test_files_over_http(web: str, tmp_path: Path) -> None:
-    tree = model()
+    tree = {name: leaf for name, leaf in model().items() if name in ("layer1", "scale")}
     jaxckpt.save(tmp_path / "ours", tree)
     for name, format in (("x.safetensors", None), ("x.npz", None), ("hf", "safetensors")):
         jaxckpt.convert(tmp_path / "ours", tmp_path / name, format=format)
