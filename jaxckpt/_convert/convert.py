@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
-from jaxckpt._convert.convert_run import copy_notes, held, step_source, steps_to_convert
+from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
 from jaxckpt._convert.destination import replacing, require_replaceable
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.mindspore import mindspore_ranks
@@ -224,10 +224,16 @@ def _convert_run(
     directory = os.fspath(destination).rstrip("/")
     for number, step in enumerate(steps, 1):
         name = step_name(step) if conversion.format == "jaxckpt" else str(step)
-        with Call.of("convert", f"{directory}/{name}", conversion.options) as call:
+        with (
+            Call.of("convert", f"{directory}/{name}", conversion.options) as call,
+            contextlib.ExitStack() as until_converted,
+        ):
+            hold = functools.partial(hold_step, run, step, until_converted)
+            if not call.run(functools.partial(_in_process_0, call, "holding a step of the source", hold)):
+                log.warning("step %d of %s was deleted before it could be converted", step, run.url)
+                continue
             source = step_source(run, step, conversion.options)
-            with held(source, run, step) if call.index == 0 else contextlib.nullcontext():
-                _convert(call, conversion, NamedStep(run, str(step)), source, f"{directory}/{name}", is_step=True)
+            _convert(call, conversion, NamedStep(run, str(step)), source, f"{directory}/{name}", is_step=True)
             if call.index == 0:
                 log.info("converted step %d of %s (%d of %d)", step, run.url, number, len(steps))
     if conversion.format == "jaxckpt":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from jaxckpt._run_folder.steps import (
     PIN,
     RUN,
     all_pins,
+    is_published,
     require_no_checkpoint,
     step_folders,
     step_name,
@@ -36,7 +37,14 @@ from jaxckpt._sources.open_source import Location, NamedStep, foreign_steps_of, 
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, run_at, store_at
-from jaxckpt.errors import CheckpointExistsError, InputError, StorageError, show_count, show_path
+from jaxckpt.errors import (
+    CheckpointExistsError,
+    InputError,
+    NotACheckpointError,
+    StorageError,
+    show_count,
+    show_path,
+)
 
 View = Callable[[NativeCheckpoint | ForeignCheckpoint], Source]
 """What is converted of a source: `select` and `rename`."""
@@ -153,16 +161,18 @@ def _place(store: Store) -> str:
     return store.url if local is None else os.path.realpath(local)
 
 
-@contextlib.contextmanager
-def held(source: Source, run: Store, step: int) -> Generator[None]:
+def hold_step(run: Store, step: int, until_converted: contextlib.ExitStack) -> bool:
     """Protect a step of a Checkpointer's run from deletion while it is converted, if a lease can be written there.
-
-    Raises NotACheckpointError if the step was deleted."""
-    with contextlib.ExitStack() as until_converted:
-        if _is_own(source, run, step):
-            with contextlib.suppress(StorageError):
-                until_converted.enter_context(hold(run, step))
-        yield
+    Returns whether the step still exists."""
+    if not is_published(run, step):
+        return not possible_steps(run)  # it is a step of another library
+    try:
+        until_converted.enter_context(hold(run, step))
+    except NotACheckpointError:
+        return False
+    except StorageError:  # no permission
+        pass
+    return True
 
 
 def copy_notes(run: Store, target: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,26 @@ def test_an_interrupted_conversion_is_resumed(
     jaxckpt.convert(ours, target, format=format, overwrite=True)
     assert len(done) == 7, "overwrite=True converts every step again"
     assert {step: jaxckpt.Run(target).metrics(step) for step in (10, 20, 30)} == METRICS
+
+
+def test_a_step_that_is_deleted_meanwhile_is_skipped(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the rules of a Checkpointer do not delete the step that is being converted."""
+    convert_one, held = _convert._convert, list[list[str]]()  # pyright: ignore[reportPrivateUsage]
+
+    def deleting(*args: Any, **named: Any) -> None:
+        held.append([path.name[:14] for path in (ours / "_run").iterdir() if path.name.startswith("lease")])
+        if len(held) == 1:
+            shutil.rmtree(ours / "00000020")
+        convert_one(*args, **named)
+
+    monkeypatch.setattr(_convert, "_convert", deleting)
+    jaxckpt.convert(ours, tmp_path / "target")
+    assert jaxckpt.Run(tmp_path / "target").steps() == [10, 30]
+    assert "step 20 of" in caplog.text
+    assert held == [["lease-00000010"], ["lease-00000030"]]
+    assert not [path for path in (ours / "_run").iterdir() if path.name.startswith("lease")]
 
 
 def _fail(*_: Any) -> Any:
