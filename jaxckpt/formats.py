@@ -16,6 +16,8 @@ from jaxckpt._sources.foreign import ForeignArray as ForeignArray
 from jaxckpt._sources.foreign import ForeignCheckpoint as ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep as ForeignStep
 from jaxckpt._sources.format_registry import Format as Format
+from jaxckpt._store.foreign_files import OpenFile as OpenFile
+from jaxckpt._store.foreign_files import opened as opened
 
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
     __getattr__ = _explain_missing_names(__name__)

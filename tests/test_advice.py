@@ -1354,7 +1354,12 @@ COMMANDS: list[tuple[str, str, Callable[[str], object]]] = [
         lambda message: shell("""jaxckpt convert ck d --mesh x=3 --specs 'w=P("x")' --indivisible replicate"""),
     ),
     ("convert ck d.pt", "with any other", lambda message: shell("jaxckpt convert ck d.pt --format jaxckpt")),
-    ("convert ck d.npz --format zarr", "leave out --format", lambda message: cli("convert", "run", "d.npz")),
+    ("convert ck d.npz --format zarr", "leave out --format", lambda message: cli("convert", "run@latest", "d.npz")),
+    (
+        "convert run d.npz",
+        "convert one of them",
+        lambda message: cli("convert", found(message, r"or (run@\w+)"), "d.npz"),
+    ),
     ("convert ck d.npz", "with --select", lambda message: cli("convert", "ck", "d.npz", "--select", "w")),
     (
         "convert ck d --format orbax",

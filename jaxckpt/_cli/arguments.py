@@ -25,7 +25,7 @@ LAYOUTS = ("plain", "scan", "maxtext")
 SORTS = ("name", "bytes")
 """Values of `show --sort`."""
 
-FORMATS = ("jaxckpt", "npz", "orbax", "safetensors", "zarr")
+FORMATS = ("jaxckpt", "npz", "orbax", "orbax-v1", "safetensors", "zarr")
 """The formats that `convert` writes without other packages, for completion."""
 
 

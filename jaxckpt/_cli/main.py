@@ -352,7 +352,7 @@ def convert() -> None:
     jaxckpt convert run1/00000100 model.safetensors --select params
     jaxckpt convert run1/00000100 for-serving --mesh model=8 --chunk-bytes 64KiB
     jaxckpt convert Llama-3.1-8B run0 --rules maxtext --format orbax
-    jaxckpt convert run9 exported --rules maxtext --back-to Llama-3.1-8B --format safetensors
+    jaxckpt convert run9@latest exported --rules maxtext --back-to Llama-3.1-8B --format safetensors
     """
 
 

@@ -6,17 +6,21 @@ source ─▶ its manifest, with the selected leaves ─▶ jaxckpt: a Draft who
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
 from jaxckpt._convert.destination import replacing, require_replaceable
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.mindspore import mindspore_ranks
@@ -27,12 +31,14 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.records import LayoutRecord, MeshRecord
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
+from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.lanes import run_watched
-from jaxckpt._pipeline.progress import display_progress
+from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
+from jaxckpt._run_folder.steps import step_name
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.request import SaveRequest
 from jaxckpt._save.save import start
@@ -40,11 +46,14 @@ from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write_plan import ArrayLeaf
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import missing_formats_hint, written_formats
-from jaxckpt._sources.open_source import Location, source_at
-from jaxckpt._sources.source import Source
+from jaxckpt._sources.open_source import Location, NamedStep, source_at
+from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
-from jaxckpt._store.store_path import local_path
+from jaxckpt._store.store import Store
+from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, show_path
+
+T = TypeVar("T")
 
 
 @explain_keywords
@@ -61,14 +70,16 @@ def convert(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> None:
-    """Convert a checkpoint to a different format, mesh or chunk size, or to a subset of its leaves.
+    """Convert a checkpoint or a whole run to a different format, mesh or chunk size, or to a subset of its leaves.
 
     Any host can do this: it needs no devices, and at most about `options.host_bytes` of memory in addition to Python
     and JAX. In a job of several processes, every process makes the call and process 0 writes.
 
     Args:
         source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
-            `oneflow_ranks`.
+            `oneflow_ranks`. The directory of a run, of a Checkpointer or of Orbax, is converted to a run: each step,
+            with its number and metrics, oldest first. If that is interrupted, the same call resumes it and skips the
+            steps that are complete. "run@40" and "run@latest" refer to one step.
         destination: The path of the new checkpoint: as for `save`, or a local path for other formats.
         format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", otherwise a folder of shards
             with an index); "npz"; "zarr" (a group with one array per leaf); "orbax". By default the destination's
@@ -95,8 +106,10 @@ def convert(
         TreeError: Leaves that the format cannot store; one error lists them. Or a pattern of `select` or a path of
             `rename` matches nothing.
         MismatchError: The `Rules` in `rename` do not fit the source.
-        InputError: Another argument is invalid, such as `format` or a suffix that is not a format.
-        CheckpointExistsError: `destination` exists and `overwrite` is false, or it must not be deleted.
+        InputError: Another argument is invalid, such as `format` or a suffix that is not a format; or the source is a
+            run, and the format has no runs.
+        CheckpointExistsError: `destination` exists and `overwrite` is false, or it must not be deleted; or the
+            destination of a run has steps of another run.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -106,41 +119,128 @@ def convert(
         {'w': array([0., 1., 2.])}
     """
     with Call.of("convert", destination, options) as call:
-        options = call.options
-        overwrite = require_bool(overwrite, "overwrite")
-        if chunk_bytes is not None:
-            options = replace(options, chunk_bytes=chunk_bytes)
-        if specs is not None and mesh is None:
-            raise InputError("convert(specs=…) needs mesh=: the sizes of the mesh axes that the specs name")
-        target = local_path(destination, "destination")
-        name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
-        if name != "jaxckpt" and target is None:
+        conversion = _conversion(
+            destination, format, mesh, specs, select, rename, chunk_bytes, call.options, overwrite=overwrite
+        )
+        find_steps = functools.partial(
+            steps_to_convert,
+            source,
+            destination,
+            conversion.format,
+            functools.partial(renamed_source, rename=rename, select=select),
+            conversion.options,
+            overwrite=conversion.overwrite,
+        )
+        steps = call.run(functools.partial(_in_process_0, call, "listing the steps of the source", find_steps))
+        if steps is None:
+            _convert(call, conversion, source, source_at(source, conversion.options), destination)
+            return
+    assert not isinstance(source, ForeignCheckpoint)
+    _convert_run(conversion, store_at(source, conversion.options), steps, destination)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """The arguments of a conversion, checked."""
+
+    format: str
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None
+    specs: Specs
+    select: Select | None
+    rename: Renaming | None
+    options: Options
+    overwrite: bool
+
+
+def _conversion(
+    destination: str | os.PathLike[str],
+    format: str | None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
+    specs: Specs,
+    select: Select | None,
+    rename: Renaming | None,
+    chunk_bytes: int | None,
+    options: Options,
+    *,
+    overwrite: bool,
+) -> _Conversion:
+    """The arguments of `convert`, checked as far as possible without the source. Raises InputError."""
+    overwrite = require_bool(overwrite, "overwrite")
+    if chunk_bytes is not None:
+        options = replace(options, chunk_bytes=chunk_bytes)
+    if specs is not None and mesh is None:
+        raise InputError("convert(specs=…) needs mesh=: the sizes of the mesh axes that the specs name")
+    target = local_path(destination, "destination")
+    name = _format_of(os.fspath(destination).rstrip("/") if target is None else target, format)
+    if name != "jaxckpt":
+        if target is None:
             raise InputError(
                 f"{name!r} is written to a local path, but {os.fspath(destination)!r} looks like a URL: write it to a"
                 " local path, then copy it"
             )
-        narrow = renamed_source(source_at(source, options), rename, select)
-        if name == "jaxckpt":
-            call.run(
-                functools.partial(
-                    _do_in_process_0,
-                    call,
-                    "verifying the source",
-                    functools.partial(_verify_checksums, narrow, options),
-                )
-            )
-            draft, manifest = _drafted(narrow, mesh, specs, options), narrow.manifest
-            path = SharedPath.at(destination, options, overwrite=overwrite)
-            request = SaveRequest(path, options, metadata=manifest.metadata, draft=draft, step=manifest.step)
-            start(request, call, background=False).wait()
-            return
         if chunk_bytes is not None and name != "zarr":
             raise InputError(f"convert(chunk_bytes=…) has no effect on format {name!r}: leave it out")
         if mesh is not None:
             raise InputError(f"mesh= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
-        assert target is not None
-        write = functools.partial(_write_foreign, call, narrow, source, target, name, options, overwrite=overwrite)
-        call.run(functools.partial(_do_in_process_0, call, "converting", write))
+    return _Conversion(name, mesh, specs, select, rename, options, overwrite)
+
+
+def _convert(
+    call: Call,
+    conversion: _Conversion,
+    location: Location,
+    source: NativeCheckpoint | ForeignCheckpoint,
+    destination: str | os.PathLike[str],
+    *,
+    is_step: bool = False,
+) -> None:
+    """Convert one checkpoint; with `is_step`, to a step of a run. Every process."""
+    options = conversion.options
+    narrow = renamed_source(source, conversion.rename, conversion.select)
+    if conversion.format == "jaxckpt":
+        verify = functools.partial(_verify_checksums, narrow, options)
+        call.run(functools.partial(_in_process_0, call, "verifying the source", verify))
+        draft = _drafted(narrow, conversion.mesh, conversion.specs, options)
+        path = SharedPath.at(destination, options, overwrite=conversion.overwrite)
+        manifest = narrow.manifest
+        request = SaveRequest(path, options, metadata=manifest.metadata, draft=draft, step=manifest.step)
+        start(request, call, background=False).wait()
+        return
+    target = local_path(destination)
+    form = written_formats()[conversion.format]
+    write_format = form.write_step if is_step else form.write
+    assert target is not None
+    assert write_format is not None, form.name
+    write = functools.partial(
+        _write_foreign, call, narrow, location, target, write_format, options, overwrite=conversion.overwrite
+    )
+    call.run(functools.partial(_in_process_0, call, "converting", write))
+
+
+def _convert_run(
+    conversion: _Conversion, run: Store, steps: Sequence[int], destination: str | os.PathLike[str]
+) -> None:
+    """Convert steps of a run, each in a call of its own, and copy the notes on the run. Every process."""
+    directory = os.fspath(destination).rstrip("/")
+    for number, step in enumerate(steps, 1):
+        name = step_name(step) if conversion.format == "jaxckpt" else str(step)
+        with (
+            Call.of("convert", f"{directory}/{name}", conversion.options) as call,
+            contextlib.ExitStack() as until_converted,
+        ):
+            hold = functools.partial(hold_step, run, step, until_converted)
+            if not call.run(functools.partial(_in_process_0, call, "holding a step of the source", hold)):
+                log.warning("step %d of %s was deleted before it could be converted", step, run.url)
+                continue
+            source = step_source(run, step, conversion.options)
+            _convert(call, conversion, NamedStep(run, str(step)), source, f"{directory}/{name}", is_step=True)
+            if call.index == 0:
+                log.info("converted step %d of %s (%d of %d)", step, run.url, number, len(steps))
+    if conversion.format == "jaxckpt":
+        with Call.of("convert", directory, conversion.options) as call:
+            target = store_at(directory, conversion.options)
+            copy = functools.partial(copy_notes, run, target)
+            call.run(functools.partial(_in_process_0, call, "copying the notes on the run", copy))
 
 
 def integrate(
@@ -159,21 +259,25 @@ def integrate(
     convert(mindspore_ranks(ranks, strategy=strategy), new, format="jaxckpt", overwrite=overwrite, options=options)
 
 
-def _do_in_process_0(call: Call, what: str, work: Callable[[], None]) -> None:
-    """Do work in process 0, after all processes have come this far. The others wait for its end."""
+def _in_process_0(call: Call, what: str, work: Callable[[], T]) -> T:
+    """Do work in process 0, after all processes have come this far. All get its result, a JSON value."""
     with call.rendezvous(what) as rendezvous:
         rendezvous.gather("")
-        if call.index == 0:
-            work()
-        rendezvous.broadcast("")
+        result = work() if call.index == 0 else None
+        return json.loads(rendezvous.broadcast(json.dumps(result)))
 
 
 def _write_foreign(
-    call: Call, source: Source, location: Location, target: str, format: str, options: Options, *, overwrite: bool
+    call: Call,
+    source: Source,
+    location: Location,
+    target: str,
+    write_format: Callable[[Source, str, Options, Report], None],
+    options: Options,
+    *,
+    overwrite: bool,
 ) -> None:
     """Write a checkpoint in another library's format. Process 0."""
-    write_format = written_formats()[format].write
-    assert write_format is not None, format
 
     def report(moved: int) -> None:
         require_not_stalled()

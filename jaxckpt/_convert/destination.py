@@ -10,7 +10,6 @@ import uuid
 import warnings
 from collections.abc import Collection, Generator
 
-from jaxckpt._formats.local_files import list_names
 from jaxckpt._formats.orbax.orbax_records import SAVE_FILES
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
@@ -19,6 +18,7 @@ from jaxckpt._sources.format_registry import formats, missing_formats_hint
 from jaxckpt._sources.open_source import Location
 from jaxckpt._store.files import remove_folder
 from jaxckpt._store.folder import sync_path
+from jaxckpt._store.foreign_files import list_names
 from jaxckpt._store.load_manifest import find_lost, load_manifest
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path, store_at

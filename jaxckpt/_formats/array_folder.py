@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from jaxckpt._formats.export import tree_of_names
-from jaxckpt._formats.local_files import exists, from_json, names_in, names_or_empty, read_json, read_small
+from jaxckpt._formats.index_files import from_json, read_json
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.zarr_arrays import described_array
 from jaxckpt._model.dtypes import DTYPES
@@ -27,6 +27,7 @@ from jaxckpt._model.values import decode_value
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format
+from jaxckpt._store.foreign_files import exists, is_folder, is_link, names_in, names_or_empty, read_small
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, InputError, NotACheckpointError
 
@@ -84,7 +85,7 @@ def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
     if ".zarray" not in names:
         for name in sorted(names):
             inner = f"{below}/{name}" if below else name
-            if name != "c" and not os.path.islink(f"{path}/{inner}") and os.path.isdir(f"{path}/{inner}"):
+            if name != "c" and not is_link(f"{path}/{inner}") and is_folder(f"{path}/{inner}"):
                 yield from _folders(path, inner)
 
 
@@ -112,7 +113,7 @@ def open_arrays(path: str) -> ForeignCheckpoint:
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a folder by their names, and the Python values that `convert` stored. Raises DataError."""
-    folder = ArrayFolder(path, exists(f"{path}/{_DATABASE}"))
+    folder = ArrayFolder.at(path, ocdbt=exists(f"{path}/{_DATABASE}"))
     if folder.ocdbt:
         keys = [key for key in folder.list_keys() if key.rpartition("/")[2] in _ARRAY_FILES]
         texts = zip(keys, folder.read_all(keys), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxckpt._formats.local_files import read_at
+from jaxckpt._store.foreign_files import OpenFile
 
 MAX_BYTES = 1 << 30
 """The most bytes that are read, without those that are only located. Objects take a dozen times as much memory."""
@@ -33,7 +33,7 @@ class ByteReader:
     """Reads a part of an open file. Methods raise ValueError if it ends too early or holds too much."""
 
     path: str
-    handle: int
+    handle: OpenFile
     window_start: int
     """Position in the file of the window's first byte; at first, of the part."""
 
@@ -59,7 +59,7 @@ class ByteReader:
         self.n_read += size
         if self.n_read > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes in addition to its arrays")
-        more = read_at(self.handle, size, self.position + left)
+        more = self.handle.read(size, self.position + left)
         if len(more) < min(size, count - left):
             raise ValueError("the file was truncated while it was being read")
         self.window_start, self.window = self.position, self.window[self.window_index :] + more

@@ -15,11 +15,10 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxckpt._formats.local_files import (
+from jaxckpt._formats.index_files import (
     Index,
     from_json,
     index_counts,
-    list_names,
     path_inside,
     read_indexed,
     read_json,
@@ -35,6 +34,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import is_folder, list_names
 from jaxckpt.errors import DataError, show_path
 
 _META = re.compile(r"pytorch_model-meta-dist-(\d+)(\.index)?\.json")
@@ -81,7 +81,7 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 def open_colossalai(path: str) -> ForeignCheckpoint:
     """A folder that ColossalAI's booster wrote, with a model, an optimizer, or both. Raises DataError, InputError."""
-    is_index = not os.path.isdir(path)
+    is_index = not is_folder(path)
     folder, names = (os.path.dirname(path), [os.path.basename(path)]) if is_index else (path, list_names(path))
     metas = [name for name in names if _META.fullmatch(name)]
     models, optimizers = _indices(names)

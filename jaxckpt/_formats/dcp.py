@@ -16,16 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from jaxckpt._formats.local_files import (
-    convert_checked,
-    from_json,
-    list_names,
-    opened,
-    path_inside,
-    read_at,
-    read_json,
-    require_length,
-)
+from jaxckpt._formats.index_files import convert_checked, from_json, path_inside, read_json, require_length
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import require_instance, require_sizes, unpickle, unreadable
 from jaxckpt._formats.safetensors import read_header_and_metadata
@@ -38,6 +29,7 @@ from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import list_names, opened
 from jaxckpt.errors import DataError, NotACheckpointError, show_path
 
 _METADATA = ".metadata"
@@ -201,7 +193,7 @@ def _require_torch_save(info: _StorageInfo) -> None:
     result FileSystemReader.read_data passes to torch.load.
     """
     with opened(info.relative_path) as handle:
-        head = read_at(handle, 9, info.offset)
+        head = handle.read(9, info.offset)
     if head[8:] == b"{":  # after the length of the header
         raise DataError(
             f"{info.relative_path} was written with serialization_format=SAFETENSORS, which"

@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from jaxckpt._formats.flax_msgpack import is_msgpack_map, read_msgpack
-from jaxckpt._formats.local_files import names_in, read_head, read_indexed
+from jaxckpt._formats.index_files import read_indexed
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format
+from jaxckpt._store.foreign_files import names_in, read_head
 from jaxckpt.errors import NotACheckpointError
 
 _MODELS = ("flax_model.msgpack", "diffusion_flax_model.msgpack")

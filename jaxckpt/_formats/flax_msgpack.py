@@ -5,13 +5,11 @@ extension 1: an array, 3: a NumPy scalar, both as msgpack of (shape, dtype, byte
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from jaxckpt._formats.byte_reader import ByteReader, LocatedBytes
-from jaxckpt._formats.local_files import opened
 from jaxckpt._formats.pickle_machine import insert
 from jaxckpt._formats.pickles import MAX_VALUES, as_tree, data_of_bytes, require_sizes, unreadable
 from jaxckpt._formats.shards import FileData, tiled
@@ -19,6 +17,7 @@ from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import extent, flat_boxes, volume
 from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, InMemoryData
+from jaxckpt._store.foreign_files import OpenFile, opened
 from jaxckpt.errors import DataError
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -40,7 +39,7 @@ def read_msgpack(path: str, rebuild: Callable[[Any], Tree | None] = lambda node:
     `rebuild` may replace a str or dict by a leaf. Raises DataError, StorageError.
     """
     with opened(path) as handle:
-        size = os.fstat(handle).st_size
+        size = handle.size
         reader = _Reader(path, handle, 0, size, rebuild)
         try:
             value = reader.value()
@@ -54,7 +53,9 @@ def read_msgpack(path: str, rebuild: Callable[[Any], Tree | None] = lambda node:
 class _Reader(ByteReader):
     """Decodes msgpack."""
 
-    def __init__(self, path: str, handle: int, start: int, end: int, rebuild: Callable[[Any], Tree | None]) -> None:
+    def __init__(
+        self, path: str, handle: OpenFile, start: int, end: int, rebuild: Callable[[Any], Tree | None]
+    ) -> None:
         super().__init__(path, handle, start, end)
         self._rebuild = rebuild
         self._values_left = MAX_VALUES

@@ -7,7 +7,6 @@ followed.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt._formats.local_files import opened, read_at, read_head
 from jaxckpt._formats.pickles import MAX_VALUES, unreadable
 from jaxckpt._formats.shards import FileData
 from jaxckpt._formats.zips import opened_archive
@@ -26,6 +24,7 @@ from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import OpenFile, opened, read_head
 from jaxckpt.errors import DataError, InputError
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -64,7 +63,7 @@ class _Part:
 class _Stream(io.RawIOBase):
     """A part of an open file as a Python file."""
 
-    def __init__(self, handle: int, start: int, size: int) -> None:
+    def __init__(self, handle: OpenFile, start: int, size: int) -> None:
         self._handle, self._start, self._size, self._at = handle, start, size, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -76,7 +75,7 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = min(len(buffer), max(0, self._size - self._at))
-        buffer[:count] = read_at(self._handle, count, self._start + self._at)
+        buffer[:count] = self._handle.read(count, self._start + self._at)
         self._at += count
         return count
 
@@ -97,7 +96,8 @@ class _Dataset(ArrayData):
 
 def open_hdf5(path: str) -> ForeignCheckpoint:
     """The datasets in the tree of their groups. Raises DataError, InputError, StorageError."""
-    part = _Part(path, 0, os.path.getsize(path))
+    with opened(path) as file:
+        part = _Part(path, 0, file.size)
     if path.endswith(".keras"):
         with opened_archive(path) as archive:
             if _KERAS_MEMBER not in archive or (member := archive[_KERAS_MEMBER]).deflated:

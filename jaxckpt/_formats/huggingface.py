@@ -16,12 +16,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from jaxckpt._formats.local_files import reads_files
+from jaxckpt._formats.index_files import MAX_INDEX_BYTES, reads_files
 from jaxckpt._formats.maxtext import maxtext_rules
 from jaxckpt._formats.model_families import CONSTANTS, FAMILIES, Tower
 from jaxckpt._keywords import explain_keywords
@@ -31,8 +30,8 @@ from jaxckpt._rules.axis_layouts import AxisLayout as Axes
 from jaxckpt._rules.axis_layouts import axes_of
 from jaxckpt._rules.rule import Paths, Rule, captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
-from jaxckpt._sources.open_source import source_at
-from jaxckpt._store.storage_errors import translate_os_errors
+from jaxckpt._sources.open_source import located, source_at
+from jaxckpt._store.foreign_files import exists, in_bucket, is_visible_file, read_small
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_count
 
@@ -57,7 +56,7 @@ def huggingface_rules(
     further tokens are left out.
 
     Args:
-        folder: A local folder with the model's config.json, and usually with its tensors: the rules follow their names,
+        folder: A folder with the model's config.json, and usually with its tensors: the rules follow their names,
             which differ between versions of transformers. Or the file or index of tensors in such a folder.
         layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
             MaxText's checkpoints, for all families except GPT-2.
@@ -109,25 +108,23 @@ def huggingface_rules(
 
 
 def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Config:
-    """The configuration of a model or adapter in a local folder. Raises DataError, StorageError, InputError."""
-    local = local_path(folder, "folder, the first argument,")
-    if local is None:
-        raise InputError(f"{folder} must be a local folder: its {name} is read")
-    if os.path.isfile(local):
-        local = os.path.dirname(local)
-    path = Path(local) / name
-    with translate_os_errors(f"cannot read {path}"):
+    """The configuration of a model or adapter in a folder. Raises DataError, StorageError, InputError."""
+    local_path(folder, "folder, the first argument,")  # checks it
+    path, files = located(folder, Options())
+    with in_bucket(files):
+        path = os.path.dirname(path) if is_visible_file(path) else path
+        where = f"{path}/{name}"
+        if not exists(path):
+            raise DataError(
+                f"there is no folder {path}: to download a model, call"
+                f" huggingface_hub.snapshot_download(name, local_dir={os.fspath(folder)!r})"
+            )
+        if not exists(where):
+            raise DataError(f"{path} has no {name}: give the folder of a model of Hugging Face")
         try:
-            return typed_json.decode(path.read_bytes(), dict[str, Any])
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if not os.path.exists(local):
-                raise DataError(
-                    f"there is no folder {local}: to download a model, call"
-                    f" huggingface_hub.snapshot_download(name, local_dir={os.fspath(folder)!r})"
-                ) from error
-            raise DataError(f"{local} has no {name}: give the folder of a model of Hugging Face") from error
-        except (IsADirectoryError, msgspec.MsgspecError) as error:
-            raise DataError(f"{path} cannot be read as a model's configuration: {error}") from error
+            return typed_json.decode(read_small(where, MAX_INDEX_BYTES), dict[str, Any])
+        except (DataError, msgspec.MsgspecError) as error:
+            raise DataError(f"{where} cannot be read as a model's configuration: {error}") from error
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> Collection[str]:

@@ -23,17 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.local_files import (
-    convert_checked,
-    from_json,
-    list_names,
-    opened,
-    path_on_disk,
-    read_at,
-    read_head,
-    read_small,
-    reads_files,
-)
+from jaxckpt._formats.index_files import convert_checked, from_json, path_on_disk, reads_files
 from jaxckpt._formats.protobuf import Message, Schema
 from jaxckpt._formats.rank_files import (
     MAX_RANKS,
@@ -54,7 +44,7 @@ from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
-from jaxckpt._store.files import read_into
+from jaxckpt._store.foreign_files import OpenFile, is_folder, list_names, opened, read_head, read_small
 from jaxckpt.errors import DataError, InputError, show_path
 
 if TYPE_CHECKING:
@@ -197,7 +187,7 @@ class _StrategyFile(msgspec.Struct, frozen=True):
 
 def read_strategy(path: str) -> Strategy:
     """The layouts in a strategy file, or in those of a folder. Raises DataError."""
-    if os.path.isdir(path):
+    if is_folder(path):
         stages: Strategy = {}
         for name in list_names(path):
             if name.endswith((".ckpt", ".json")):
@@ -371,8 +361,8 @@ def read_ckpt(path: str) -> dict[str, ForeignArray | str]:
     """
     tensors: dict[str, ForeignArray | str] = {}
     with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        if size >= 17 and read_at(handle, len(_TRAILER), size - 17) == _TRAILER:
+        size = handle.size
+        if size >= 17 and handle.read(len(_TRAILER), size - 17) == _TRAILER:
             size -= 17
         for tag, values in itertools.groupby(_values(Message(path, handle, size)), key=lambda value: value.tag):
             if tag in tensors:
@@ -394,7 +384,7 @@ def _values(wire: Message) -> Iterator[_Value]:
         yield convert_checked(wire.path, value, _Value)
 
 
-def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> ForeignArray | str:
+def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: OpenFile) -> ForeignArray | str:
     """The tensor or text that consists of one or more ranges of elements."""
     first, where = runs[0], f"{path}: {show_path(tag)}"
     if differing := [run for run in runs if (run.dims, run.type) != (first.dims, first.type)]:
@@ -408,7 +398,7 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: int) -> F
         if n_bytes > MAX_TEXT_BYTES or len(runs) > 1:
             raise DataError(f"{where} is a text of {n_bytes} bytes; at most {MAX_TEXT_BYTES} are read")
         content = bytearray(n_bytes)
-        read_into(path, handle, offset, [content])
+        handle.read_into(offset, [content])
         try:
             return content.decode("utf-32-le", "surrogatepass").rstrip("\0")
         except UnicodeDecodeError as error:

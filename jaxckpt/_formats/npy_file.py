@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from functools import partial
 
-from jaxckpt._formats.local_files import opened, read_at, read_head
 from jaxckpt._formats.npy import MAGIC, MAX_HEADER_BYTES, array_of, read_npy_header
 from jaxckpt._formats.shards import FileData, f_strides
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import opened, read_head
 from jaxckpt.errors import DataError
 
 _MAX_LINE_BYTES = 1 << 16
@@ -29,12 +28,12 @@ def open_npy(path: str) -> ForeignCheckpoint:
     """The array of a file, or a list of several. A line before them is ignored. Raises DataError, StorageError."""
     arrays: list[ForeignArray] = []
     with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        head = read_at(handle, _MAX_LINE_BYTES, 0)
+        size = handle.size
+        head = handle.read(_MAX_LINE_BYTES, 0)
         at = 0 if head.startswith(MAGIC) else len(head.partition(b"\n")[0]) + 1
         while at < size:
             where = f"{path}: the array at byte {at}"
-            record = read_npy_header(where, read_at(handle, MAX_HEADER_BYTES + 12, at))
+            record = read_npy_header(where, handle.read(MAX_HEADER_BYTES + 12, at))
             start, at = at + record.start, at + record.start + record.n_bytes
             if at > size:
                 raise DataError(f"{where} ends at byte {at}, but the file has {size}")

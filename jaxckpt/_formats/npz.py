@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt._formats.export import arrays_of, names_of, raw, recorded_paths, tree_of_names
-from jaxckpt._formats.local_files import opened, path_on_disk, read_at, reads_files
+from jaxckpt._formats.index_files import path_on_disk, reads_files
 from jaxckpt._formats.npy import MAX_HEADER_BYTES, NpyHeader, array_of, read_npy_header
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
@@ -28,6 +28,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
+from jaxckpt._store.foreign_files import OpenFile, is_visible_file, opened
 from jaxckpt.errors import DataError, InputError, show_path
 
 MAX_TEXT_BYTES = 1 << 20
@@ -45,7 +46,7 @@ SNAPSHOT_BYTES = 16 << 20
 
 def recognizes(path: str, names: Collection[str]) -> bool:
     """Whether a file has the suffix .npz, or is an archive that begins with an array: `convert` writes to any name."""
-    return not names and os.path.isfile(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
+    return not names and is_visible_file(path) and (path.endswith(".npz") or first_name(path).endswith(".npy"))
 
 
 def open_npz(path: str, void: str | None = None) -> ForeignCheckpoint:
@@ -111,20 +112,18 @@ class _Snapshot(NamedTuple):
     inflater: Any
 
 
-def _head(handle: int, member: Member, count: int) -> bytes:
+def _head(handle: OpenFile, member: Member, count: int) -> bytes:
     """The first `count` bytes of a member, decompressed."""
     count = min(count, member.n_bytes)
     if not member.deflated:
-        return read_at(handle, count, member.offset)
+        return handle.read(count, member.offset)
     try:  # twice the bytes suffice, because deflate never makes data twice as large
-        return zlib.decompressobj(-15).decompress(
-            read_at(handle, min(2 * count, member.n_stored), member.offset), count
-        )
+        return zlib.decompressobj(-15).decompress(handle.read(min(2 * count, member.n_stored), member.offset), count)
     except zlib.error as error:
         raise DataError(f"{member.path} is damaged: {error}") from error
 
 
-def _array(path: str, name: str, handle: int, member: Member, void: str | None) -> ForeignArray | str | bytes:
+def _array(path: str, name: str, handle: OpenFile, member: Member, void: str | None) -> ForeignArray | str | bytes:
     where = f"{path}: {show_path(name)}"
     record = read_npy_header(where, _head(handle, member, MAX_HEADER_BYTES + 12))
     if not record.dtype.hasobject and record.n_bytes != member.n_bytes - record.start:
@@ -166,7 +165,7 @@ class Uncompressed(FileData):
             self.member.check()
             return
         with opened(self.path) as handle:
-            head = read_at(handle, self.offset - self.member.offset, self.member.offset)
+            head = handle.read(self.offset - self.member.offset, self.member.offset)
         self.member.require_crc32(zlib.crc32(stored.reshape(-1).view(np.uint8).data, zlib.crc32(head)))
 
     def check(self) -> None:
@@ -215,7 +214,7 @@ class Deflated(ArrayData):
                 if last < element + count < math.prod(shape):
                     return  # early, so the checksum at the end of the member is not compared
 
-    def _inflated(self, handle: int, start: int) -> Iterator[tuple[int, bytes]]:
+    def _inflated(self, handle: OpenFile, start: int) -> Iterator[tuple[int, bytes]]:
         """(position, bytes) of the member, from at or before `start` on. Raises DataError."""
         member = self.member
         usable = [snapshot for snapshot in list(self.snapshots.values()) if snapshot.output_position <= start]
@@ -225,7 +224,7 @@ class Deflated(ArrayData):
         while position < member.n_bytes:
             packed = inflater.unconsumed_tail
             if not packed:
-                packed = read_at(handle, min(READ_BYTES, member.n_stored - source), member.offset + source)
+                packed = handle.read(min(READ_BYTES, member.n_stored - source), member.offset + source)
                 source += len(packed)
             try:
                 data = inflater.decompress(packed, min(READ_BYTES, member.n_bytes - position))

@@ -19,18 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxckpt._arguments.pytree import flatten
-from jaxckpt._formats.local_files import (
-    exists,
-    is_folder,
-    list_names,
-    names_in,
-    names_or_empty,
-    opened,
-    path_inside,
-    read_head,
-    read_small,
-    reads_files,
-)
+from jaxckpt._formats.index_files import path_inside, reads_files
 from jaxckpt._formats.pickle_machine import OpaqueObject
 from jaxckpt._formats.pickles import as_array, as_tree, unpickle, unreadable
 from jaxckpt._formats.rank_files import Files, assemble, common_url, paths_of
@@ -41,6 +30,16 @@ from jaxckpt._model.tree import Structure, Tree, nested_dicts, unflatten
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import (
+    exists,
+    is_folder,
+    list_names,
+    names_in,
+    names_or_empty,
+    opened,
+    read_head,
+    read_small,
+)
 from jaxckpt.errors import DataError, NotACheckpointError
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def _tensor_in(folder: str) -> ForeignArray:
     meta, data = os.path.join(folder, _META), os.path.join(folder, _DATA)
     text = read_small(meta, MAX_META_BYTES)
     with opened(data) as handle:
-        size = os.fstat(handle).st_size
+        size = handle.size
     message = _MESSAGE.fullmatch(text.decode("ascii", "replace"))
     if message is None:
         raise DataError(f"{meta} has no shape and data_type: {text[:200]!r}")

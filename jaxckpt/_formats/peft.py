@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._formats.huggingface import Config, huggingface_rules, read_config, tensor_names
-from jaxckpt._formats.local_files import reads_files
+from jaxckpt._formats.index_files import reads_files
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from jaxckpt._formats.local_files import read_head
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import NumpyArray, as_tree, unpickle
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import read_head
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:

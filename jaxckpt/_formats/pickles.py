@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import os
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 
 from jaxckpt._formats.byte_reader import LocatedBytes
-from jaxckpt._formats.local_files import opened
 from jaxckpt._formats.pickle_machine import (
     AllowedFunction,
     Global,
@@ -34,6 +32,7 @@ from jaxckpt._model.paths import escape_key
 from jaxckpt._model.tree import MAX_DEPTH, Tree
 from jaxckpt._model.values import is_utf8
 from jaxckpt._sources.foreign import ForeignArray, InMemoryData, Unreadable
+from jaxckpt._store.foreign_files import opened
 from jaxckpt.errors import DataError
 
 MAX_VALUES = 1 << 22
@@ -70,7 +69,7 @@ def unpickle_at(
     `as_tree` before using it as a tree. Raises DataError, StorageError.
     """
     with opened(path) as handle:
-        length = os.fstat(handle).st_size
+        length = handle.size
         end = length if size is None else start + size
         if not 0 <= start <= end <= length:
             raise DataError(f"{path} is {length} bytes long, expected at least {end}")

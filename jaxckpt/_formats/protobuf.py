@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxckpt._formats.local_files import read_at
-from jaxckpt._store.files import read_into
+from jaxckpt._store.foreign_files import OpenFile
 from jaxckpt.errors import DataError
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -54,7 +53,7 @@ class Schema:
 class Message:
     """A message in an open file."""
 
-    def __init__(self, path: str, handle: int, size: int) -> None:
+    def __init__(self, path: str, handle: OpenFile, size: int) -> None:
         self.path = path
         self.size = size
         self._handle = handle
@@ -63,7 +62,7 @@ class Message:
     def _byte(self, at: int) -> int:
         start, content = self._window
         if not start <= at < start + len(content):
-            start, content = self._window = (at, read_at(self._handle, _WINDOW_BYTES, at))
+            start, content = self._window = (at, self._handle.read(_WINDOW_BYTES, at))
             if not content:
                 raise DataError(f"{self.path} was truncated while it was being read")
         return content[at - start]
@@ -161,7 +160,7 @@ class Message:
         if stop - start > MAX_TEXT_BYTES:
             raise self.damage_error(start, f"a text is longer than {MAX_TEXT_BYTES} bytes")
         content = bytearray(stop - start)
-        read_into(self.path, self._handle, start, [content])
+        self._handle.read_into(start, [content])
         try:
             return content.decode()
         except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._formats.export import tree_of_names
-from jaxckpt._formats.local_files import list_names, path_on_disk, read_head, reads_files
+from jaxckpt._formats.index_files import path_on_disk, reads_files
 from jaxckpt._formats.npz import read_npz
 from jaxckpt._formats.safetensors import read_header
 from jaxckpt._formats.shards import from_boxes, from_ranks
@@ -27,6 +27,7 @@ from jaxckpt._model.paths import closest_hint, name_of_path, path_of_name
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, Unreadable
+from jaxckpt._store.foreign_files import list_names, read_head
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 if TYPE_CHECKING:

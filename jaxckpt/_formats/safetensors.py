@@ -17,15 +17,11 @@ import msgspec
 import numpy as np
 
 from jaxckpt._formats.export import Data, arrays_of, n_bytes, names_of, recorded_paths, slabs, tree_of_names, write_json
-from jaxckpt._formats.local_files import (
+from jaxckpt._formats.index_files import (
     Index,
     convert_checked,
     from_json,
     index_counts,
-    list_names,
-    opened,
-    read_at,
-    read_head,
     read_indexed,
     read_json,
     several_indices_error,
@@ -40,6 +36,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
+from jaxckpt._store.foreign_files import is_folder, list_names, opened, read_head
 from jaxckpt.errors import DataError, NotACheckpointError, show_path
 
 MAX_HEADER_BYTES = 100_000_000
@@ -92,15 +89,23 @@ def read_header(path: str) -> dict[str, ForeignArray]:
 
 def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[str, str]]:
     """As `read_header`, with the metadata in the header."""
-    with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        length = int.from_bytes(read_at(handle, 8, 0), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+    with opened(path) as file:
+        length = int.from_bytes(start := file.read(8, 0), "little")
+        text = file.read(length, 8) if length <= MAX_HEADER_BYTES else b""
+        if len(start) < 8 or len(text) < length:
             raise DataError(
                 f"{path} is not a .safetensors file, or was truncated: its header would be {length} bytes, the file is"
-                f" {size}"
+                f" {file.size}"
             )
-        text, what = read_at(handle, length, 8), f"the header of {path}"
+        tensors, metadata, size = _parse_header(path, text)
+        if not file.has_size(size):
+            raise DataError(f"{path} is {file.size} bytes long, expected {size} from its header")
+    return tensors, metadata
+
+
+def _parse_header(path: str, text: bytes) -> tuple[dict[str, ForeignArray], dict[str, str], int]:
+    """The tensors and the metadata of a header, and the size of its file. Raises DataError."""
+    what = f"the header of {path}"
     if not text.startswith(b"{"):
         raise DataError(f"{what} is damaged: it does not start with '{{'")
     record = from_json(what, text, dict[str, Any])
@@ -108,7 +113,7 @@ def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[s
     metadata = convert_checked(what, {} if metadata is None else metadata, dict[str, str])
     entries = convert_checked(what, record, dict[str, _Entry])
     tensors: dict[str, ForeignArray] = {}
-    start, end = 8 + length, 0
+    start, end = 8 + len(text), 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _BITS:
             raise DataError(
@@ -131,9 +136,7 @@ def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[s
         dtype = DTYPE_OF.get(entry.dtype, entry.dtype)
         tensors[name] = ForeignArray(dtype, entry.shape, FileData(path, start + first, dtype, entry.shape))
         end = last
-    if start + end != size:
-        raise DataError(f"{path} is {size} bytes long, expected {start + end} from its header")
-    return tensors, metadata
+    return tensors, metadata, start + end
 
 
 # Files and folders as checkpoints --------------------------------------------------------------------------
@@ -179,7 +182,7 @@ _Tensor = tuple[ForeignArray, str | None]
 
 
 def _tensors(path: str) -> dict[str, _Tensor]:
-    if os.path.isdir(path):
+    if is_folder(path):
         files = [os.path.join(path, name) for name in _chosen(path, list_names(path))]
         if len(files) > 1:
             return merged({file: _tensors_of_file(file) for file in files})

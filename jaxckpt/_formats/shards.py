@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxckpt._formats.local_files import opened
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import (
     Box,
@@ -29,7 +28,7 @@ from jaxckpt._model.grid import (
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, Replicas, Tiled
-from jaxckpt._store import files
+from jaxckpt._store.foreign_files import OpenFile, opened
 from jaxckpt.errors import DataError, SpecError, show_lines, show_path
 
 SPAN_BYTES = 4 << 20
@@ -58,7 +57,7 @@ class FileData(ArrayData):
         size, steps = DTYPES[self.dtype].itemsize, self.element_strides
         offset = self.offset + size * sum(start * step for (start, _), step in zip(box, steps, strict=True))
         with opened(self.path) as handle:
-            _read_strided(self.path, handle, offset, tuple(size * step for step in steps), as_bits(target))
+            _read_strided(handle, offset, tuple(size * step for step in steps), as_bits(target))
 
     @property
     def element_strides(self) -> tuple[int, ...]:
@@ -84,7 +83,7 @@ def f_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return c_strides(shape[::-1])[::-1]
 
 
-def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...], target: Array) -> None:
+def _read_strided(handle: OpenFile, offset: int, strides: tuple[int, ...], target: Array) -> None:
     """Read a strided array, with strides in bytes: in place if it is contiguous, in one call if its span is small,
     otherwise in parts along the dimension with the longest stride."""
     shape = target.shape
@@ -94,10 +93,10 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
         for side, stride, c_stride in zip(shape, strides, c_strides(shape), strict=True)
     )
     if in_order and target.flags.c_contiguous:
-        files.read_into(path, handle, offset, [target.reshape(-1).view(np.uint8)])
+        handle.read_into(offset, [target.reshape(-1).view(np.uint8)])
     elif span <= SPAN_BYTES:
         raw = np.empty(span, np.uint8)
-        files.read_into(path, handle, offset, [raw])
+        handle.read_into(offset, [raw])
         np.copyto(target, np.ndarray(shape, target.dtype, raw.data, 0, strides))
     else:
         dim = max((dim for dim, side in enumerate(shape) if side > 1), key=lambda dim: strides[dim])
@@ -107,7 +106,7 @@ def _read_strided(path: str, handle: int, offset: int, strides: tuple[int, ...],
             rows, steps = target[(slice(None),) * dim + (slice(first, first + per),)], strides
             if per == 1:
                 rows, steps = rows.squeeze(dim), (*strides[:dim], *strides[dim + 1 :])
-            _read_strided(path, handle, offset + first * strides[dim], steps, rows)
+            _read_strided(handle, offset + first * strides[dim], steps, rows)
 
 
 def from_ranks(path: str, shards: Mapping[int, ForeignArray], axes: Mapping[str, int], spec: Spec) -> ForeignArray:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from jaxckpt._formats.local_files import list_names, read_head, require_length
+from jaxckpt._formats.index_files import require_length
 from jaxckpt._formats.model_folder import complete_series, merged, preferred
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
@@ -29,6 +29,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Unreadable
 from jaxckpt._sources.format_registry import Format
+from jaxckpt._store.foreign_files import is_folder, list_names, read_head
 from jaxckpt.errors import DataError, UnsupportedError
 
 MAX_REPEATED_BYTES = 1 << 26
@@ -88,7 +89,7 @@ def is_legacy(path: str) -> bool:
 
 def open_torch(path: str) -> ForeignCheckpoint:
     """A file that torch.save wrote, as a checkpoint. Raises DataError, StorageError."""
-    if not os.path.isdir(path):
+    if not is_folder(path):
         return compose(path, _read_file(path), "torch")
     contents: dict[str, Mapping[Any, Any]] = {}
     for name in _model_files(list_names(path)):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.local_files import convert_checked, from_json
+from jaxckpt._formats.index_files import convert_checked, from_json
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array

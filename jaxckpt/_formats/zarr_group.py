@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._formats.export import Data, arrays_of, names_of, slabs, write_json
-from jaxckpt._formats.local_files import list_names, read_json
+from jaxckpt._formats.index_files import read_json
 from jaxckpt._model import zarr
 from jaxckpt._model.chunking import chunk_shape, largest_chunk_bytes, object_shape
 from jaxckpt._model.paths import path_prefixes
@@ -24,6 +24,7 @@ from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
 from jaxckpt._store.files import FileWriter
+from jaxckpt._store.foreign_files import list_names
 from jaxckpt.errors import DataError, StorageError, TreeError, show_path
 
 _METADATA = "zarr.json"

@@ -6,13 +6,12 @@ directory at the end ─▶ each member's header ─▶ its bytes; every length 
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from jaxckpt._formats.local_files import opened, read_at, read_head
+from jaxckpt._store.foreign_files import OpenFile, opened, read_head
 from jaxckpt.errors import DataError
 
 MAX_DIRECTORY_BYTES = 1 << 28
@@ -62,7 +61,7 @@ class Member:
         crc32 = 0
         with opened(self.path) as handle:
             for at in range(0, self.n_bytes, READ_BYTES):
-                crc32 = zlib.crc32(read_at(handle, min(READ_BYTES, self.n_bytes - at), self.offset + at), crc32)
+                crc32 = zlib.crc32(handle.read(min(READ_BYTES, self.n_bytes - at), self.offset + at), crc32)
         self.require_crc32(crc32)
 
     def require_crc32(self, crc32: int) -> None:
@@ -96,7 +95,7 @@ def opened_archive(path: str, start: int = 0, size: int | None = None) -> Genera
     the file and the part.
     """
     with opened(path) as handle:
-        length = os.fstat(handle).st_size
+        length = handle.size
         if start + (size or 0) > length:
             raise DataError(f"{path} is {length} bytes long, expected at least {start + (size or 0)}")
         try:
@@ -108,7 +107,7 @@ def opened_archive(path: str, start: int = 0, size: int | None = None) -> Genera
 class Archive:
     """A zip archive with its directory. Methods raise ValueError or struct.error if it is damaged."""
 
-    def __init__(self, path: str, handle: int, start: int, size: int) -> None:
+    def __init__(self, path: str, handle: OpenFile, start: int, size: int) -> None:
         self.path = path
         self.handle = handle
         self.start = start
@@ -159,7 +158,7 @@ class Archive:
         first = self._size - len(self._tail)
         if offset >= first:
             return self._tail[offset - first : offset - first + size]
-        data = read_at(self.handle, size, self.start + offset)
+        data = self.handle.read(size, self.start + offset)
         if len(data) < size:
             raise ValueError("the file was truncated")
         return data

@@ -45,13 +45,14 @@ from jaxckpt._run_folder.steps import (
 )
 from jaxckpt._runs.follow import Step, follow_steps
 from jaxckpt._runs.fork import fork_step
-from jaxckpt._runs.step_notes import metrics_of_another_library, pin_step, recorded_metrics, unpin_name
+from jaxckpt._runs.step_notes import pin_step, recorded_metrics, unpin_name
+from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.format_registry import missing_formats_hint
 from jaxckpt._sources.open_source import NamedStep, foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import local_path, run_at
+from jaxckpt._store.store_path import run_at
 from jaxckpt.errors import InputError, NotACheckpointError
 
 StepName = int | str
@@ -67,7 +68,7 @@ class Run:
 
     Args:
         directory: The directory of a `Checkpointer`: a local path or a URL. It need not exist yet. `steps`,
-            `latest_step`, `metrics`, `best_step("loss", "min")`, `open` and `restore` also work with a local run of
+            `latest_step`, `metrics`, `best_step("loss", "min")`, `open` and `restore` also work with a run of
             Orbax's `CheckpointManager`.
         options: See `Options`.
 
@@ -176,14 +177,12 @@ class Run:
         number = self._number(step)
         name = step_name(number)
         path = self._store.child(name).url
-        if local_path(self._store.url) is None:
-            return path
         # This step first, so that the others are looked at only if it does not exist.
         is_native = possible_steps(self._store, name.__eq__) or possible_steps(self._store)
         return path if is_native else self._foreign_paths().get(number, path)
 
     def _foreign_paths(self) -> dict[int, str]:
-        """The path of each step of a local run of Orbax, oldest first."""
+        """The path of each step of a run of Orbax, oldest first."""
         return {step.number: step.path for step in foreign_steps_of(self._store.url, self._options)}
 
     def _number(self, step: StepName) -> int:
@@ -337,7 +336,7 @@ class Run:
         return run_restore(self._location("latest" if step is None else step), request, self._options)
 
     def _location(self, step: StepName) -> str | NamedStep:
-        """The location of a step, also of a local run of Orbax."""
+        """The location of a step, also of a run of Orbax."""
         if isinstance(step, str) and step == "latest":
             return self._store.url
         return NamedStep(self._store, step if isinstance(step, str) else str(require_step(step)))

@@ -6,7 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from jaxckpt._model.values import is_utf8
 from jaxckpt._options import Options
@@ -23,24 +23,6 @@ def recorded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | Non
     if not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"metrics must be a mapping of names to numbers, found {reprlib.repr(metrics)}")
     return {_name(name): _value(name, value) for name, value in metrics.items()}
-
-
-def metrics_of_another_library(metrics: object) -> dict[str, float | None]:
-    """Those metrics that are numbers, None for those that are not finite or exceed a float."""
-    if not isinstance(metrics, Mapping):
-        return {}
-    return {
-        name: None if value is None else _finite(value)
-        for name, value in cast("Mapping[str, object]", metrics).items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
-
-
-def _finite(value: float) -> float | None:
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an int of more than 308 digits
-        return None
 
 
 def _name(name: object) -> str:

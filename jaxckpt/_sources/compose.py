@@ -6,9 +6,9 @@ its index files ─▶ a tree of ForeignArrays ─▶ compose: equal ones become
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -101,12 +101,28 @@ def _with_reasons(data: ArrayData, reasons: str) -> ArrayData:
 def step_record(metadata: Any) -> StepRecord | None:
     """The record of a step of another library's run, from the "step" and "metrics" in its metadata, if any."""
     match metadata:
-        case {"step": int(number), "metrics": dict() as metrics}:
-            return StepRecord(number, {name: float(m) for name, m in metrics.items() if type(m) in (int, float)})
         case {"step": int(number)}:
-            return StepRecord(number)
+            return StepRecord(number, metrics_of_another_library(cast("dict[str, Any]", metadata).get("metrics")))
         case _:
             return None
+
+
+def metrics_of_another_library(metrics: object) -> dict[str, float | None]:
+    """Those metrics that are numbers, None for those that are not finite or exceed a float."""
+    if not isinstance(metrics, Mapping):
+        return {}
+    return {
+        name: None if value is None else _finite(value)
+        for name, value in cast("Mapping[str, object]", metrics).items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+
+
+def _finite(value: float) -> float | None:
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an int of more than 308 digits
+        return None
 
 
 def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:

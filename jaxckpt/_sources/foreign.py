@@ -6,7 +6,7 @@ import abc
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -20,6 +20,7 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
+from jaxckpt._store.foreign_files import BucketFiles, in_bucket, url_of
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, UnsupportedError, show_path
 
@@ -77,6 +78,22 @@ class InMemoryData(ArrayData):
 
     def read(self, box: Box, target: Array) -> None:
         np.copyto(as_bits(target), as_bits(self.array)[tuple(slice(*side) for side in box)])
+
+
+@dataclass(frozen=True, slots=True)
+class InBucket(ArrayData):
+    """The data of an array in files of a bucket."""
+
+    data: ArrayData
+    files: BucketFiles = field(repr=False)
+
+    def read(self, box: Box, target: Array) -> None:
+        with in_bucket(self.files):
+            self.data.read(box, target)
+
+    def check(self) -> None:
+        with in_bucket(self.files):
+            self.data.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +230,14 @@ class ForeignCheckpoint:
 
     def change_since_open(self) -> str | None:
         return None if self.origin is None else self.origin.change_since_open()
+
+
+def with_files(checkpoint: ForeignCheckpoint, files: BucketFiles) -> ForeignCheckpoint:
+    """A checkpoint that was opened in a bucket, so that its data is read from there."""
+    # tensorstore reads the others, or they are in memory.
+    others = AsyncArrayData, InMemoryData, Unreadable
+    row_data = [[d if isinstance(d, others) else InBucket(d, files) for d in rows] for rows in checkpoint.row_data]
+    return replace(checkpoint, url=url_of(checkpoint.url), row_data=row_data)
 
 
 def unreadable_reason(source: Source, leaf: LeafRecord) -> str | None:

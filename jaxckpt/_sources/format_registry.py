@@ -1,7 +1,7 @@
 """The formats of other libraries that are installed.
 
-A format is an object that an entry point of the group "jaxckpt.formats" names, in jaxckpt's own pyproject.toml or in
-that of another package:
+A format, or a tuple of them, is an object that an entry point of the group "jaxckpt.formats" names, in jaxckpt's own
+pyproject.toml or in that of another package:
 
     [project.entry-points."jaxckpt.formats"]
     npz = "jaxckpt._formats.npz:FORMAT"
@@ -64,6 +64,10 @@ class Format:
     """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. None for a single
     checkpoint."""
 
+    write_step: Callable[[Source, str, Options, Report], None] | None = None
+    """Writes a step of a run, with the metrics in its manifest, to a local path whose name is the step's number; None
+    if the format has no runs that `convert` can write."""
+
     order: int = 0
     """Formats of lower order are tried first: those that share names of files with a more general format."""
 
@@ -80,6 +84,8 @@ def formats() -> tuple[Format, ...]:
             continue
         if isinstance(form, Format):
             loaded.append(form)
+        elif isinstance(form, tuple) and all(isinstance(one, Format) for one in form):
+            loaded.extend(form)
         else:
             _log.warning("the checkpoint format %s (%s) is not a Format: %r", point.name, point.value, form)
     if not _is_installed():

@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -26,14 +27,18 @@ from jaxckpt._run_folder.run_paths import (
 )
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.compose import step_record
-from jaxckpt._sources.foreign import ForeignCheckpoint
+from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
 from jaxckpt._sources.signatures import describe, first_bytes
 from jaxckpt._sources.source import NativeCheckpoint, Source
+from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, url_of
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError
+
+if TYPE_CHECKING:
+    from jaxckpt._store.bucket import Bucket
 
 _log = logging.getLogger("jaxckpt")
 
@@ -112,11 +117,8 @@ def _open_source(
         foreign = None if manifest_sha256 else _open_foreign(location, store, options)
         if foreign is not None:
             return foreign
-        hint = missing_formats_hint() if _exists(location, store) else ""
-        has_other_files = str(error).endswith("it has no manifest.json") or os.path.splitext(store.url)[1] != ""
-        if local_path(location) is None and has_other_files:
-            hint = ". Checkpoints of other libraries are read only from local paths: copy the files to one"
-        reason = _foreign_reason(location)
+        hint = missing_formats_hint() if _exists(location, options, store) else ""
+        reason = _foreign_reason(location, options)
         if not hint and reason is None:
             raise
         text = f"{store.url} is not a checkpoint: {reason}" if reason else str(error)
@@ -142,11 +144,10 @@ def _open_named_step(
     if not paths:
         raise no_steps_error(run, missing_formats_hint())
     number = resolve_name(run, name, sorted(paths))
-    path, names = _local_names(paths[number])
-    form = _recognized_format(path, names)
-    if form is None or form.open is None:  # the step was deleted in the meantime
+    checkpoint = _open_at(paths[number], options)
+    if checkpoint is None:  # the step was deleted in the meantime
         raise missing_step_error(run, number, sorted({*paths} - {number}))
-    return _as_step(_open_as(form.open, path, names), number)
+    return _as_step(checkpoint, number)
 
 
 def _as_step(checkpoint: NativeCheckpoint | ForeignCheckpoint, number: int) -> NativeCheckpoint | ForeignCheckpoint:
@@ -171,20 +172,41 @@ def step_of(source: Source, hint: str) -> tuple[NativeCheckpoint, Store, int]:
 def _open_foreign(
     location: str | os.PathLike[str], store: Store, options: Options
 ) -> NativeCheckpoint | ForeignCheckpoint | None:
-    """A checkpoint of another library at a local path, or the step of its run that "run@40" or "run@latest" names."""
-    path, names = _local_names(location)
-    number: int | None = None
-    if names is None and (named := run_and_name(store)) is not None:
-        run, name = named
-        paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
-        if paths:
-            number = resolve_name(run, name, sorted(paths))
-            path, names = _local_names(paths[number])
-    form = _recognized_format(path, names)
-    if form is None or form.open is None:
+    """A checkpoint of another library at a path, or the step of its run that "run@40" or "run@latest" names."""
+    checkpoint = _open_at(location, options)
+    if checkpoint is not None or (named := run_and_name(store)) is None or _exists_at(location, options):
+        return checkpoint
+    run, name = named
+    paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
+    if not paths:
         return None
-    checkpoint = _open_as(form.open, path, names)
-    return checkpoint if number is None else _as_step(checkpoint, number)
+    number = resolve_name(run, name, sorted(paths))
+    checkpoint = _open_at(paths[number], options)
+    return None if checkpoint is None else _as_step(checkpoint, number)
+
+
+def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
+    """A checkpoint of another library at exactly this path or URL; None if there is none in a known format."""
+    path, files = located(location, options)
+    with in_bucket(files):
+        names = names_at(path)
+        form = _recognized_format(path, names)
+        if form is None or form.open is None:
+            return None
+        checkpoint = _open_as(form.open, path, names)
+    if files is not None and isinstance(checkpoint, ForeignCheckpoint):
+        return with_files(checkpoint, files)
+    return checkpoint
+
+
+def located(location: str | os.PathLike[str], options: Options) -> tuple[str, BucketFiles | None]:
+    """A location as a path of `foreign_files`, and the files of its bucket if it is in one."""
+    local = local_path(location)
+    if local is not None:
+        return local, None
+    store = store_at(location, options)
+    files, path = BucketFiles.at(cast("Bucket", store))
+    return path, files
 
 
 def _open_as(
@@ -199,20 +221,23 @@ def _open_as(
         raise NotACheckpointError(f"{path} {what} ({error})") from None
 
 
-def _foreign_reason(location: str | os.PathLike[str]) -> str | None:
-    """The reason why a local file or folder of another program is not a checkpoint, if known, and the way out."""
-    path, names = _local_names(location)
-    if names is None:
-        return None
-    if what := describe(path, names):
-        return f"it {what}"
-    if not names:
-        return (
-            None
-            if os.path.isdir(path)
-            else f"it is a file in no format that jaxckpt reads; it begins with {first_bytes(path)}"
-        )
-    inside = [] if any(map(is_data_folder, names)) else _checkpoints_inside(path)  # an unfinished save of jaxckpt
+def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str | None:
+    """The reason why a file or folder of another program is not a checkpoint, if known, and the way out."""
+    path, files = located(location, options)
+    with in_bucket(files):
+        names = names_at(path)
+        if names is None:
+            return None
+        if what := describe(path, names):
+            return f"it {what}"
+        if not names:
+            return (
+                None
+                if is_folder(path)
+                else f"it is a file in no format that jaxckpt reads; it begins with {first_bytes(path)}"
+            )
+        # Otherwise an unfinished save of jaxckpt.
+        inside = [] if any(map(is_data_folder, names)) else _checkpoints_inside(path)
     return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}" if inside else None
 
 
@@ -224,8 +249,9 @@ def _checkpoints_inside(path: str) -> list[str]:
         if not folders:
             break
         folder, depth = folders.popleft()
-        for name in sorted(_local_names(folder)[1] or ()):
-            below, names = _local_names(f"{folder}/{name}")
+        for name in sorted(names_at(folder) or ()):
+            below = f"{folder}/{name}"
+            names = names_at(below)
             if names and _recognized_format(below, names) is not None:
                 inside.append(os.path.relpath(below, path))
             elif names and depth < 2 and not name.startswith("."):
@@ -237,42 +263,38 @@ _MAX_FOLDERS = 100
 """The most folders whose content is searched for checkpoints, for an error."""
 
 
-def _exists(location: str | os.PathLike[str], store: Store) -> bool:
-    """Whether another library could have written a local path, or the run that "run@40" names."""
+def _exists(location: str | os.PathLike[str], options: Options, store: Store) -> bool:
+    """Whether another library could have written a path, or the run that "run@40" names."""
     named = run_and_name(store)
-    return any(_local_names(place)[1] is not None for place in (location, *([named[0].url] if named else ())))
+    return any(_exists_at(place, options) for place in (location, *([named[0].url] if named else ())))
+
+
+def _exists_at(location: str | os.PathLike[str], options: Options) -> bool:
+    path, files = located(location, options)
+    with in_bucket(files):
+        return names_at(path) is not None
 
 
 def foreign_steps_of(
     location: str | os.PathLike[str], options: Options, ignored: Collection[str] = ()
 ) -> Sequence[ForeignStep]:
-    """The steps in another library's run at a local path, oldest first; none if it is something else.
+    """The steps in another library's run at a path or URL, oldest first; none if it is something else.
 
     Folders in it whose names are `ignored` do not count. Raises StorageError if the storage hangs.
     """
 
     def find() -> Sequence[ForeignStep]:
-        path, names = _local_names(location)
-        if names is None or MANIFEST in names:
-            return ()
-        names = {*names} - {*ignored}
-        form = _recognized_format(path, names)
-        return form.steps_in(path, names) if form is not None else ()
+        path, files = located(location, options)
+        with in_bucket(files):
+            names = names_at(path)
+            if names is None or MANIFEST in names:
+                return ()
+            names = {*names} - {*ignored}
+            form = _recognized_format(path, names)
+            steps = form.steps_in(path, names) if form is not None else ()
+        return steps if files is None else [replace(step, path=url_of(step.path)) for step in steps]
 
     return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
-
-
-def _local_names(location: str | os.PathLike[str]) -> tuple[str, Collection[str] | None]:
-    """A local path, and the names in its folder; none for a file, and None if it is not local or cannot be listed."""
-    path = local_path(location)
-    if path is None:
-        return "", None
-    try:
-        return path, os.listdir(path)
-    except NotADirectoryError:
-        return path, ()
-    except OSError:  # missing or unreadable, as for a jaxckpt checkpoint
-        return path, None
 
 
 def _recognized_format(path: str, names: Collection[str] | None) -> Format | None:

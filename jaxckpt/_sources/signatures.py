@@ -9,6 +9,9 @@ import fnmatch
 import os
 from collections.abc import Collection, Mapping
 
+from jaxckpt._store.foreign_files import is_visible_file, opened, store_of
+from jaxckpt.errors import DataError, StorageError
+
 _HEAD_BYTES = 512
 
 _POINTER = "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository, or download the file again"
@@ -59,13 +62,15 @@ _ADVICE = {
 
 
 def describe(path: str, names: Collection[str]) -> str | None:
-    """What a local file or folder is, and the way out; None if that is not known. `names` are those in the folder.
+    """What a file or folder is, and the way out; None if that is not known. `names` are those in the folder.
 
     Of a folder, only the names are looked at, and the heads of small files, which may be pointers.
     """
     if not names:
         return _describe_file(path)
-    pointers = [name for name in sorted(names)[:1000] if _head(f"{path}/{name}", 1024).startswith(_LFS)]
+    # Each takes a request in a bucket.
+    n_looked_at = 1000 if store_of(path) is None else 3
+    pointers = [name for name in sorted(names)[:n_looked_at] if _head(f"{path}/{name}", 1024).startswith(_LFS)]
     if pointers:
         return f"has Git LFS pointers in place of files, such as {pointers[0]}: run `git lfs pull` in its repository"
     return _by_name(names, _INSIDE)
@@ -76,7 +81,7 @@ _LFS = b"version https://git-lfs"
 
 def _describe_file(path: str) -> str | None:
     head = _head(path)
-    if not head and os.path.isfile(path):
+    if not head and is_visible_file(path):
         return "is empty"
     text = head.lstrip()
     for start, meaning in _FIRST_BYTES.items():
@@ -98,12 +103,10 @@ def _by_name(names: Collection[str], table: Mapping[str, str]) -> str | None:
     return meaning and meaning.format_map(_ADVICE)
 
 
-def _head(path: str, longest: float = float("inf")) -> bytes:
+def _head(path: str, longest: int | None = None) -> bytes:
     """The first bytes of a file of at most `longest` bytes; none if it cannot be read."""
     try:
-        if not os.path.isfile(path) or os.path.getsize(path) > longest:
-            return b""
-        with open(path, "rb") as file:
-            return file.read(_HEAD_BYTES)
-    except OSError:
+        with opened(path) as file:
+            return b"" if longest is not None and file.read(1, longest) else file.read(_HEAD_BYTES, 0)
+    except (DataError, StorageError):
         return b""

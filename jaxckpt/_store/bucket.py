@@ -16,6 +16,7 @@ import errno
 import functools
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -40,6 +41,7 @@ from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress
@@ -75,6 +77,35 @@ _ANSWER_SECONDS = 2.0
 _SILENT_SECONDS, _QUICK_SECONDS = 3.0, 0.5
 """For `_SILENT_SECONDS` after a server has been silent for the full time, each request may take `_QUICK_SECONDS`.
 Otherwise a call that cleans up after an error would wait for the full time again, once per request."""
+
+
+_WARNING_SECONDS = 3.0
+"""After so long without an answer from a server, one warning says that requests to it are retried."""
+
+_SETTINGS_ERROR = re.compile(
+    r"resolve host|[Cc]ould not connect|[Cc]ouldn't connect|does not exist|PermanentRedirect"
+    r"|AuthorizationHeaderMalformed|HTTP 30[1278]"
+)
+"""Texts of errors that a wrong endpoint or region causes."""
+
+_warned: set[tuple[str, float]] = set()
+"""The servers of which a warning was logged, as in `_last_answers`."""
+
+_MAX_SIZE = 1 << 50
+"""More bytes than any object of a store has."""
+
+_PROBE_BYTES, _PROBES = 1 << 16, 16
+"""The end of an object whose size is not known is located to within so many bytes, by so many requests at a time."""
+
+_SIZE = re.compile(r"(?:total size |value of size |<ActualObjectSize>)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Beyond:
+    """A range was requested that ends after the end of an object."""
+
+    size: int | None
+    """The bytes of the object, if the answer says so."""
 
 
 @functools.cache
@@ -231,6 +262,79 @@ class Bucket:
             return np.frombuffer(result.value, np.uint8)
 
         yield read
+
+    # Files of other libraries -----------------------------------------------------------------------------
+
+    def keys_below(self) -> list[str]:
+        """All keys below. Costs one request per thousand keys."""
+        return self._list("")
+
+    def has_key(self, key: str) -> bool:
+        return self._await("look at", key, self._keys.read(key, byte_range=slice(0, 0))).state == "value"
+
+    def read_range(self, key: str, start: int, stop: int) -> bytes | None:
+        """The bytes of a key from `start` to `stop`, fewer only at its end; None if it does not exist."""
+        if start >= stop:
+            return b""
+        result = self._read_range(key, start, stop)
+        if isinstance(result, _Beyond):
+            size = self.size(key) if result.size is None else result.size
+            if size <= start:
+                return b""
+            result = self._read_range(key, start, size)
+            if isinstance(result, _Beyond):
+                raise DataError(f"{self.url}/{key} was truncated while it was being read")
+        return result.value if result.state == "value" else None
+
+    def _read_range(self, key: str, start: int, stop: int) -> ts.KvStore.ReadResult | _Beyond:
+        pending = self._keys.read(key, byte_range=slice(start, stop))
+        with self._translate_errors("read", key):
+            try:
+                return self._answer(pending, self._answer_seconds)
+            except ValueError as error:
+                if not str(error).startswith("OUT_OF_RANGE"):
+                    raise
+                size = _SIZE.search(str(error))
+                return _Beyond(int(size[1]) if size else None)
+
+    def size(self, key: str) -> int:
+        """The bytes of a key. One request if the server answers with its size, otherwise dozens: tensorstore does not
+        ask for it. Raises DataError if the key does not exist."""
+        beyond = self._read_range(key, _MAX_SIZE, _MAX_SIZE + 1)
+        if isinstance(beyond, ts.KvStore.ReadResult):
+            raise DataError(f"{self.url}/{key} is missing")
+        if beyond.size is not None:
+            return beyond.size
+        # The end is between two offsets, one of which has a byte.
+        low, high = 0, _MAX_SIZE
+        offsets = [1 << power for power in range(0, _MAX_SIZE.bit_length(), 2)]
+        while high - low > _PROBE_BYTES:
+            for offset, probe in zip(offsets, self._have_bytes(key, offsets), strict=True):
+                low, high = (max(low, offset), high) if probe else (low, min(high, offset))
+            step = max(1, (high - low) // _PROBES)
+            offsets = list(range(low + step, high, step))
+        end = self._read_range(key, low, high + 1)
+        if not isinstance(end, _Beyond) or end.size is None:
+            raise DataError(f"{self.url}/{key} changed while it was being read")
+        return end.size
+
+    def _have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
+        """Whether a key has a byte at each offset."""
+        pending = [self._keys.read(key, byte_range=slice(offset, offset + 1)) for offset in offsets]
+        found: list[bool] = []
+        for read in pending:
+            with self._translate_errors("read", key):
+                try:
+                    found.append(self._answer(read, self._answer_seconds).state == "value")
+                except ValueError as error:
+                    if not str(error).startswith("OUT_OF_RANGE"):
+                        raise
+                    found.append(False)
+        return found
+
+    def tensorstore(self) -> tuple[dict[str, Any], ts.Context]:
+        """tensorstore's spec of this folder, and the context of its requests."""
+        return {**json.loads(self.spec), "path": self.path}, _context(self.retry_seconds)
 
     # Publication ------------------------------------------------------------------------------------------
 
@@ -586,7 +690,7 @@ class Bucket:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    return pending.result(timeout=self._wait_seconds(self._answer_seconds / 2))
+                    return self._wait(pending, self._answer_seconds / 2)
                 self._answer(self._keys.read(MANIFEST, byte_range=slice(0, 0)), self._answer_seconds / 2)
                 note_progress()
         finally:
@@ -596,17 +700,57 @@ class Bucket:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
         try:
-            result = pending.result(timeout=self._wait_seconds(seconds))
+            result = self._wait(pending, seconds)
         except TimeoutError:
             pending.cancel()  # or tensorstore could repeat a write after this call has ended
             now, server = time.monotonic(), (self.spec, self.retry_seconds)
             if _last_answers.get(server, 0.0) < begun and now >= _silent_until.get(server, 0.0):
                 _silent_until[server] = now + _SILENT_SECONDS
             raise StorageError(
-                errno.ETIMEDOUT, f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
+                errno.ETIMEDOUT,
+                f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
+                f"{self._settings_hint()}",
             ) from None
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
         return result
+
+    def _wait(self, pending: ts.Future[T], seconds: float) -> T:
+        """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`."""
+        seconds = self._wait_seconds(seconds)
+        first_seconds = min(_WARNING_SECONDS, seconds)
+        with contextlib.suppress(TimeoutError):
+            return pending.result(timeout=first_seconds)
+        if first_seconds < seconds:
+            self._warn_once()
+        return pending.result(timeout=seconds - first_seconds)
+
+    def _warn_once(self) -> None:
+        """Log that a server has not answered yet, unless it has answered another request."""
+        server = self.spec, self.retry_seconds
+        if server not in _last_answers and server not in _warned:
+            _warned.add(server)
+            log.warning(
+                "%s: no answer for %g s. Requests are retried for about Options.retry_seconds=%g%s",
+                self.url,
+                _WARNING_SECONDS,
+                self.retry_seconds,
+                self._settings_hint(),
+            )
+
+    def _settings_hint(self) -> str:
+        """Where requests go, and which settings say so."""
+        spec = json.loads(self.spec)
+        if spec["driver"] == "gcs":
+            other = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
+            return f". They go to {other}, from TENSORSTORE_GCS_HTTP_URL" if other else ""
+        if spec["driver"] != "s3":
+            return ""
+        # Without a user name and password.
+        endpoint = re.sub("//[^/@]*@", "//", spec.get("endpoint", "Amazon S3, because no endpoint is set"))
+        return (
+            f". They go to {endpoint}, region {spec.get('aws_region', 'unknown')}: the endpoint is AWS_ENDPOINT_URL or"
+            " Options.storage['endpoint'], the region AWS_REGION or Options.storage['aws_region']"
+        )
 
     def _wait_seconds(self, seconds: float) -> float:
         is_silent = time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
@@ -619,7 +763,19 @@ class Bucket:
     def _translate_errors(
         self, verb: str, key: str, *, reading: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        return translate_tensorstore_errors(f"cannot {verb} {self.url}/{key}", reading=reading)
+        return self._with_hint(translate_tensorstore_errors(f"cannot {verb} {self.url}/{key}", reading=reading))
+
+    @contextlib.contextmanager
+    def _with_hint(self, translating: contextlib.AbstractContextManager[None]) -> Generator[None]:
+        """Add the settings to an error that they may explain."""
+        try:
+            with translating:
+                yield
+        except StorageError as error:
+            text = error.strerror or ""
+            if not _SETTINGS_ERROR.search(text) or "AWS_ENDPOINT_URL" in text:
+                raise
+            raise StorageError(error.errno, f"{text}{self._settings_hint()}") from None
 
 
 _verified_stores: set[str] = set()
@@ -659,6 +815,11 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     try:
         spec: dict[str, Any] = ts.KvStore.Spec(f"{url}/").to_json()
     except ValueError as error:
+        if "bucket name" in str(error):
+            raise InputError(
+                f"path {url!r} names the bucket {rest.partition('/')[0]!r}, but names of buckets have 3 to 63 lowercase"
+                " letters, digits, '.' and '-'"
+            ) from None
         raise InputError(
             f"path {url!r} is not a URL that tensorstore accepts: {str(error).partition(' [')[0]}."
             " Percent-encode special characters in names, for example % as %25"
@@ -678,9 +839,29 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         spec["use_conditional_write"] = True
     for name in ("driver", "bucket", "path"):
         if name in storage:
-            raise InputError(f"Options.storage must not have {name!r}: the path {url!r} determines it")
+            hint = ". For virtual-hosted style, give an endpoint such as https://{bucket}.example.com"
+            raise InputError(
+                f"Options.storage must not have {name!r}: the path {url!r} determines it"
+                f"{hint if name == 'bucket' else ''}"
+            )
+    spec = _with_hosted_bucket({**spec, **storage})
     try:
-        ts.KvStore.Spec({**spec, **storage})
+        ts.KvStore.Spec(spec)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"Options.storage does not fit {url!r}: {clean_error_text(str(error))}") from None
-    return {**spec, **storage}
+    return spec
+
+
+def _with_hosted_bucket(spec: dict[str, Any]) -> dict[str, Any]:
+    """A spec whose endpoint may have "{bucket}" in its host, for servers that refuse the bucket in the path (path
+    style)."""
+    endpoint = spec.get("endpoint")
+    if spec["driver"] != "s3" or not isinstance(endpoint, str) or _BUCKET not in endpoint:
+        return spec
+    scheme, _, host = endpoint.partition("://")
+    if _BUCKET not in host.partition("/")[0]:
+        raise InputError(f"the endpoint {endpoint} must have {_BUCKET} in its host, as in {scheme}://{_BUCKET}.{host}")
+    return {**spec, "endpoint": endpoint.replace(_BUCKET, spec["bucket"]), "bucket": ""}
+
+
+_BUCKET = "{bucket}"

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorstore as ts
 
@@ -20,6 +20,7 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
+from jaxckpt._store.foreign_files import kvstore_of
 from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
 from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt.errors import DataError, StorageError
@@ -151,22 +152,26 @@ class ArrayFolder:
     database."""
 
     path: str
-    """A local folder."""
+    """A folder: a local path, or a path in the bucket of `foreign_files.in_bucket`."""
 
     ocdbt: bool
+    base: Mapping[str, Any]
+    """tensorstore's spec of the folder, without a slash at the end of its path."""
 
-    # The cache keeps nodes of the database. Without it, each read would start at the root.
-    context: ts.Context = field(
-        default_factory=lambda: ts.Context(
-            {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 32 << 20}}
-        )
-    )
+    context: ts.Context
+
+    @classmethod
+    def at(cls, path: str, *, ocdbt: bool) -> Self:
+        base, parent = kvstore_of(path) or (local_store(path), None)
+        # The cache keeps nodes of the database. Without it, each read would start at the root.
+        caches = {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 32 << 20}}
+        return cls(path, ocdbt, {**base, "path": base["path"].rstrip("/")}, ts.Context(caches, parent=parent))
 
     def _spec(self, name: str = "") -> dict[str, Any]:
         below = f"{name}/" if name else ""
+        base = {**self.base, "path": f"{self.base['path']}/"}
         if not self.ocdbt:
-            return local_store(f"{self.path}/{below}")
-        base = local_store(f"{self.path}/")
+            return {**base, "path": f"{base['path']}{below}"}
         return {"driver": "ocdbt", "base": base, "path": below, "cache_pool": "cache_pool#ocdbt"}
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:

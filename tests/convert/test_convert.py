@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._convert import destination
-from jaxckpt._formats.local_files import names_or_empty
 from jaxckpt._model.dtypes import npy_dtype
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.format_registry import formats, written_formats
+from jaxckpt._store.foreign_files import names_or_empty
 
 DTYPES = (
     *(np.float32, np.float64, np.float16, jnp.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
@@ -530,7 +530,7 @@ def test_a_folder_with_other_files_is_never_deleted(tmp_path: Path, to: str) -> 
     for step in (1, 2):
         jaxckpt.convert(tmp_path / "from", tmp_path / "manager" / str(step) / "default", format="orbax")
     with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="holds files that are not part of one checkpoint"):
-        jaxckpt.convert(tmp_path / "manager", tmp_path / "manager", format=format or to[3:], overwrite=True)
+        jaxckpt.convert(f"{tmp_path}/manager@2", tmp_path / "manager", format=format or to[3:], overwrite=True)
     step = tmp_path / "manager" / "1"
     with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is in"):
         jaxckpt.convert(step / "default", step, format=format or to[3:], overwrite=True)
@@ -827,7 +827,7 @@ def test_an_unknown_suffix_is_refused_with_a_list_of_known_ones(tmp_path: Path) 
 
 def test_each_written_format_is_listed_and_suffixes_are_unique(tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
-    assert len({form.name for form in formats()}) == len(formats()) == 14
+    assert len({form.name for form in formats()}) == len(formats()) == 15
     suffixes = [suffix for form in formats() for suffix in form.suffixes]
     assert len({*suffixes}) == len(suffixes)
     for name in ("jaxckpt", *written_formats()):
@@ -837,7 +837,7 @@ def test_each_written_format_is_listed_and_suffixes_are_unique(tmp_path: Path) -
                 form.name == name and form.recognizes(str(tmp_path / name), names_or_empty(str(tmp_path / name)))
                 for form in formats()
             )
-            or name == "jaxckpt"
+            or name in ("jaxckpt", "orbax-v1")  # which is read as "orbax"
         )
 
 

@@ -292,10 +292,11 @@ def test_an_invalid_value_in_the_configuration_is_an_error(damage: dict[str, Any
         jaxckpt.rules.huggingface_rules(tmp_path)
 
 
-def test_a_folder_that_is_not_a_local_path_is_an_error() -> None:
-    for folder, expected in (("s3://bucket/model", "must be a local folder"), (3, "str or PathLike, found 3")):
-        with pytest.raises(jaxckpt.errors.InputError, match=expected):
-            jaxckpt.rules.huggingface_rules(folder)  # pyright: ignore
+def test_a_folder_that_is_no_path_is_an_error() -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match="str or PathLike, found 3"):
+        jaxckpt.rules.huggingface_rules(3)  # pyright: ignore
+    with pytest.raises(jaxckpt.errors.DataError, match="there is no folder memory://missing/model"):
+        jaxckpt.rules.huggingface_rules("memory://missing/model")
 
 
 def test_errors_name_the_family_and_the_file(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from recorded import DATA, decoded, recorded, require_same
+from recorded import DATA, REAL, require_same, wanted
 
 import jaxckpt
 from jaxckpt import JaxckptError
@@ -18,26 +16,12 @@ from jaxckpt.errors import DataError, NotACheckpointError
 
 pytest.importorskip("h5py")  # here, because its import starts a process
 
-REAL = {
-    f"{library}/{name}": value
-    for library in ("colossalai", "everyday", "mindspore", "oneflow")
-    for name, value in recorded(library).items()
-}
 # OneFlow has its own test. In folders of `everyday`, some files or steps can be spared.
 FOLDERS = [name for name in REAL if (DATA / name).is_dir() and not name.startswith(("oneflow", "everyday"))]
 
 
 def copied(name: str, to: Path) -> Path:
     return Path((shutil.copytree if (DATA / name).is_dir() else shutil.copy)(DATA / name, to))
-
-
-def wanted(name: str) -> Any:
-    found = decoded(REAL[name])
-    if name == "mindspore/dtypes.safetensors":  # there, a name with "/" becomes a nested dict
-        found["a"] = {"b.c": found.pop("a/b.c")}
-    if name == "mindspore/dtypes.ckpt":  # MindSpore stores numbers as arrays
-        found |= {"epoch": np.array(3), "rate": np.array(0.5, np.float32), "flag": np.array(True)}
-    return found
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -95,8 +95,17 @@ def test_torchscript(tmp_path: Path) -> None:
 
 
 def test_files_of_others_in_a_bucket() -> None:
-    """Not read yet: the error says so."""
-    ts.KvStore.open("memory://others/run/1000/_METADATA", context=ROOT_CONTEXT).result().write("", b"{}").result()
-    for url in ("memory://others/run/1000", "memory://others/model.safetensors"):
-        with pytest.raises(NotACheckpointError, match="only from local paths: copy the files to one"):
-            jaxckpt.open(url)
+    """They are named as on a file system."""
+    keys = ts.KvStore.open("memory://others/", context=ROOT_CONTEXT).result()
+    for name, content, expected in (
+        ("model.gguf", b"GGUF....", "it is a GGUF file"),
+        ("pointer.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        ("unknown", b"\1\2\3\4", "in no format that jaxckpt reads; it begins with"),
+        ("bundle/variables.index", b"", "is a folder with a TensorFlow checkpoint"),
+        ("hub/snapshots/model.safetensors", b"", "is a folder of checkpoints; open one of them: snapshots"),
+    ):
+        keys.write(name, content).result()
+        with pytest.raises(NotACheckpointError, match=expected):
+            jaxckpt.open(f"memory://others/{name.partition('/')[0]}")
+    with pytest.raises(NotACheckpointError, match="the path does not exist"):
+        jaxckpt.open("memory://others/missing.safetensors")

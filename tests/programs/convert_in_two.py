@@ -1,5 +1,5 @@
 """Restores a foreign file in a job, where each process reads its own shards, and converts it for a mesh; converts a
-checkpoint to all formats; and converts one that a process lacks."""
+checkpoint to all formats, and a run; and converts one that a process lacks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ for name, form in (("a.npz", None), ("a.safetensors", None), ("a.zarr", None), (
         jaxckpt.convert(args["from"], path, format=form, select="w*", overwrite=overwrite)
     if name != "a.zarr":  # which jaxckpt does not read
         assert all(np.array_equal(value, tree[key]) for key, value in jaxckpt.load_numpy(path).items())
+run = f"{args['to']}-run"
+with jaxckpt.Checkpointer(run) as checkpointer:
+    for step in (1, 2):
+        checkpointer.save(step, again, metrics={"loss": 1 / step})
+for name, form in (("orbax", "orbax"), ("jaxckpt", "jaxckpt")):
+    for _ in range(2):  # the second time, all steps are complete
+        jaxckpt.convert(run, f"{run}-{name}", format=form)
+    converted = jaxckpt.Run(f"{run}-{name}")
+    assert converted.steps() == [1, 2]
+    assert converted.metrics(2) == {"loss": 0.5}
+    assert np.array_equal(jaxckpt.load_numpy(converted.path(2))["w1"], tree["w1"])
 said: list[str] = []
 for name in ("b", "b.npz"):
     try:

@@ -207,7 +207,7 @@ def test_forks_and_conversions_never_replace_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
         jaxckpt.Run(directory).fork(path)
     with pytest.raises(CheckpointExistsError):
-        jaxckpt.convert(directory, path, format="safetensors", overwrite=True)
+        jaxckpt.convert(f"{directory}@latest", path, format="safetensors", overwrite=True)
     assert repair(path, FAST)
 
 

@@ -57,3 +57,21 @@ def require_same(found: Any, wanted: Any) -> None:
         assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
     else:
         assert (type(found), found) == (type(wanted), wanted)
+
+
+REAL = {
+    f"{library}/{name}": value
+    for library in ("colossalai", "everyday", "mindspore", "oneflow")
+    for name, value in recorded(library).items()
+}
+"""All of them, by the path in tests/data."""
+
+
+def wanted(name: str) -> Any:
+    """The tree of one of `REAL` as jaxckpt reads it."""
+    found = decoded(REAL[name])
+    if name == "mindspore/dtypes.safetensors":  # there, a name with "/" becomes a nested dict
+        found["a"] = {"b.c": found.pop("a/b.c")}
+    if name == "mindspore/dtypes.ckpt":  # MindSpore stores numbers as arrays
+        found |= {"epoch": np.array(3), "rate": np.array(0.5, np.float32), "flag": np.array(True)}
+    return found

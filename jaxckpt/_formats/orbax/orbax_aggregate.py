@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 
 from jaxckpt._formats.flax_msgpack import is_msgpack_map, read_msgpack
-from jaxckpt._formats.local_files import exists, names_in, read_head
 from jaxckpt._formats.orbax.orbax_records import AGGREGATE_FILE, Keys
 from jaxckpt._formats.zarr_arrays import ZarrArray, parse_zarr2, read_metadata, require_inside
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.foreign import ForeignArray
+from jaxckpt._store.foreign_files import exists, names_in, read_head
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, StorageError
 
@@ -39,7 +39,7 @@ def owned_by_aggregate(path: str) -> set[str]:
 
 def read_aggregate(path: str) -> Tree:
     """The tree of a folder without another record. Raises DataError, StorageError."""
-    return read_msgpack(f"{path}/{AGGREGATE_FILE}", functools.partial(_array, ArrayFolder(path, ocdbt=False)))
+    return read_msgpack(f"{path}/{AGGREGATE_FILE}", functools.partial(_array, ArrayFolder.at(path, ocdbt=False)))
 
 
 def aggregated_values(path: str, leaves: Mapping[Keys, Any]) -> dict[Keys, Any]:

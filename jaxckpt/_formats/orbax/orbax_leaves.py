@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxckpt._formats.local_files import exists, from_json, names_in
+from jaxckpt._formats.index_files import from_json
 from jaxckpt._formats.orbax.orbax_aggregate import aggregated_values
 from jaxckpt._formats.orbax.orbax_records import (
     ARRAYS_FOLDER,
@@ -30,6 +30,7 @@ from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Spec, spec_problem
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._sources.foreign import ForeignArray
+from jaxckpt._store.foreign_files import exists, names_in
 from jaxckpt._store.storage_errors import translate_tensorstore_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines, show_path
@@ -79,7 +80,7 @@ def _string(path: str, strings: Any, keys: Keys) -> str:
 def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
     """The leaves that are arrays or Python numbers. The numbers are read here."""
     ocdbt = exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
-    folder = ArrayFolder(path, ocdbt)
+    folder = ArrayFolder.at(path, ocdbt=ocdbt)
     names = {keys: ".".join(keys) for keys in leaves}
     driver: Driver = "zarr3" if record.use_zarr3 else "zarr"
     strict = record.store_array_data_equal_to_fill_value

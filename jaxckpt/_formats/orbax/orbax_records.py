@@ -20,8 +20,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from jaxckpt._formats.local_files import exists, read_json
+from jaxckpt._formats.index_files import read_json
 from jaxckpt._model.paths import escape_key
+from jaxckpt._store.foreign_files import exists
 
 MAX_INDEX_BYTES = 1 << 30
 """The largest index file, which has an entry for each leaf."""
@@ -38,6 +39,9 @@ STRINGS_FILE = "_strings.json"
 SHARDINGS_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 COMMITTED_MARK = "commit_success.txt"
+
+METRICS = "metrics"
+"""The item with the metrics of a step, and the file in it."""
 
 AGGREGATE_FILE = "checkpoint"
 """Leaves in one file, before Orbax 0.6."""

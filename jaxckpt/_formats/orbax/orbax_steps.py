@@ -14,11 +14,11 @@ from typing import Any, Literal, cast
 import msgspec
 
 from jaxckpt._arguments.pytree import flatten
-from jaxckpt._formats.local_files import exists, is_file, is_folder, names_in, names_or_empty
 from jaxckpt._formats.orbax.orbax_aggregate import is_aggregated, owned_by_aggregate, read_aggregate
 from jaxckpt._formats.orbax.orbax_records import (
     AGGREGATE_FILE,
     COMMITTED_MARK,
+    METRICS,
     SAVE_FILES,
     STEP_FILE,
     TEMPORARY,
@@ -36,10 +36,11 @@ from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
-from jaxckpt._sources.compose import compose
+from jaxckpt._sources.compose import compose, step_record
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
 from jaxckpt._sources.format_registry import ForeignStep
 from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._store.foreign_files import exists, is_file, is_folder, is_visible_file, names_in, names_or_empty, store_of
 from jaxckpt._store.store import ArrayReader
 from jaxckpt._store.store_path import store_at
 from jaxckpt.errors import DataError, NotACheckpointError, show_count, show_lines
@@ -65,8 +66,10 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
         return _owned_by_item(path, names)
     if kind == "manager" or has_separate_items(path, names):
         return set()
-    items = {name: {*names_or_empty(f"{path}/{name}")} for name in names if os.path.isdir(f"{path}/{name}")}
+    items = {name: {*names_or_empty(f"{path}/{name}")} for name in names if is_folder(f"{path}/{name}")}
     whole = {name for name, inner in items.items() if inner and inner <= _owned_by_item(f"{path}/{name}", inner)}
+    if items.get(METRICS) == {METRICS}:
+        whole.add(METRICS)
     return whole | {STEP_FILE, V1_MARK, "_CHECKPOINT_DELETION", COMMITTED_MARK}
 
 
@@ -89,7 +92,7 @@ def has_step_mark(names: Collection[str]) -> bool:
 
 def has_separate_items(path: str, names: Collection[str]) -> bool:
     """Whether a folder that opens as a step may be a folder of separate checkpoints: it has several, and no mark."""
-    return not has_step_mark(names) and sum(os.path.isfile(f"{path}/{name}/{TREE_FILE}") for name in names) > 1
+    return not has_step_mark(names) and sum(is_visible_file(f"{path}/{name}/{TREE_FILE}") for name in names) > 1
 
 
 def steps_in(path: str, names: Collection[str]) -> list[ForeignStep]:
@@ -117,7 +120,8 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
     if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
         ours = _native(f"{path}/default")
         metadata |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
-        return replace(ours, manifest=msgspec.structs.replace(ours.manifest, metadata=metadata or None))
+        manifest = msgspec.structs.replace(ours.manifest, metadata=metadata or None, step=step_record(metadata))
+        return replace(ours, manifest=manifest)
     tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
     return compose(path, tree, "orbax", metadata=_finite(metadata | of_tree) or None)
 
@@ -171,7 +175,7 @@ def _has_items(path: str, names: Iterable[str], file: str, *, strict: bool = Fal
     """Whether one of the subfolders holds this file. Unless `strict`, what cannot be looked at does not count: any
     folder may be next to a checkpoint."""
     paths = (f"{path}/{name}/{file}" for name in itertools.islice(names, _MAX_CHECKED_FOLDERS))
-    return any(map(is_file if strict else os.path.isfile, paths))
+    return any(map(is_file if strict else is_visible_file, paths))
 
 
 def _has_trees(path: str, names: Collection[str], *, strict: bool = False) -> bool:
@@ -250,8 +254,8 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
             items[name] = items[name].get("checkpoint", items[name])
         if of_item:
             metadata.setdefault("custom_metadata", {})[name] = of_item["custom_metadata"]
-    if "metrics" in items and not _has_arrays(items["metrics"]):
-        metadata["metrics"] = items.pop("metrics")
+    if METRICS in items and not _has_arrays(items[METRICS]):
+        metadata["metrics"] = items.pop(METRICS)
     if record.custom_metadata:
         metadata["custom_metadata"] = record.custom_metadata
     if not items:
@@ -355,8 +359,7 @@ def _has_lost_manifest(path: str, names: Collection[str]) -> bool:
 
 
 def _native(path: str) -> NativeCheckpoint:
-    store = store_at(path, Options())
-    return NativeCheckpoint.at(store)
+    return NativeCheckpoint.at(store_of(path) or store_at(path, Options()))
 
 
 def _open_jaxckpt_item(path: str) -> tuple[Tree, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxckpt._formats.local_files import read_json
+from jaxckpt._formats.index_files import read_json
 from jaxckpt._formats.orbax.orbax_leaves import values_of
 from jaxckpt._formats.orbax.orbax_records import MAX_INDEX_BYTES, TREE_FILE, Keys, TreeRecord, path_of
 from jaxckpt._model.tree import MAX_DEPTH, Container, Tree, keys_of, unflatten

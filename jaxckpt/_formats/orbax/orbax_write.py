@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from jaxckpt._formats.export import Data, halved, n_bytes, raw, write_json
 from jaxckpt._formats.orbax.orbax_records import (
     ARRAYS_FOLDER,
     COMMITTED_MARK,
+    METRICS,
     SHARDINGS_FILE,
     STEP_FILE,
     STRINGS_FILE,
@@ -45,6 +47,9 @@ _UNKNOWN_DTYPES = {"float8_e4m3", "uint2", "uint4"}
 """Dtypes that tensorstore's zarr3 driver, and therefore Orbax, does not support."""
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_METRICS_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
+_V1_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+_V1_METRICS_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.MetricsHandler"
 
 
 def write_orbax(source: Source, path: str, options: Options, report: Report) -> None:
@@ -55,10 +60,43 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
     custom nodes as dicts. jax.Arrays without a mesh are restored onto device 0. Raises TreeError for leaves that Orbax
     cannot hold.
     """
+    started = time.time_ns()
+    _write_item(source, path, options, report)
+    _commit(path, _HANDLER, started)
+
+
+def write_step(source: Source, path: str, options: Options, report: Report) -> None:
+    """Write a step that a CheckpointManager can restore, with its metrics. Raises as `write_orbax`."""
+    _write_items(source, path, options, report, "default", _HANDLER, _METRICS_HANDLER)
+
+
+def write_v1(source: Source, path: str, options: Options, report: Report) -> None:
+    """Write a checkpoint that Orbax v1 can load, also as a step of its Checkpointer, with its metrics. Raises as
+    `write_orbax`."""
+    _write_items(source, path, options, report, "state", _V1_HANDLER, _V1_METRICS_HANDLER)
+
+
+def _write_items(
+    source: Source, path: str, options: Options, report: Report, item: str, handler: str, metrics_handler: str
+) -> None:
+    """Write a folder with an item for the tree, and one for the metrics if the source has them."""
+    started = time.time_ns()
+    os.mkdir(path)
+    _write_item(source, f"{path}/{item}", options, report)
+    handlers = {item: handler}
+    if source.manifest.step is not None and source.manifest.step.metrics:
+        metrics = source.manifest.step.metrics
+        # As Orbax does, with NaN for what was not finite.
+        write_json(f"{path}/{METRICS}/{METRICS}", {name: math.nan if m is None else m for name, m in metrics.items()})
+        handlers[METRICS] = metrics_handler
+    _commit(path, handlers, started)
+
+
+def _write_item(source: Source, path: str, options: Options, report: Report) -> None:
+    """Write the folder of a tree. Raises TreeError."""
     entries = list(_entries(source.manifest.tree, (), ()))
     leaves = {entry: source.manifest.leaves[entry.leaf] for entry in entries if isinstance(entry.leaf, int)}
     _require_storable(source, entries, leaves)
-    started = time.time_ns()
     os.mkdir(path)
     writer = _Writer(source, path, halved(options), report)
     tree = {str(entry.keys): _write_entry(entry, writer) for entry in entries}
@@ -70,15 +108,19 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": source.manifest.metadata,
     }
+    write_json(f"{path}/{TREE_FILE}", item)
+
+
+def _commit(path: str, handlers: str | Mapping[str, str], started: int) -> None:
+    """Write the files that show that a folder is complete, with the handler that reads it, or those of its items."""
     step = {
-        "item_handlers": _HANDLER,
+        "item_handlers": handlers,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": started,
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": {},
     }
-    write_json(f"{path}/{TREE_FILE}", item)
     write_json(f"{path}/{STEP_FILE}", step)
     with open(f"{path}/{COMMITTED_MARK}", "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"Checkpoint commit was successful to {path}")

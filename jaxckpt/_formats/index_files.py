@@ -1,15 +1,13 @@
-"""Local files of foreign checkpoints: opened, listed, and read as JSON; the names in an index stay in its folder."""
+"""Files in JSON of foreign checkpoints, and what index files name, which stays in their folder."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
-import stat
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -18,8 +16,7 @@ from jaxckpt._model import typed_json
 from jaxckpt._model.manifest import require_distinct
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
-from jaxckpt._pipeline.workers import note_progress
-from jaxckpt._store.storage_errors import translate_os_errors
+from jaxckpt._store.foreign_files import exists, is_file, list_names, opened, read_small
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError, show_path
 
@@ -48,96 +45,6 @@ def reads_files(function: Callable[P, T]) -> Callable[P, T]:
         return run_watched(f"reading files for {function.__name__}", Options().timeout_seconds, work)
 
     return call
-
-
-@contextlib.contextmanager
-def opened(path: str) -> Generator[int]:
-    """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
-    with translate_os_errors(f"cannot read {path}"):
-        try:
-            # Opening a pipe without O_NONBLOCK would wait for a writer.
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is missing") from error
-        try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise DataError(f"{path} is not a regular file")
-            yield handle
-        finally:
-            os.close(handle)
-
-
-def read_at(handle: int, count: int, offset: int) -> bytes:
-    """Bytes of an open file; fewer than `count` only at its end. A single call of pread may return fewer anywhere."""
-    data = os.pread(handle, count, offset)
-    while len(data) < count and (more := os.pread(handle, count - len(data), offset + len(data))):
-        data += more
-    note_progress()
-    return data
-
-
-def read_head(path: str, count: int) -> bytes:
-    """The first bytes of a file; none if the path is not a file."""
-    if not os.path.isfile(path):
-        return b""
-    with opened(path) as handle:
-        return read_at(handle, count, 0)
-
-
-def read_small(path: str, limit: int) -> bytes:
-    """The content of a file. Raises DataError if it has more than `limit` bytes."""
-    with opened(path) as handle:
-        size = os.fstat(handle).st_size
-        if size > limit:
-            raise DataError(f"{path} is {size} bytes long; at most {limit} are read")
-        return read_at(handle, size, 0)
-
-
-def list_names(folder: str) -> list[str]:
-    """The names in a folder, sorted. Raises StorageError."""
-    with translate_os_errors(f"cannot list {folder}"):
-        return sorted(os.listdir(folder))
-
-
-def exists(path: str) -> bool:
-    """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
-    return _mode(path, follow_symlinks=False) != 0
-
-
-def is_file(path: str) -> bool:
-    """Whether a path is a file. Raises StorageError if that cannot be found out."""
-    return stat.S_ISREG(_mode(path))
-
-
-def is_folder(path: str) -> bool:
-    """Whether a path is a folder. Raises StorageError if that cannot be found out."""
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: str, *, follow_symlinks: bool = True) -> int:
-    """The mode of a path; 0 if it does not exist. Raises StorageError."""
-    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
-    return 0
-
-
-def names_in(folder: str) -> list[str]:
-    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files.
-
-    Raises StorageError if it cannot be listed: what it holds must not count as missing.
-    """
-    with translate_os_errors(f"cannot list {folder}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.listdir(folder)
-    return []
-
-
-def names_or_empty(folder: str) -> list[str]:
-    """The names in a folder; empty if it cannot be listed. Only for recognizing a format: any folder may be next to a
-    checkpoint."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 # JSON -----------------------------------------------------------------------------------------------------
@@ -251,7 +158,9 @@ def several_indices_error(folder: str, indices: Sequence[str]) -> InputError:
 
 def require_length(path: str, end: int) -> None:
     """Raise DataError if a file is too short for its content."""
-    with opened(path) as handle:
-        length = os.fstat(handle).st_size
+    with opened(path) as file:
+        if end == 0 or file.read(1, end - 1):
+            return
+        length = file.size
     if length < end:
         raise DataError(f"{path} is {length} bytes long, expected at least {end}")

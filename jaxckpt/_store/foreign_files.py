@@ -1,0 +1,390 @@
+"""Files of other libraries' checkpoints by their paths: on a file system or, inside `in_bucket`, in a bucket.
+
+The readers of formats call these functions, so that they do not know where bytes lie. The path of a file in a bucket is
+its URL, without percent-encoding. A bucket has no folders: those that the names of its keys imply count as such.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import stat
+import urllib.parse
+from collections.abc import Generator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from jaxckpt._keywords import explain_keywords
+from jaxckpt._pipeline.workers import note_progress
+from jaxckpt._store.files import read_into
+from jaxckpt._store.storage_errors import UNLISTABLE, translate_os_errors
+from jaxckpt.errors import DataError, StorageError
+
+if TYPE_CHECKING:
+    from jaxckpt._store.bucket import Bucket
+    from jaxckpt._store.store import Store
+
+_HEAD_BYTES = 1 << 16
+"""The first read of a file in a bucket fetches this much, which often is all that its format reads of it at first."""
+
+
+class OpenFile(abc.ABC):
+    """A file to read."""
+
+    path: str
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Its size in bytes. In a bucket, this may take dozens of requests: see `has_size`."""
+
+    @abc.abstractmethod
+    def has_size(self, size: int) -> bool:
+        """Whether this is its size. One request."""
+
+    @abc.abstractmethod
+    def read(self, count: int, offset: int) -> bytes:
+        """Bytes from an offset on; fewer than `count` only at its end."""
+
+    @abc.abstractmethod
+    def read_into(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Fill buffers with its bytes from an offset on. Raises DataError if it is too short."""
+
+
+# On a file system -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _LocalFile(OpenFile):
+    path: str
+    handle: int
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.handle).st_size
+
+    def has_size(self, size: int) -> bool:
+        return self.size == size
+
+    def read(self, count: int, offset: int) -> bytes:
+        data = os.pread(self.handle, count, offset)
+        # A single call of pread may return fewer bytes anywhere.
+        while len(data) < count and (more := os.pread(self.handle, count - len(data), offset + len(data))):
+            data += more
+        note_progress()
+        return data
+
+    def read_into(self, offset: int, buffers: Sequence[Any]) -> None:
+        read_into(self.path, self.handle, offset, buffers)
+
+
+@explain_keywords
+@contextlib.contextmanager
+def opened(path: str) -> Generator[OpenFile]:
+    """A file to read. Raises DataError if it is missing or not a plain file, StorageError if it cannot be read."""
+    if (files := _files_of(path)) is not None:
+        yield _BucketFile(files, path)
+        return
+    with translate_os_errors(f"cannot read {path}"):
+        try:
+            # Opening a pipe without O_NONBLOCK would wait for a writer.
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing") from error
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise DataError(f"{path} is not a regular file")
+            yield _LocalFile(path, handle)
+        finally:
+            os.close(handle)
+
+
+def read_head(path: str, count: int) -> bytes:
+    """The first bytes of a file; none if the path is not a file."""
+    if not is_visible_file(path):
+        return b""
+    with opened(path) as file:
+        return file.read(count, 0)
+
+
+def read_small(path: str, limit: int) -> bytes:
+    """The content of a file. Raises DataError if it has more than `limit` bytes."""
+    if (files := _files_of(path)) is not None:
+        content = files.read_whole(path)
+        size = len(content)
+    else:
+        with opened(path) as file:
+            size = file.size
+            content = file.read(size, 0) if size <= limit else b""
+    if size > limit:
+        raise DataError(f"{path} is {size} bytes long; at most {limit} are read")
+    return content
+
+
+def exists(path: str) -> bool:
+    """Whether a path exists, perhaps as a broken link. Raises StorageError if that cannot be found out."""
+    if (files := _files_of(path)) is not None:
+        return files.kind(path) is not None
+    return _mode(path, follow_symlinks=False) != 0
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is a file. Raises StorageError if that cannot be found out."""
+    if (files := _files_of(path)) is not None:
+        return files.kind(path) == "file"
+    return stat.S_ISREG(_mode(path))
+
+
+def is_visible_file(path: str) -> bool:
+    """Whether a path is a file; not if that cannot be found out: any folder may be next to a checkpoint."""
+    try:
+        return is_file(path)
+    except StorageError:
+        return False
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a folder. Raises StorageError if that cannot be found out."""
+    if (files := _files_of(path)) is not None:
+        return files.kind(path) == "folder"
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str, *, follow_symlinks: bool = True) -> int:
+    """The mode of a path; 0 if it does not exist. Raises StorageError."""
+    with translate_os_errors(f"cannot look at {path}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (os.stat(path) if follow_symlinks else os.lstat(path)).st_mode
+    return 0
+
+
+def is_link(path: str) -> bool:
+    """Whether a path is a symbolic link."""
+    return _files_of(path) is None and os.path.islink(path)
+
+
+def list_names(folder: str) -> list[str]:
+    """The names in a folder, sorted. Raises StorageError."""
+    if (files := _files_of(folder)) is not None:
+        return files.names(folder)
+    with translate_os_errors(f"cannot list {folder}"):
+        return sorted(os.listdir(folder))
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; empty if it is a file or does not exist. Later reads then report missing files.
+
+    Raises StorageError if it cannot be listed: what it holds must not count as missing.
+    """
+    if (files := _files_of(folder)) is not None:
+        return files.names(folder)
+    with translate_os_errors(f"cannot list {folder}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
+def names_or_empty(folder: str) -> list[str]:
+    """The names in a folder; empty if it cannot be listed. Only for recognizing a format: any folder may be next to a
+    checkpoint."""
+    try:
+        return list_names(folder)
+    except OSError:
+        return []
+
+
+def names_at(path: str) -> list[str] | None:
+    """The names in a folder; none for a file, and None if the path does not exist or cannot be read."""
+    try:
+        if (files := _files_of(path)) is not None:
+            return None if files.kind(path) is None else files.names(path)
+        return os.listdir(path)
+    except NotADirectoryError:
+        return []
+    except OSError as error:  # missing or unreadable, as for a jaxckpt checkpoint
+        if isinstance(error, StorageError) and error.errno not in UNLISTABLE:
+            raise
+        return None
+
+
+def store_of(path: str) -> Store | None:
+    """The store of a folder in a bucket; None for a local path."""
+    files = _files_of(path)
+    return None if files is None else files.folder(path).with_url(url_of(path))
+
+
+def kvstore_of(path: str) -> tuple[dict[str, Any], Any] | None:
+    """tensorstore's spec of a folder in a bucket, and the context of its requests; None for a local path."""
+    files = _files_of(path)
+    return None if files is None else files.folder(path).tensorstore()
+
+
+# In a bucket ----------------------------------------------------------------------------------------------
+
+_Tree = dict[str, Any]
+"""The names in a folder: each with a tree for a folder, and None for a file."""
+
+
+@dataclass(slots=True, eq=False)
+class BucketFiles:
+    """The files of a bucket, as far as an open checkpoint needs them. Listings and heads of files are kept."""
+
+    root: Bucket
+    url: str
+    """The start of each path, without a slash at its end."""
+
+    _listings: dict[str, _Tree | None] = field(default_factory=dict[str, "_Tree | None"], repr=False)
+    """By path of a folder; None if the server lists nothing, as over HTTP."""
+
+    _kinds: dict[str, str | None] = field(default_factory=dict[str, "str | None"], repr=False)
+    heads: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    """The first bytes of files by path; all of them if they are fewer than `_HEAD_BYTES`."""
+
+    @classmethod
+    def at(cls, bucket: Bucket) -> tuple[BucketFiles, str]:
+        """The files of the bucket of a store, and the path of its URL among them."""
+        scheme, _, rest = bucket.url.partition("://")
+        url = f"{scheme}:/" if scheme == "memory" else f"{scheme}://{rest.partition('/')[0]}"
+        key = bucket.path.strip("/")
+        root = replace(bucket, url=url, path=bucket.path[: len(bucket.path) - len(bucket.path.lstrip("/"))])
+        return cls(root, url), f"{url}/{key}" if key else url
+
+    def key(self, path: str) -> str:
+        return path.removeprefix(self.url).strip("/")
+
+    def folder(self, path: str) -> Bucket:
+        """The store of a folder."""
+        key = self.key(path)
+        return self.root.child(key) if key else self.root
+
+    def read_whole(self, path: str) -> bytes:
+        content = self.root.read(self.key(path))
+        if content is None:
+            raise DataError(f"{path} is missing")
+        note_progress()
+        return content
+
+    def kind(self, path: str) -> str | None:
+        """ "file", "folder", or None if nothing has this path."""
+        for folder, tree in self._listings.items():
+            if tree is not None and path.startswith(f"{folder}/"):
+                node = _node(tree, path[len(folder) + 1 :])
+                return "folder" if isinstance(node, dict) else "file" if node is None else None
+        if path not in self._kinds:
+            is_file = self.key(path) != "" and self.root.has_key(self.key(path))
+            self._kinds[path] = "file" if is_file else "folder" if self._tree(path) else None
+        return self._kinds[path]
+
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; none if the server lists nothing. Raises StorageError."""
+        for above, tree in self._listings.items():
+            if tree is not None and f"{folder}/".startswith(f"{above}/"):
+                node = _node(tree, folder[len(above) + 1 :])
+                return sorted(cast("_Tree", node)) if isinstance(node, dict) else []
+        if self._kinds.get(folder) == "file":
+            return []
+        return sorted(self._tree(folder) or ())
+
+    def _tree(self, folder: str) -> _Tree | None:
+        """Everything below a folder, by one request per thousand keys."""
+        if folder not in self._listings:
+            try:
+                keys = self.folder(folder).keys_below()
+            except StorageError as error:
+                if error.errno not in UNLISTABLE or not folder.startswith("http"):
+                    raise
+                self._listings[folder] = None
+                return None
+            self._listings[folder] = tree = {}
+            for names in (key.split("/") for key in keys):
+                node = tree
+                for name in names[:-1]:
+                    below = node.get(name)
+                    node[name] = below = {} if below is None else below
+                    node = below
+                if names[-1]:  # otherwise the key of the folder itself
+                    node.setdefault(names[-1], None)
+        return self._listings[folder]
+
+
+def _node(tree: _Tree, path: str) -> object:
+    """What a path below a tree refers to: a tree, None for a file, and False for nothing."""
+    node: Any = tree
+    for name in filter(None, path.split("/")):
+        if not isinstance(node, dict) or name not in node:
+            return False
+        node = node[name]
+    return node
+
+
+class _BucketFile(OpenFile):
+    def __init__(self, files: BucketFiles, path: str) -> None:
+        self.path = path
+        self._files = files
+        self._key = files.key(path)
+
+    @property
+    def size(self) -> int:
+        head = self._head()
+        return len(head) if len(head) < _HEAD_BYTES else self._files.root.size(self._key)
+
+    def has_size(self, size: int) -> bool:
+        if size < _HEAD_BYTES:
+            return len(self._head()) == size
+        return not self._files.root.check_lengths({self._key: size})
+
+    def read(self, count: int, offset: int) -> bytes:
+        head = self._head()
+        if offset + count <= len(head) or len(head) < _HEAD_BYTES:
+            return head[offset : offset + count]
+        return self._range(offset, offset + count)
+
+    def read_into(self, offset: int, buffers: Sequence[Any]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        count = sum(view.nbytes for view in views)
+        data = memoryview(self._range(offset, offset + count))
+        if len(data) < count:
+            raise DataError(f"{self.path} was truncated while it was being read")
+        for view in views:
+            view[:] = data[: view.nbytes]
+            data = data[view.nbytes :]
+
+    def _head(self) -> bytes:
+        if self.path not in self._files.heads:
+            self._files.heads[self.path] = self._range(0, _HEAD_BYTES)
+        return self._files.heads[self.path]
+
+    def _range(self, start: int, stop: int) -> bytes:
+        data = self._files.root.read_range(self._key, start, stop)
+        if data is None:
+            raise DataError(f"{self.path} is missing")
+        note_progress()
+        return data
+
+
+_current: ContextVar[BucketFiles | None] = ContextVar("jaxckpt_bucket_files", default=None)
+
+
+@contextlib.contextmanager
+def in_bucket(files: BucketFiles | None) -> Generator[None]:
+    """In the block, paths that begin with the bucket's URL refer to it. None: all paths are local."""
+    token = _current.set(files)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _files_of(path: str) -> BucketFiles | None:
+    files = _current.get()
+    return files if files is not None and (path == files.url or path.startswith(f"{files.url}/")) else None
+
+
+def url_of(path: str) -> str:
+    """The URL of a path in a bucket, percent-encoded; local paths are returned as they are."""
+    scheme, separator, rest = path.partition("://")
+    host, slash, key = rest.partition("/")
+    return f"{scheme}://{host}{slash}{urllib.parse.quote(key, safe=_SAFE)}" if separator else path
+
+
+_SAFE = "/!$&'()*+,;=:@-._~[]"

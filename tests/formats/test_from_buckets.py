@@ -1,0 +1,286 @@
+"""Checkpoints of other libraries from buckets and over HTTP: the same values as from a folder, in few requests."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from recorded import DATA, REAL, require_same, wanted
+from servers import Bucket, Exchange
+
+import jaxckpt
+from jaxckpt._options import Options
+from jaxckpt._store.bucket import Bucket as BucketStore
+from jaxckpt.errors import DataError, NotACheckpointError, StorageError
+
+pytest.importorskip("h5py")  # here, because its import starts a process
+pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax raises various warnings
+
+QUICK = jaxckpt.Options(retry_seconds=2)
+
+
+def upload(path: Path, url: str) -> str:
+    """Copy a file or a folder to a URL."""
+    store = BucketStore.at(url.rpartition("/")[0], Options())
+    name = urllib.parse.unquote(url.rpartition("/")[2])
+    files = [file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    keys = [name if path.is_file() else f"{name}/{file.relative_to(path)}" for file in files]
+    started = [store._begin_put(key, file.read_bytes(), "") for key, file in zip(keys, files, strict=True)]
+    for writing in started:
+        writing.result()
+    return url
+
+
+# Every format, in memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_librarys_files_are_read_from_a_bucket(name: str) -> None:
+    url = upload(DATA / name, f"memory://recorded/{name}")
+    require_same(jaxckpt.load_numpy(url), wanted(name))
+    assert jaxckpt.verify(url).ok
+    local, there = jaxckpt.open(DATA / name), jaxckpt.open(url)
+    assert there.path == url or there.path.startswith(f"{url}/")
+    assert (there.format, list(there), there.step, there.metadata) == (
+        local.format,
+        list(local),
+        local.step,
+        local.metadata,
+    )
+
+
+def written(folder: Path) -> dict[str, Path]:
+    """Checkpoints of formats that this test writes."""
+    tree = {"params": {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(3, jnp.bfloat16)}, "n": np.int32(7)}
+    jaxckpt.save(folder / "ours", tree)
+    for name, format in (("x.safetensors", None), ("x.npz", None), ("x.zarr", None), ("hf", "safetensors")):
+        jaxckpt.convert(folder / "ours", folder / name, format=format)
+    jaxckpt.convert(folder / "ours", folder / "orbax", format="orbax")
+    np.save(folder / "x.npy", np.arange(6).reshape(2, 3))
+    with ocp.CheckpointManager(folder / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave({**tree, "n": step}))
+    import torch
+
+    torch.save({"w": torch.arange(6.0).reshape(2, 3)}, folder / "x.pt")
+    np.savez_compressed(folder / "deflated.npz", w=np.arange(1000), b=np.ones(3))
+    return {path.name: path for path in folder.iterdir() if path.name != "ours"}
+
+
+@pytest.mark.child
+def test_formats_that_are_written_here(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = written(tmp_path)
+    assert len(found) == 9
+    for name, path in found.items():
+        url = upload(path, f"memory://written/{name}")
+        np.testing.assert_equal(jaxckpt.load_numpy(url), jaxckpt.load_numpy(path))
+        assert jaxckpt.verify(url).ok, name
+        assert jaxckpt.diff(url, path).identical, name
+    url = "memory://written/run"
+    run = jaxckpt.Run(url)
+    assert run.steps() == [1, 2]
+    assert run.open(1).step == 1
+    assert int(jaxckpt.load_numpy(f"{url}@1")["n"]) == int(jaxckpt.load_numpy(run.path(1))["n"]) == 1
+    jaxckpt.convert(url, "memory://written/converted")
+    assert jaxckpt.Run("memory://written/converted").steps() == [1, 2]
+    with pytest.raises(jaxckpt.errors.InputError, match="2 steps of Orbax"):
+        jaxckpt.Checkpointer(url)
+
+
+def test_a_model_is_read_by_its_rules() -> None:
+    folder = DATA / "transformers" / "llama"
+    url = upload(folder, "memory://models/llama")
+    rules, there = jaxckpt.rules.huggingface_rules(folder), jaxckpt.rules.huggingface_rules(url)
+    assert there == rules
+    np.testing.assert_equal(jaxckpt.load_numpy(url, rename=there), jaxckpt.load_numpy(folder, rename=rules))
+
+
+def test_a_checkpoint_that_is_a_whole_bucket(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ours", {"w": np.arange(3)})
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "theirs", format="orbax")
+    root = BucketStore.at("memory://whole", Options())
+    for file in (tmp_path / "theirs").rglob("*"):
+        if file.is_file():
+            root.put(str(file.relative_to(tmp_path / "theirs")), file.read_bytes())
+    for url in ("memory://whole", "memory://whole/"):
+        assert jaxckpt.load_numpy(url)["w"].tolist() == [0, 1, 2]
+
+
+def test_names_with_special_characters(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=np.arange(3))
+    url = upload(tmp_path / "a.npz", "memory://special/a%25b%20c/x%7Cy.npz")
+    assert jaxckpt.load_numpy(url)["w"].tolist() == [0, 1, 2]
+    checkpoint = jaxckpt.open(url)
+    assert checkpoint.path == url
+    assert jaxckpt.load_numpy(checkpoint.path)["w"].tolist() == [0, 1, 2]
+
+
+def test_damage_and_missing_files_are_named(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ours", {"w": np.arange(100_000.0), "b": np.ones(3)})
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "x.safetensors")
+    content = (tmp_path / "x.safetensors").read_bytes()
+    for count in (0, 5, 100, 70_000, len(content) - 1):
+        path = tmp_path / f"{count}.safetensors"
+        path.write_bytes(content[:count])
+        url = upload(path, f"memory://damaged/{path.name}")
+        with pytest.raises((DataError, NotACheckpointError)) as local:
+            jaxckpt.load_numpy(path)
+        with pytest.raises(type(local.value)) as there:
+            jaxckpt.load_numpy(url)
+        assert str(there.value).replace(url, "it") == str(local.value).replace(str(path), "it")
+    (tmp_path / "x.safetensors").write_bytes(content)
+    url = upload(tmp_path / "x.safetensors", "memory://damaged/x.safetensors")
+    checkpoint = jaxckpt.open(url)
+    BucketStore.at("memory://damaged", Options()).remove("x.safetensors")
+    with pytest.raises(DataError, match=r"x\.safetensors is missing"):
+        checkpoint["w"][:]
+    with pytest.raises(NotACheckpointError, match="the path does not exist"):
+        jaxckpt.open(url)
+    (tmp_path / "model.bin").write_bytes(b"GGUF" + b"\0" * 100)
+    with pytest.raises(NotACheckpointError, match="is a GGUF file"):
+        jaxckpt.open(upload(tmp_path / "model.bin", "memory://damaged/model.bin"))
+
+
+# Requests and bytes ---------------------------------------------------------------------------------------
+
+
+def count_bytes(bucket: Bucket) -> Callable[[], int]:
+    """A function that returns the bytes that the server has sent since this call."""
+    counts: list[int] = []
+
+    def forward(exchange: Exchange) -> None:
+        answer = exchange.forward()
+        if exchange.path and answer.status < 300:
+            counts.append(len(answer.body))
+        exchange.send(answer)
+
+    bucket.proxy.clear()
+    bucket.proxy.on("(GET|HEAD).*", forward)
+    return lambda: sum(counts)
+
+
+def model() -> dict[str, Any]:
+    """16 MiB in matrices, and small leaves."""
+    rng = np.random.default_rng(0)
+    matrices = {f"layer{n}": {"w": rng.standard_normal((1024, 512), np.float32)} for n in range(8)}
+    return {**matrices, "scale": np.ones(64, np.float32)}
+
+
+def specs(path: str, leaf: Any) -> P:
+    return P("x", "y") if len(leaf.shape) == 2 else P()
+
+
+@pytest.mark.parametrize("kind", ["folder", "orbax", "ocdbt", "written"])
+def test_a_restore_onto_a_mesh_reads_each_byte_once(bucket: Bucket, tmp_path: Path, kind: str) -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tree = model()
+    saved = {path: NamedSharding(mesh, P("x", "y")) if path != "scale" else NamedSharding(mesh, P()) for path in tree}
+    if kind in ("folder", "written"):
+        jaxckpt.save(tmp_path / "ours", tree, options=jaxckpt.Options(sync=False))
+        jaxckpt.convert(tmp_path / "ours", tmp_path / "it", format="safetensors" if kind == "folder" else "orbax")
+    else:
+        on_mesh = {
+            path: jax.tree.map(lambda x, s=saved[path]: jax.device_put(x, s), leaf) for path, leaf in tree.items()
+        }
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=kind == "ocdbt", use_zarr3=kind == "orbax")
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(tmp_path / "it", args=ocp.args.PyTreeSave(on_mesh))
+    url = upload(tmp_path / "it", f"{bucket.url}/it")
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    read = count_bytes(bucket)
+    state = jaxckpt.restore(url, mesh=mesh, specs=specs, options=QUICK)
+    counted, n_bytes = bucket.proxy.counted(), read()
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), state, tree))
+    assert state["layer3"]["w"].sharding.spec == P("x", "y")
+    print(json.dumps({"kind": kind, "bytes": n_bytes / needed, "requests": counted}))
+    assert n_bytes <= 1.05 * needed
+    assert sum(counted.values()) <= 120, counted
+
+
+def test_part_of_a_file_reads_that_part(s3: Bucket, tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ours", model())
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "x.safetensors")
+    url = upload(tmp_path / "x.safetensors", f"{s3.url}/x.safetensors")
+    read = count_bytes(s3)
+    checkpoint = jaxckpt.open(url, options=QUICK)
+    opened = s3.proxy.counted()
+    assert sum(opened.values()) <= 12, opened
+    assert checkpoint["layer3/w"][100:110, :5].shape == (10, 5)
+    assert read() < 200_000
+
+
+def test_a_public_bucket_that_cannot_be_listed(s3: Bucket, tmp_path: Path) -> None:
+    import servers
+
+    np.savez(tmp_path / "x.npz", w=np.arange(3))
+    url = upload(tmp_path / "x.npz", f"{s3.url}/x.npz")
+    s3.proxy.on("LIST.*", servers.status(403, "AccessDenied"))
+    assert jaxckpt.load_numpy(url, options=QUICK)["w"].tolist() == [0, 1, 2]
+
+
+# Over HTTP ------------------------------------------------------------------------------------------------
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves files with byte ranges."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        content = path.read_bytes() if path.is_file() else None
+        start, stop, status = 0, len(content or b""), 200 if content is not None else 404
+        if content is not None and (ranged := self.headers.get("Range")):
+            first, _, last = ranged.removeprefix("bytes=").partition("-")
+            start, stop = (int(first), int(last or stop - 1) + 1) if first else (stop - int(last), stop)
+            status = 206 if start < len(content) else 416
+        stop = min(stop, len(content or b""))
+        body = (content or b"")[start:stop] if status < 300 else b""
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content or b'')}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    handler = functools.partial(_Handler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_files_over_http(web: str, tmp_path: Path) -> None:
+    tree = {name: leaf for name, leaf in model().items() if name in ("layer1", "scale")}
+    jaxckpt.save(tmp_path / "ours", tree)
+    for name, format in (("x.safetensors", None), ("x.npz", None), ("hf", "safetensors")):
+        jaxckpt.convert(tmp_path / "ours", tmp_path / name, format=format)
+    for path in ("x.safetensors", "x.npz", "hf/model.safetensors.index.json"):
+        np.testing.assert_equal(jaxckpt.load_numpy(f"{web}/{path}", options=QUICK)["layer1"], tree["layer1"])
+    with pytest.raises(NotACheckpointError):
+        jaxckpt.open(f"{web}/hf", options=QUICK)
+    with pytest.raises(StorageError, match="read-only"):
+        jaxckpt.save(f"{web}/new", {"w": 1}, options=QUICK)
