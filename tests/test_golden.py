@@ -291,7 +291,7 @@ def test_the_local_step_of_two_processes(lost: int | None, folder: Path, tmp_pat
         note.write_text(json.dumps(content))
     if lost is not None:
         shutil.rmtree(local / f"process-{lost}")
-    with jaxckpt.Checkpointer(storage, every=20, local=local, local_every=5, copies=0) as run:
+    with jaxckpt.Checkpointer(storage, every=20, local=jaxckpt.LocalTier(local, every=5, copies=0)) as run:
         assert run.latest_step() == golden.JOB_LOCAL[-1]
         require_same(run.restore(mesh=golden.square()), golden.job_tree(45), layouts=False)
         assert run.process_state("position", resplit=lambda states, count: [states]) == [[45, 0], [45, 1]]

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
-from jaxckpt._convert.destination import replacing, require_replaceable
 from jaxckpt._devices.shardings import TypedLeaf
+from jaxckpt._formats.destination import replacing, require_replaceable
 from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords

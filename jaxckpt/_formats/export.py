@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,3 +136,38 @@ def write_json(path: str, content: Any, indent: int | None = None) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:
         json.dump(content, file, indent=indent)
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFile:
+    """A file of an export, which one process writes."""
+
+    name: str
+    n_bytes: int
+    """Bytes of its tensors."""
+
+    write: Callable[[str], None]
+    """Writes it to a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPlan:
+    """The files of an export. Every process makes the same plan."""
+
+    files: Sequence[FolderFile]
+    finish: Callable[[str], None]
+    """Writes into the folder what describes the files, after all of them."""
+
+    def of_process(self, process: int, processes: int) -> list[FolderFile]:
+        """The files that a process writes: the largest first, each by the process with the fewest bytes so far."""
+        own: list[FolderFile] = []
+        loads = [0] * processes
+        for file in sorted(self.files, key=lambda file: (-file.n_bytes, file.name)):
+            owner = loads.index(min(loads))
+            loads[owner] += file.n_bytes
+            if owner == process:
+                own.append(file)
+        return own

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._options import Options
@@ -63,6 +64,10 @@ class Format:
     steps_in: Callable[[str, Collection[str]], Sequence[ForeignStep]] = lambda path, names: ()
     """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. None for a single
     checkpoint."""
+
+    save_to: Callable[..., Any] | None = None
+    """The destination of a save by all processes, from the path, `rename`, the options and `overwrite`; None if only
+    `convert` writes the format. Only formats of jaxckpt define it."""
 
     order: int = 0
     """Formats of lower order are tried first: those that share names of files with a more general format."""
