@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -94,7 +95,7 @@ def new_steps(run: jaxckpt.Run) -> Iterator[str]:
     steps = run.follow(timeout_seconds=60, poll_seconds=0.1) if jax.process_index() == 0 else None
     while True:
         step = next(steps, None) if steps else None
-        number = jax.experimental.multihost_utils.broadcast_one_to_all(np.int32(step.number if step else -1))
+        number = broadcast_one_to_all(np.int32(step.number if step else -1))
         if number < 0:  # the training has ended
             return
         yield f"{run.directory}@{number}"
@@ -103,7 +104,7 @@ def new_steps(run: jaxckpt.Run) -> Iterator[str]:
 def serve(folder: str, run: str) -> Iterator[jax.Array]:
     """The logits of a prompt, by the weights of the folder, then by those of each step of the run."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    apply = nnx.jit(lambda model, tokens: jax.lax.with_sharding_constraint(model(tokens), jax.P()))
+    apply = nnx.jit(lambda model, tokens: jax.lax.with_sharding_constraint(model(tokens), P()))
     prompt = jnp.arange(8)[None]
     with jax.set_mesh(mesh):
         model = load(folder, mesh, jaxckpt.rules.huggingface_rules(folder))

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from jaxckpt._formats.destination import replacing, require_replaceable
-from jaxckpt._formats.export import FolderPlan
+from jaxckpt._formats.export import FolderPlan, StepExport
+from jaxckpt._formats.safetensors import plan_safetensors
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_names
 from jaxckpt._model.select import Select
@@ -136,7 +137,7 @@ class ExportedFolder(SharedPath):
 
 @explain_names
 @dataclass(frozen=True, slots=True)
-class Export:
+class Export(StepExport):
     """A copy of a step as a folder of safetensors, for `Checkpointer.save(…, export=…)`.
 
     When the step is published, every process of the job writes some of the files, in the background, from the step. The
@@ -172,11 +173,10 @@ class Export:
         _require_folder(self.path)
         require_bool(self.overwrite, "Export.overwrite")
 
-
-def write_export(export: Export, plan_folder: PlanFolder, call: Call, checkpoint: str, options: Options) -> None:
-    """Export a checkpoint as requested. Every process, in a lane."""
-    target = _require_folder(export.path)
-    _Writer(target, plan_folder, export.select, export.rename, export.overwrite).write(call, checkpoint, options)
+    def write(self, call: Call, checkpoint: str, options: Options) -> None:
+        target = _require_folder(self.path)
+        writer = _Writer(target, plan_safetensors, self.select, self.rename, self.overwrite)
+        writer.write(call, checkpoint, options)
 
 
 def _require_folder(path: str | os.PathLike[str]) -> str:

@@ -250,7 +250,7 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
     """Write one file if `path` ends in .safetensors, otherwise a folder of shards with an index, which Hugging Face's
     libraries read. Raises TreeError for leaves that the format cannot hold."""
     if path.endswith(".safetensors"):
-        _write_tensors(path, arrays_of(source, options, report, _problem), recorded_paths(names_of(source)))
+        _write_tensors(path, arrays_of(source, options, report, tensor_problem), recorded_paths(names_of(source)))
         return
     plan = plan_safetensors(source, options, report)
     os.mkdir(path)
@@ -261,7 +261,7 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
 
 def plan_safetensors(source: Source, options: Options, report: Report) -> FolderPlan:
     """The shards of a folder, and their index. Raises TreeError for leaves that the format cannot hold."""
-    arrays = arrays_of(source, options, report, _problem)
+    arrays = arrays_of(source, options, report, tensor_problem)
     paths = recorded_paths(names_of(source))
     shards: list[dict[str, Data]] = [{}]
     bytes_left = SHARD_BYTES
@@ -282,7 +282,8 @@ def plan_safetensors(source: Source, options: Options, report: Report) -> Folder
     return FolderPlan(files, lambda folder: write_json(os.path.join(folder, f"model{INDEX}"), index, indent=2))
 
 
-def _problem(name: str, dtype: np.dtype[Any]) -> str | None:
+def tensor_problem(name: str, dtype: np.dtype[Any]) -> str | None:
+    """The reason why the format cannot hold a tensor; None if it can."""
     if dtype.name not in _NAME_OF:
         return f"is {dtype.name}, which jaxckpt does not write to safetensors"
     return "has a name that safetensors reserves" if name == "__metadata__" else None
@@ -293,12 +294,17 @@ _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 def _write_tensors(path: str, arrays: Mapping[str, Data], paths: Mapping[str, str]) -> None:
     """Write one .safetensors file. `paths` are those to record."""
-    # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     # transformers before 5 loads no file with "np" here.
     metadata = {"format": "pt"}
     if paths := {name: paths[name] for name in arrays if name in paths}:
         metadata[_PATHS] = json.dumps(paths)
+    write_tensors(path, arrays, metadata)
+
+
+def write_tensors(path: str, arrays: Mapping[str, Data], metadata: Mapping[str, str]) -> None:
+    """Write one .safetensors file with this metadata."""
+    # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, data in ordered:

@@ -114,8 +114,8 @@ def stack(layers: str | Sequence[str], *, axis: int = 0) -> Rules:
 
     Args:
         layers: The path of one layer, with `{i}` for its number, such as "params/layers/{i}"; or a list of such paths,
-            for a training state with several copies of the model. The leaves of all layers are stacked below the path without the
-            number, "params/layers".
+            for a training state with several copies of the model. The leaves of all layers are stacked below the path
+            without the number, "params/layers".
         axis: The axis of the layers in the stacked leaves.
 
     Raises:

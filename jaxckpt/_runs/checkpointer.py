@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
-from jaxckpt._formats.live_export import Export
+from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
@@ -262,7 +262,7 @@ class Checkpointer(Run):
         metrics: Mapping[str, Any] | None = None,
         process_state: Mapping[str, Any] | None = None,
         metadata: Any = None,
-        export: Export | None = None,
+        export: StepExport | None = None,
         on_done: Callable[[SaveInfo], object] | None = None,
         force: bool = False,
         overwrite: bool = False,
@@ -304,7 +304,7 @@ class Checkpointer(Run):
                     "save(mesh=…, specs=…) needs a Checkpointer without local=: local steps keep the layout of the"
                     " arrays, because each process writes what its own devices hold"
                 )
-            if export is not None and (self._local is not None or not isinstance(export, Export)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if export is not None and (self._local is not None or not isinstance(export, StepExport)):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(
                     "export= takes a jaxckpt.formats.Export, in a Checkpointer without local=; found"
                     f" {reprlib.repr(export)}"

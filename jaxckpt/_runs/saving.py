@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jaxckpt._formats.live_export import Export, write_export
-from jaxckpt._formats.safetensors import plan_safetensors
+from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.process_folders import ProcessFolders
@@ -108,7 +107,7 @@ class RunStep(SharedPath):
     """A step of a run. Its publication makes older steps subject to the rules of retention."""
 
     def __init__(
-        self, directory: Directory, deletion: Deletion, step: int, export: Export | None, *, overwrite: bool
+        self, directory: Directory, deletion: Deletion, step: int, export: StepExport | None, *, overwrite: bool
     ) -> None:
         super().__init__(directory.child(step), overwrite=overwrite)
         self._export = export
@@ -140,11 +139,9 @@ class RunStep(SharedPath):
         if self._export is None:
             return
         if save.request.is_last_step:
-            _log.warning(
-                "the job was preempted, so step %d is not exported to %s", save.request.step_number, self._export
-            )
+            _log.warning("the job was preempted, so step %d is not exported", save.request.step_number)
             return
-        write_export(self._export, plan_safetensors, save.call, self.store.url, save.options)
+        self._export.write(save.call, self.store.url, save.options)
 
 
 # Saving ---------------------------------------------------------------------------------------------------
