@@ -80,6 +80,7 @@ def compress(data: Array) -> Array:
     spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata, "create": True}
     array = ts.open({**spec, "store_data_equal_to_fill_value": True}, context=ts.Context()).result()
     array.write(data, can_reference_source_data_indefinitely=True).result()
+    assert array.kvstore is not None
     return np.frombuffer(array.kvstore.read("c/0").result().value, np.uint8)
 
 
