@@ -12,13 +12,11 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from jaxckpt._formats.destination import replacing, require_replaceable
-from jaxckpt._formats.export import FolderPlan, StepExport
-from jaxckpt._formats.safetensors import plan_safetensors
+from jaxckpt._formats.export import FolderPlan
 from jaxckpt._job.call import Call
-from jaxckpt._keywords import explain_names
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.progress import Report
@@ -81,7 +79,7 @@ def write_folder(
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class FolderWriter:
     """Writes the tensors that some rules make of a checkpoint."""
 
     target: str
@@ -112,14 +110,14 @@ class ExportedFolder(SharedPath):
         *,
         overwrite: bool,
     ) -> None:
-        target = _require_folder(path)
+        target = require_folder(path)
         parent, name = os.path.split(target)
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]  # the name may be as long as the file system allows
         temporary = os.path.join(parent, f".{digest}-export")
         # Messages and results name the folder that the user has given.
         super().__init__(Folder(target, temporary, options.io, options.timeout_seconds), overwrite=True)
         self._temporary = temporary
-        self._writer = _Writer(target, plan_folder, None, rename, require_bool(overwrite, "overwrite"))
+        self._writer = FolderWriter(target, plan_folder, None, rename, require_bool(overwrite, "overwrite"))
 
     def check(self, request: SaveRequest) -> None:
         if request.metadata is not None or request.process_state is not None:
@@ -135,51 +133,7 @@ class ExportedFolder(SharedPath):
                 remove_folder(self._temporary)
 
 
-@explain_names
-@dataclass(frozen=True, slots=True)
-class Export(StepExport):
-    """A copy of a step as a folder of safetensors, for `Checkpointer.save(…, export=…)`.
-
-    When the step is published, every process of the job writes some of the files, in the background, from the step. The
-    folder appears when it is complete. If the export fails, the step stays, and the error is that of the save.
-
-    Attributes:
-        path: The folder: a local path that all processes see.
-        select: Only these leaves, by their paths after `rename`; as for `restore`.
-        rename: New names, or `Rules`, as for `restore`: `rules.inverse()` for a folder that Hugging Face's libraries
-            load.
-        overwrite: Replace an existing checkpoint at `path`.
-
-    Raises:
-        InputError: A value is invalid, for example a path that is a URL.
-
-    Examples:
-        >>> import shutil, jax.numpy as jnp, jaxckpt
-        >>> shutil.rmtree("/tmp/jaxckpt-doc/exporting", ignore_errors=True)
-        >>> export = jaxckpt.formats.Export("/tmp/jaxckpt-doc/exporting/hf", rename={"params": ""}, select="w")
-        >>> with jaxckpt.Checkpointer("/tmp/jaxckpt-doc/exporting/run") as checkpointer:
-        ...     saved = checkpointer.save(1, {"params": {"w": jnp.ones(3)}, "step": 1}, export=export)
-        >>> jaxckpt.load_numpy("/tmp/jaxckpt-doc/exporting/hf")
-        {'w': array([1., 1., 1.], dtype=float32)}
-    """
-
-    path: str | os.PathLike[str]
-    _: KW_ONLY
-    select: Select | None = None
-    rename: Renaming | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        _require_folder(self.path)
-        require_bool(self.overwrite, "Export.overwrite")
-
-    def write(self, call: Call, checkpoint: str, options: Options) -> None:
-        target = _require_folder(self.path)
-        writer = _Writer(target, plan_safetensors, self.select, self.rename, self.overwrite)
-        writer.write(call, checkpoint, options)
-
-
-def _require_folder(path: str | os.PathLike[str]) -> str:
+def require_folder(path: str | os.PathLike[str]) -> str:
     """The absolute path of an exported folder. Raises InputError."""
     target = local_path(path)
     if target is None:

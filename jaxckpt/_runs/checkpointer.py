@@ -275,7 +275,8 @@ class Checkpointer(Run):
             mesh: As for `jaxckpt.save`. Not with `local`: each process then writes what its own devices hold.
             specs: As for `jaxckpt.save`: with `mesh`.
             dtype: As for `jaxckpt.save`.
-            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
+            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded. They may be
+                left out for a step that was not evaluated; the last step of a preempted job never needs them.
             process_state: As for `jaxckpt.save`: state that differs between processes.
             metadata: Any JSON value.
             export: A `jaxckpt.formats.Export`: also write the step as a Hugging Face folder, by all processes. Not with
