@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import PROGRAMS, RunProcesses
+from processes import PROGRAMS, RunProcesses, RunPython
 
 import jaxckpt
 from jaxckpt._formats import safetensors
@@ -143,6 +144,40 @@ def test_training_may_donate_while_the_export_is_written(tmp_path: Path) -> None
         tree = update(tree)
     pending.wait()
     assert not jaxckpt.load_numpy(tmp_path / "hf")["w"].any()
+
+
+def test_the_last_step_of_a_preempted_job_is_not_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export = jaxckpt.formats.Export(tmp_path / "hf")
+    with pytest.raises(jaxckpt.Preempted), jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)})
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.save(3, {"w": jnp.ones(3)}, export=export)
+    assert jaxckpt.Run(tmp_path / "run").steps() == [1, 3]
+    assert "so step 3 is not exported" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_a_local_tier_exports_nothing(tmp_path: Path) -> None:
+    tier = jaxckpt.LocalTier(tmp_path / "local", copies=0)
+    with (
+        jaxckpt.Checkpointer(tmp_path / "run", local=tier, on_preemption="ignore") as checkpoints,
+        pytest.raises(jaxckpt.errors.InputError, match="in a Checkpointer without local="),
+    ):
+        checkpoints.save(1, {"w": 1}, export=jaxckpt.formats.Export(tmp_path / "hf"))
+
+
+def test_the_next_export_deletes_what_a_killed_one_left(run_python: RunPython, tmp_path: Path) -> None:
+    program = """
+        import os, sys, jaxckpt, jax.numpy as jnp
+        from jaxckpt._formats import safetensors
+        safetensors._write_tensors = lambda *_, **__: os._exit(9)
+        jaxckpt.save({path!r}, {{"w": jnp.ones(3)}}, format="safetensors")
+    """
+    run_python(program.format(path=str(tmp_path / "hf")), devices=1, check=False)
+    assert len(os.listdir(tmp_path)) == 2, "a temporary checkpoint and a draft"
+    jaxckpt.save(tmp_path / "hf", {"w": jnp.zeros(3)}, format="safetensors")
+    assert os.listdir(tmp_path) == ["hf"]
+    assert jaxckpt.load_numpy(tmp_path / "hf")["w"].tolist() == [0, 0, 0]
 
 
 def test_the_shards_are_as_large_as_those_of_transformers() -> None:
