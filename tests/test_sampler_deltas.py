@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from processes import PROGRAMS, RunProcesses
+from processes import PROGRAMS, RunProcesses, environment, start
 from sampler import Sampler
 
 import jaxckpt
@@ -38,6 +42,10 @@ def params() -> Any:
 def trained(params: Any, step: int) -> Any:
     """The weights of a step: few words differ from those of the step before."""
     return jax.tree.map(lambda leaf: leaf * (1 + 2e-4 * step), params)
+
+
+def scaled(scale: float, leaf: Any) -> jax.Array:
+    return jnp.asarray(leaf * scale)
 
 
 def require_bits(sampler: Sampler, weights: Any, folder: Path) -> None:
@@ -132,6 +140,51 @@ def test_several_processes_write_their_own_tensors(run_processes: RunProcesses, 
             assert found.keys() == expected.keys()
             assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
             assert len([*(tmp_path / encoding / f"weight_v{version:06d}").glob("*.safetensors")]) == 2
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_bit_pattern(encoding: Any, tmp_path: Path) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    with jaxckpt.weights.Publisher(tmp_path, format=encoding, options=FAST) as publisher:
+        for words in (bits, bits[::-1].copy(), bits ^ 1):
+            publisher.publish(0, {"x": jnp.asarray(words.view(jnp.bfloat16))})
+    sampler = Sampler(tmp_path)
+    sampler.pull(3)
+    np.testing.assert_array_equal(sampler.words["x"], bits ^ 1)
+
+
+@pytest.mark.child
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_publisher_that_is_killed_publishes_no_wrong_bits(
+    encoding: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The campaign publishes 1,000 versions, and kills the publisher at random moments."""
+    if not request.config.getoption("--campaign"):
+        pytest.skip("the campaign kills publishers")
+    out, chance, last, kills, checked = tmp_path / "w", random.Random(0), 1000, 0, 0
+    sampler, floats = Sampler(out), jaxckpt.load_numpy(DATA, rename=rules)
+    command = [str(PROGRAMS / "sampler_publisher.py"), str(out), encoding, str(DATA), str(last)]
+    while sampler.newest() < last:
+        child, end = start(command, environment(1)), time.monotonic() + chance.uniform(4, 20)
+        while child.poll() is None and (kills >= 20 or time.monotonic() < end):
+            newest = sampler.newest()
+            if newest == sampler.version:
+                time.sleep(0.01)
+                continue
+            try:
+                sampler.pull(newest)
+            except FileNotFoundError:  # deleted before it was read
+                continue
+            step = jaxckpt.open(out / f"_jaxckpt/{newest - 1:08d}").metadata["step"]
+            scale = 1 + 1e-4 * (step * 7919 % 1009)
+            require_bits(sampler, jax.tree.map(functools.partial(scaled, scale), floats), tmp_path / "e")
+            checked += 1
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGKILL)
+            kills += 1
+        child.wait()
+    assert kills > 2
+    assert checked > last // 4
 
 
 def test_a_flipped_bit_is_found_by_the_checksums(params: Any, tmp_path: Path) -> None:
