@@ -169,8 +169,8 @@ def work(arguments: argparse.Namespace) -> None:
 def with_jaxckpt(folder: Path, index: int, mesh: Mesh, like: Any, kind: str) -> tuple[Any, Any]:
     import jaxckpt
 
-    tier = {"local": folder / f"host-{index}", "local_every": 2, "copies": 1} if kind == "local" else {}
-    checkpoints = jaxckpt.Checkpointer(folder / "storage", every=1000, **tier)
+    tier = jaxckpt.LocalTier(folder / f"host-{index}", every=2) if kind == "local" else None
+    checkpoints = jaxckpt.Checkpointer(folder / "storage", every=1000, local=tier)
 
     def save(step: int, tree: Any) -> None:
         checkpoints.save(step, tree, force=step == 1)

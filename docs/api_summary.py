@@ -19,7 +19,7 @@ import griffe
 ROOT = Path(__file__).parent.parent
 
 _COLUMNS = 84
-_MODULES = ("errors", "formats", "orbax", "rules", "types", "weights")
+_MODULES = ("errors", "formats", "keras", "orbax", "rules", "types", "weights")
 _FOR_MESSAGES = {"show_count", "show_lines", "show_path"}
 
 # Programs get objects of these classes, and do not create them.

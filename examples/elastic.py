@@ -63,8 +63,8 @@ def train(folder: Path, host: int) -> None:
         return jax.tree.map(lambda value, grad: value - grad / 2, params, gradients), loss
 
     jitted = jax.jit(train_step, out_shardings=(shardings, NamedSharding(mesh, P())))
-    tier = {"local": folder / f"host-{host}", "local_every": LOCAL_EVERY} if jax.process_count() > 1 else {}
-    with jaxckpt.Checkpointer(folder / "storage", every=EVERY, **tier) as checkpoints:
+    tier = jaxckpt.LocalTier(folder / f"host-{host}", every=LOCAL_EVERY) if jax.process_count() > 1 else None
+    with jaxckpt.Checkpointer(folder / "storage", every=EVERY, local=tier) as checkpoints:
         last, params = checkpoints.restore_or_init(jax.jit(init, out_shardings=shardings))
         for step in range((last or 0) + 1, STEPS + 1):
             batch = np.random.default_rng(step).standard_normal((BATCH, 12), np.float32)

@@ -20,6 +20,7 @@ __all__ = [
     "CorruptError",
     "JaxckptError",
     "LazyLeaf",
+    "LocalTier",
     "MismatchError",
     "Options",
     "PendingSave",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint, open
     from jaxckpt._inspect.report import report
     from jaxckpt._inspect.verify import verify
+    from jaxckpt._local_tier.tier import LocalTier
     from jaxckpt._options import Options
     from jaxckpt._restore.restore import load_numpy, restore
     from jaxckpt._runs.checkpointer import Checkpointer
@@ -72,6 +74,7 @@ _MODULES = {
     "_inspect.open": "Checkpoint open",
     "_inspect.report": "report",
     "_inspect.verify": "verify",
+    "_local_tier.tier": "LocalTier",
     "_options": "Options",
     "_restore.restore": "load_numpy restore",
     "_runs.checkpointer": "Checkpointer",
@@ -85,7 +88,7 @@ _MODULES = {
 
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-_PUBLIC_MODULES = ("errors", "formats", "orbax", "rules", "types", "weights")
+_PUBLIC_MODULES = ("errors", "formats", "keras", "orbax", "rules", "types", "weights")
 
 _import_lock = threading.RLock()
 """JAX cannot be imported by two threads at once, because its modules import each other."""
@@ -103,7 +106,10 @@ def _import_name(name: str) -> Any:
 def _import(name: str) -> Any:
     with _import_lock:
         if name in _PUBLIC_MODULES:
-            return importlib.import_module(f"{__name__}.{name}")
+            try:
+                return importlib.import_module(f"{__name__}.{name}")
+            except ModuleNotFoundError as error:  # Keras is not installed: `hasattr` is then false
+                raise AttributeError(f"module {__name__!r} cannot import {name!r}: {error}", name=name) from error
         value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 
@@ -121,4 +127,4 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept every name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_PUBLIC_MODULES})

@@ -82,7 +82,8 @@ class Options:
             process writes.
         max_bytes_per_second: Limit on the rate at which each process writes in `save_async` and reads in `verify`, for
             example to leave bandwidth for data loading. A process that writes 10 GB at 100 MB/s takes at least 100 s.
-            Each object is written at full speed, after a pause. None: no limit. `save` is not limited.
+            Each object is written at full speed, after a pause. None: no limit. `save` is not limited. `when_busy`
+            decides what a save does that comes before a slow one has ended.
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
         reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again. "auto":

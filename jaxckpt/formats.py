@@ -9,6 +9,7 @@ from jaxckpt._formats.npz import npz_file as npz_file
 from jaxckpt._formats.oneflow import oneflow_ranks as oneflow_ranks
 from jaxckpt._formats.peft import merge_lora as merge_lora
 from jaxckpt._formats.rank_files import rank_files as rank_files
+from jaxckpt._formats.step_export import Export as Export
 from jaxckpt._keywords import explain_missing_names as _explain_missing_names
 from jaxckpt._sources.compose import compose as compose
 from jaxckpt._sources.foreign import ArrayData as ArrayData

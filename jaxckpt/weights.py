@@ -21,6 +21,14 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._formats.average import average as average
+from jaxckpt._formats.sampler_deltas import (
+    ENCODINGS,
+    Encoding,
+    Publication,
+    PublishedVersion,
+    SamplerDeltas,
+    require_rules,
+)
 from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.select import Rename, Select
 from jaxckpt._model.tree import Tree
@@ -29,6 +37,7 @@ from jaxckpt._rules.rule_set import Rules
 from jaxckpt._runs.checkpointer import Checkpointer
 from jaxckpt._runs.run import Run
 from jaxckpt._save.running_saves import PendingSave
+from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError
 
 _ANCHOR = "anchor"
@@ -51,6 +60,13 @@ class Publisher:
     Args:
         directory: A local path or a URL that no `Checkpointer` uses.
         anchor_every: How many publications share an anchor. A new follower reads at most this many.
+        format: For samplers of other libraries, which read folders `weight_v000001`, …, in a local directory. "xor" and
+            "overwrite": versions for sglang's `/pull_weights`, as slime writes them. "sparse": safetensors with flat
+            indices and values of the changed elements, for vLLM and TRL. An anchor is a Hugging Face folder. None: for
+            `subscribe`.
+        rules: With `format`: `Rules` from the published tree to the names of the samplers, such as `rules.inverse()` of
+            `huggingface_rules`. They must only move elements, and compute no values.
+        base: With `format`: a Hugging Face folder whose other files, such as config.json, each anchor contains.
         options: See `Options`; `compression` is always "zstd".
 
     Raises:
@@ -66,13 +82,26 @@ class Publisher:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, anchor_every: int = 100, options: Options | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        anchor_every: int = 100,
+        format: Encoding | None = None,
+        rules: Rules | None = None,
+        base: str | os.PathLike[str] | None = None,
+        options: Options | None = None,
     ) -> None:
         self._anchor_every = require_whole_number(anchor_every, "anchor_every", minimum=1)
         self._oldest_anchor = -1.0
         """The number of the oldest anchor that is kept."""
 
         packed = replace(options_or_default(options), compression="zstd")
+        self._deltas: SamplerDeltas | None = None
+        if format is not None:
+            self._deltas = _sampler_deltas(directory, format, rules, base)
+            directory = os.path.join(os.fspath(directory), "_jaxckpt")
+        elif rules is not None or base is not None:
+            raise InputError("rules= and base= need format=: subscribe takes rename= instead")
         self._checkpointer = Checkpointer(directory, keep_if=self._is_needed, on_preemption="ignore", options=packed)
         newest = self._checkpointer.latest_step()
         self._next = 0 if newest is None else newest + 1
@@ -121,12 +150,17 @@ class Publisher:
             and _has_same_layout(now, last_weights)
         )
         anchor, chain = (self._anchor, self._chain) if linked else (float(number), random.SystemRandom().random())
+        export = None
+        if self._deltas is not None:
+            oldest = number if self._anchor < 0 else int(self._anchor if not linked else max(0.0, self._oldest_anchor))
+            export = PublishedVersion(self._deltas, Publication(number + 1, not linked, oldest + 1, step))
         self._next += 1  # even if this fails, because the step may have been published
         saved = self._checkpointer.save(
             number,
-            _map_by_mesh(_difference, now, last_weights) if linked else now,
+            _map_by_mesh(_difference if export is None else _word_difference, now, last_weights) if linked else now,
             metrics={_ANCHOR: anchor, _CHAIN: chain},
             metadata={"step": step, "previous": number - 1 if linked else None},
+            export=export,
         )
         if not saved:
             self._last_weights, self._next = last_weights, number
@@ -145,6 +179,18 @@ class Publisher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._checkpointer.__exit__(kind, error, trace)
+
+
+def _sampler_deltas(
+    directory: str | os.PathLike[str], format: Encoding, rules: Rules | None, base: str | os.PathLike[str] | None
+) -> SamplerDeltas:
+    """What writes for samplers of other libraries. Raises InputError."""
+    if format not in ENCODINGS:
+        raise InputError(f"format must be one of {', '.join(map(repr, ENCODINGS))} or None, found {format!r}")
+    target, files = local_path(directory, "directory"), None if base is None else local_path(base, "base")
+    if target is None or (base is not None and (files is None or not os.path.isdir(files))):
+        raise InputError(f"format={format!r} needs a local directory, and base= a local folder")
+    return SamplerDeltas(target, format, require_rules(rules), files)
 
 
 @explain_keywords
@@ -296,6 +342,18 @@ def _planes(leaf: jax.Array) -> jax.Array:
 @jax.jit
 def _difference(now: Sequence[jax.Array], before: Sequence[jax.Array]) -> list[jax.Array]:
     return [_planes(new) ^ _planes(old) for new, old in zip(now, before, strict=True)]
+
+
+@jax.jit
+def _word_difference(now: Sequence[jax.Array], before: Sequence[jax.Array]) -> list[jax.Array]:
+    """The XOR of the bits, as bfloat16: rules then move it like the weights."""
+
+    def bits(leaf: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(leaf, jnp.uint16)
+
+    return [
+        jax.lax.bitcast_convert_type(bits(new) ^ bits(old), jnp.bfloat16) for new, old in zip(now, before, strict=True)
+    ]
 
 
 @jax.jit

@@ -944,27 +944,28 @@ def a_skipped_save(path: Path) -> Any:
     assert equal(jaxckpt.load_numpy(path.with_name("other")), ODD)
 
 
-@advice("without local=: there is no local folder to save to")
-def a_local_argument_without_a_folder(path: Path) -> Any:
-    yield lambda: jaxckpt.Checkpointer(path, local_every=2)
-    with jaxckpt.Checkpointer(path, every=2, local_every=1, local=path.with_name("l"), copies=0) as checkpointer:
+@advice("local must be a LocalTier: pass local=jaxckpt.LocalTier(")
+def a_local_folder_without_a_tier(path: Path) -> Any:
+    message = yield lambda: jaxckpt.Checkpointer(path, local=str(path.with_name("l")))  # pyright: ignore[reportArgumentType]
+    assert f"LocalTier({str(path.with_name('l'))!r})" in message
+    tier = jaxckpt.LocalTier(path.with_name("l"), every=1, copies=0)
+    with jaxckpt.Checkpointer(path, every=2, local=tier) as checkpointer:
         assert checkpointer.save(1, ODD)
-    jaxckpt.Checkpointer(path.with_name("plain")).close()
 
 
 @advice("are in only 1: pass copies=0")
 def copies_without_other_hosts(path: Path) -> Any:
-    message = yield lambda: jaxckpt.Checkpointer(path, local=path.with_name("l"), every=2)
-    assert "local_domains" not in message, "one process is in one domain"
-    jaxckpt.Checkpointer(path, local=path.with_name("l"), every=2, copies=0).close()
+    message = yield lambda: jaxckpt.Checkpointer(path, local=jaxckpt.LocalTier(path.with_name("l")), every=2)
+    assert "domains=" not in message, "one process is in one domain"
+    jaxckpt.Checkpointer(path, local=jaxckpt.LocalTier(path.with_name("l"), copies=0), every=2).close()
 
 
-@advice("give another local=, or remove them")
+@advice("give another LocalTier.folder, or remove them")
 def a_local_folder_with_other_files(path: Path) -> Any:
     local = path.with_name("local")
 
     def create(folder: Path) -> None:
-        with jaxckpt.Checkpointer(path, local=folder, every=2, copies=0) as checkpointer:
+        with jaxckpt.Checkpointer(path, local=jaxckpt.LocalTier(folder, copies=0), every=2) as checkpointer:
             checkpointer.save(1, ODD, force=True)
 
     (local / "process-0").mkdir(parents=True)

@@ -121,7 +121,7 @@ def test_an_argument_of_another_function_is_named(name: str, unknown: str, hint:
     ("name", "unknown", "hint"),
     [
         *((name, "rules", "use rename") for name in ("load_numpy", "open", "restore", "convert", "diff")),
-        ("save", "rules", "use rename of jaxckpt.restore"),
+        ("save", "rules", "use rename"),
         ("restore", "metrics", "it is an argument of jaxckpt.Checkpointer.save"),
         ("Run.restore", "metric", "it is an argument of jaxckpt.Run.best_step"),
         ("Checkpoint.plan", "metrics", "it is an argument of jaxckpt.Checkpointer.save"),

@@ -26,8 +26,15 @@ disallow_untyped_calls = False
 follow_imports = silent
 [mypy-jax._src.*,jax.experimental.*,orbax.*,tensorstore.*,rich.*,click.*]
 follow_imports = skip
+[mypy-jax._src.core,jax._src.sharding,jax._src.partition_spec,jax._src.basearray]
+follow_imports = silent
 """
-WRONG = "jaxckpt.save('a', {}, overwrite='yes')\njaxckpt.opne('a')\n"
+WRONG = """
+jaxckpt.save('a', {}, overwrite='yes')
+jaxckpt.opne('a')
+trained: list[int] = jaxckpt.restore('a', {1.5})
+jaxckpt.restore('a', mesh=None, tide=True)
+"""
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
@@ -46,3 +53,4 @@ def test_a_users_project_passes_and_a_mistake_does_not(tmp_path: Path, checker: 
     assert "user_project.py" not in done.stdout, done.stdout
     assert "overwrite" in done.stdout
     assert "opne" in done.stdout
+    assert all(f"wrong.py:{line}:" in done.stdout for line in (3, 4, 5, 6)), done.stdout

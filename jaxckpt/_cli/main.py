@@ -213,6 +213,11 @@ def ls() -> None:
     click.option("--all", "every", is_flag=True, help="Show identical containers, such as layers, one by one."),
     click.option("--flat", is_flag=True, help="Show one table of all leaves with their paths, without containers."),
     click.option(
+        "--details",
+        is_flag=True,
+        help="Also show when and by which versions it was saved, and the host, bytes and seconds of each process.",
+    ),
+    click.option(
         "--sort",
         type=click.Choice(SORTS),
         help="Sort the children of each container: by name, numbers by value, or by bytes, largest first. With --flat"

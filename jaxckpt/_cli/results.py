@@ -91,6 +91,7 @@ def _delta_record(delta: Delta) -> dict[str, Any]:
             {**pick_attributes(leaf, "path size differing max_abs max_rel"), "a": leaf.a or None, "b": leaf.b or None}
             for leaf in delta.differing
         ],
+        "other_kinds": [pick_attributes(leaf, "path a b") for leaf in delta.other_kinds],
     }
 
 

@@ -42,6 +42,9 @@ from jaxckpt.errors import InputError, show_count
 _SHOWN_BYTES = 16 << 20
 """The most bytes of an array that `cat` prints."""
 
+_SHOWN_PROCESSES = 40
+"""The most processes that `show --details` lists."""
+
 _SHOWN_VALUE = 40
 """The most characters of a Python value in a tree."""
 
@@ -62,6 +65,7 @@ def show(
     depth: int | None,
     every: bool,
     flat: bool,
+    details: bool,
     sort: str | None,
     as_json: bool,
 ) -> None:
@@ -74,7 +78,7 @@ def show(
     else:
         ordered = leaves if sort == "bytes" else _sorted_leaves(leaves, sort)  # rows are sorted by their own bytes
         view = _View(flat=flat, expand_all=every or flat, by_bytes=sort == "bytes", one_mesh=len(_meshes(leaves)) == 1)
-        _print_tree(path, checkpoint, ordered, depth, view)
+        _print_tree(path, checkpoint, ordered, depth, view, details=details)
 
 
 def _sorted_leaves(leaves: Mapping[str, LazyLeaf], sort: str | None) -> Mapping[str, LazyLeaf]:
@@ -95,6 +99,8 @@ def _tree_record(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> dict
         "save_id": checkpoint.save_id or None,
         "created": checkpoint.created or None,
         **pick_attributes(checkpoint, "libraries metadata step metrics dropped"),
+        "processes": [{"host": host, "bytes": n_bytes} for host, n_bytes in checkpoint.processes],
+        "phase_seconds": checkpoint.phase_seconds,
         "bytes": checkpoint.nbytes,
         "leaves": [_leaf_record(path, leaf) for path, leaf in leaves.items()],
     }
@@ -134,14 +140,24 @@ class _View:
 
 
 def _print_tree(
-    path: str, checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf], depth: int | None, view: _View
+    path: str,
+    checkpoint: Checkpoint,
+    leaves: Mapping[str, LazyLeaf],
+    depth: int | None,
+    view: _View,
+    *,
+    details: bool,
 ) -> None:
     """Lines about a checkpoint, and the tree of some of its leaves."""
-    name, about = printable(path), [f"  {printable(line)}" for line in describe(checkpoint, leaves)]
+    lines = [*describe(checkpoint, leaves), *(_details(checkpoint) if details else ())]
+    name, about = printable(path), [f"  {printable(line)}" for line in lines]
     if (width := terminal_width()) is not None:
         (name,), about = shorten_names([name], width), [shorten_end(line, width) for line in about]
     click.echo("\n".join([name, *about]))
     click.echo()
+    if details and checkpoint.processes:
+        _print_processes(checkpoint)
+        click.echo()
     tree: _Node = {}
     for name, leaf in leaves.items():
         *parents, last = [name] if view.flat else name.split("/")
@@ -175,6 +191,39 @@ def describe(checkpoint: Checkpoint, leaves: Mapping[str, LazyLeaf]) -> Iterator
         yield f"mesh {show_axes(dict(axes))}, {show_count(math.prod(size for _, size in axes), 'device')}"
     if checkpoint.metadata is not None:
         yield f"metadata {json.dumps(checkpoint.metadata, ensure_ascii=False)}"
+
+
+def _details(checkpoint: Checkpoint) -> Iterator[str]:
+    """Lines about the save of a checkpoint."""
+    if checkpoint.created:
+        yield f"saved {checkpoint.created}, save id {checkpoint.save_id}"
+    if checkpoint.libraries:
+        yield f"by {', '.join(f'{name} {version}' for name, version in checkpoint.libraries.items())}"
+    if checkpoint.processes:
+        hosts = len({host for host, _ in checkpoint.processes})
+        yield f"from {show_count(len(checkpoint.processes), 'process')} on {show_count(hosts, 'host')}"
+
+
+def _print_processes(checkpoint: Checkpoint) -> None:
+    """The host, bytes, and seconds of each phase, of each process."""
+    processes, phases = checkpoint.processes, checkpoint.phase_seconds
+    columns = [number_column("process"), Column("host", 8), number_column("wrote"), Column("seconds", 10)]
+    rows = [
+        [
+            str(process),
+            printable(host),
+            show_bytes(n_bytes),
+            ", ".join(f"{_phase(name)} {times[process]:.3f}" for name, times in phases.items() if process < len(times)),
+        ]
+        for process, (host, n_bytes) in enumerate(processes[:_SHOWN_PROCESSES])
+    ]
+    print_table(columns, rows)
+    if len(processes) > _SHOWN_PROCESSES:
+        click.echo(f"… and {len(processes) - _SHOWN_PROCESSES:,} more; --json has all")
+
+
+def _phase(name: str) -> str:
+    return printable(name.replace("_", " "))
 
 
 def _meshes(leaves: Mapping[str, LazyLeaf]) -> Sequence[tuple[tuple[str, int], ...]]:

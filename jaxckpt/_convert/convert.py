@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
-from jaxckpt._convert.destination import replacing, require_replaceable
 from jaxckpt._devices.shardings import TypedLeaf
+from jaxckpt._formats.destination import replacing, require_replaceable
 from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords

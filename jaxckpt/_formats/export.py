@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from jaxckpt._pipeline.progress import Report
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import TreeError, show_lines, show_path
+
+if TYPE_CHECKING:
+    from jaxckpt._job.call import Call  # imports JAX
 
 Data = StoredArray | Array
 
@@ -136,3 +141,52 @@ def write_json(path: str, content: Any, indent: int | None = None) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:
         json.dump(content, file, indent=indent)
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFile:
+    """A file of an export, which one process writes."""
+
+    name: str
+    n_bytes: int
+    """Bytes of its tensors."""
+
+    write: Callable[[str], None]
+    """Writes it to a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPlan:
+    """The files of an export. Every process makes the same plan."""
+
+    files: Sequence[FolderFile]
+    finish: Callable[[str], None]
+    """Writes into the folder what describes the files, after all of them."""
+
+    def of_process(self, process: int, processes: int) -> list[FolderFile]:
+        """The files that a process writes."""
+        own = {*balanced({file.name: file.n_bytes for file in self.files}, process, processes)}
+        return [file for file in self.files if file.name in own]
+
+
+def balanced(sizes: Mapping[str, int], process: int, processes: int) -> list[str]:
+    """The names that belong to a process: the largest first, each to the process with the fewest bytes so far."""
+    own: list[str] = []
+    loads = [(0, number) for number in range(processes)]  # a heap
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + size, owner))
+        if owner == process:
+            own.append(name)
+    return own
+
+
+class StepExport(ABC):
+    """What a Checkpointer writes from a step when it is published."""
+
+    @abstractmethod
+    def write(self, call: Call, checkpoint: str, options: Options) -> None:
+        """Write from the checkpoint at a path. Every process, in a lane."""

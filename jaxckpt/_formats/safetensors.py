@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,7 +17,18 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.export import Data, arrays_of, n_bytes, names_of, recorded_paths, slabs, tree_of_names, write_json
+from jaxckpt._formats.export import (
+    Data,
+    FolderFile,
+    FolderPlan,
+    arrays_of,
+    n_bytes,
+    names_of,
+    recorded_paths,
+    slabs,
+    tree_of_names,
+    write_json,
+)
 from jaxckpt._formats.index_files import (
     Index,
     convert_checked,
@@ -240,11 +252,20 @@ SHARD_BYTES = 5_000_000_000
 def write_safetensors(source: Source, path: str, options: Options, report: Report) -> None:
     """Write one file if `path` ends in .safetensors, otherwise a folder of shards with an index, which Hugging Face's
     libraries read. Raises TreeError for leaves that the format cannot hold."""
-    arrays = arrays_of(source, options, report, _problem)
-    paths = recorded_paths(names_of(source))
     if path.endswith(".safetensors"):
-        _write_tensors(path, arrays, paths)
+        _write_tensors(path, arrays_of(source, options, report, tensor_problem), recorded_paths(names_of(source)))
         return
+    plan = plan_safetensors(source, options, report)
+    os.mkdir(path)
+    for file in plan.files:
+        file.write(os.path.join(path, file.name))
+    plan.finish(path)
+
+
+def plan_safetensors(source: Source, options: Options, report: Report) -> FolderPlan:
+    """The shards of a folder, and their index. Raises TreeError for leaves that the format cannot hold."""
+    arrays = arrays_of(source, options, report, tensor_problem)
+    paths = recorded_paths(names_of(source))
     shards: list[dict[str, Data]] = [{}]
     bytes_left = SHARD_BYTES
     for name, data in arrays.items():
@@ -253,17 +274,19 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
             bytes_left = SHARD_BYTES
         shards[-1][name] = data
         bytes_left -= n_bytes(data)
-    os.mkdir(path)
     weight_map: dict[str, str] = {}
+    files: list[FolderFile] = []
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_tensors(os.path.join(path, file), shard, paths)
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(map(n_bytes, arrays.values()))}, "weight_map": weight_map}
-    write_json(os.path.join(path, f"model{INDEX}"), index, indent=2)
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write = functools.partial(_write_tensors, arrays=shard, paths=paths)
+        files.append(FolderFile(name, sum(map(n_bytes, shard.values())), write))
+        weight_map |= dict.fromkeys(shard, name)
+    index = {"metadata": {"total_size": sum(file.n_bytes for file in files)}, "weight_map": weight_map}
+    return FolderPlan(files, lambda folder: write_json(os.path.join(folder, f"model{INDEX}"), index, indent=2))
 
 
-def _problem(name: str, dtype: np.dtype[Any]) -> str | None:
+def tensor_problem(name: str, dtype: np.dtype[Any]) -> str | None:
+    """The reason why the format cannot hold a tensor; None if it can."""
     if dtype.name not in _NAME_OF:
         return f"is {dtype.name}, which jaxckpt does not write to safetensors"
     return "has a name that safetensors reserves" if name == "__metadata__" else None
@@ -274,12 +297,17 @@ _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 def _write_tensors(path: str, arrays: Mapping[str, Data], paths: Mapping[str, str]) -> None:
     """Write one .safetensors file. `paths` are those to record."""
-    # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     # transformers before 5 loads no file with "np" here.
     metadata = {"format": "pt"}
     if paths := {name: paths[name] for name in arrays if name in paths}:
         metadata[_PATHS] = json.dumps(paths)
+    write_tensors(path, arrays, metadata)
+
+
+def write_tensors(path: str, arrays: Mapping[str, Data], metadata: Mapping[str, str]) -> None:
+    """Write one .safetensors file with this metadata."""
+    # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, data in ordered:
@@ -294,4 +322,18 @@ def _write_tensors(path: str, arrays: Mapping[str, Data], paths: Mapping[str, st
                 file.write(slab.data)
 
 
-FORMAT = Format("safetensors", recognizes, open_safetensors, owned_names, write_safetensors, (".safetensors",))
+def _save_to(*arguments: Any, **named: Any) -> Any:
+    from jaxckpt._formats.live_export import ExportedFolder  # imports JAX, which reading does not need
+
+    return ExportedFolder(plan_safetensors, *arguments, **named)
+
+
+FORMAT = Format(
+    "safetensors",
+    recognizes,
+    open_safetensors,
+    owned_names,
+    write_safetensors,
+    (".safetensors",),
+    save_to=_save_to,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -46,9 +47,11 @@ class LeafDelta:
     b: str
     """Kind, dtype and shape in b, in the same form."""
 
+    same_form: bool = True
+    """Whether dtype and shape are the same. A Python number has those of its NumPy scalar, such as int64[]."""
+
     size: int = 0
-    """Elements that were compared. 0 if the shapes differ, if one side is a Python value and the other an array, or if
-    one side is missing."""
+    """Elements that were compared. 0 if the shapes differ, if only one side is text, or if one side is missing."""
 
     differing: int = 0
     """Elements that differ: in any bit if the dtypes are equal, otherwise in value."""
@@ -62,8 +65,14 @@ class LeafDelta:
 
     @property
     def identical(self) -> bool:
-        """Whether kind, dtype, shape and every bit are the same."""
-        return self.a == self.b and not self.differing
+        """Whether dtype, shape and every bit are the same. The kinds may differ: an array of JAX or of NumPy, a NumPy
+        scalar, or a Python number."""
+        return self.same_form and not self.differing
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """The kinds in a and b, such as ("jax", "numpy"); "" if one does not have the leaf."""
+        return self.a.partition(" ")[0], self.b.partition(" ")[0]
 
     def __str__(self) -> str:
         if not self.a or not self.b:
@@ -101,8 +110,13 @@ class Delta:
         return tuple(leaf for leaf in self.leaves if not leaf.identical)
 
     @property
+    def other_kinds(self) -> tuple[LeafDelta, ...]:
+        """The identical leaves whose kinds differ, as after an export: formats of other libraries have one kind."""
+        return tuple(leaf for leaf in self.leaves if leaf.identical and leaf.a != leaf.b)
+
+    @property
     def identical(self) -> bool:
-        """Whether structure, kinds, dtypes, shapes and every bit of every leaf are the same."""
+        """Whether structure, dtypes, shapes and every bit of every leaf are the same. The kinds may differ."""
         return self.same_structure and not self.differing
 
     def __bool__(self) -> bool:
@@ -117,14 +131,18 @@ class Delta:
 
 
 def summarize(delta: Delta) -> str:
-    """Such as "2 of 31 leaves differ; the containers differ too"."""
+    """Such as "2 of 31 leaves differ; the containers differ too", and which kinds of equal leaves differ."""
     count, leaves = len(delta.differing), show_count(len(delta.leaves), "leaf")
     if delta.identical:
-        return f"identical: {leaves}, bit by bit"
-    if not count:
-        return f"{leaves} equal, bit by bit; the containers differ"
-    structure = "" if delta.same_structure else "; the containers differ too"
-    return f"{count:,} of {leaves} {'differs' if count == 1 else 'differ'}{structure}"
+        text = f"identical: {leaves}, bit by bit"
+    elif not count:
+        text = f"{leaves} equal, bit by bit; the containers differ"
+    else:
+        structure = "" if delta.same_structure else "; the containers differ too"
+        text = f"{count:,} of {leaves} {'differs' if count == 1 else 'differ'}{structure}"
+    kinds = collections.Counter(leaf.kinds for leaf in delta.other_kinds)
+    named = ", ".join(f"{a} → {b} ({show_count(n, 'leaf')})" for (a, b), n in kinds.most_common())
+    return f"{text}; other kinds: {named}" if kinds else text
 
 
 @explain_keywords
@@ -136,9 +154,10 @@ def diff(
     rename: Renaming | None = None,
     options: Options | None = None,
 ) -> Delta:
-    """Compare two checkpoints leaf by leaf: structure, kinds, dtypes, shapes and values.
+    """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
 
-    Meshes, specs, weak types, chunks and objects are not compared.
+    Meshes, specs, weak types, chunks and objects are not compared. Leaves that differ only in kind, such as an array of
+    JAX and one of NumPy, are identical, and `other_kinds` lists them.
 
     Any single process may call this; no JAX backend is started. Both checkpoints are read in boxes, within
     `options.host_bytes`.
@@ -179,17 +198,20 @@ def diff(
     if selector is not None:
         empty_paths = [path for side in (a, b) for path, _ in empty_positions(side.source.manifest.tree)]
         chosen = set(itertools.compress(all_leaves, selector.choose(all_leaves, where, empty_paths=empty_paths)))
-    deltas = {path: LeafDelta(path, a.describe(path), b.describe(path)) for path in sorted(chosen)}
+    deltas = {
+        path: LeafDelta(path, a.describe(path), b.describe(path), a.form(path) == b.form(path))
+        for path in sorted(chosen)
+    }
     in_both = {path: (a.leaves[path], b.leaves[path]) for path in deltas if path in a.leaves and path in b.leaves}
     pairs = {
-        path: pair for path, pair in in_both.items() if len({(leaf.is_array, leaf.stored_shape) for leaf in pair}) == 1
+        path: pair for path, pair in in_both.items() if len({(_is_text(leaf), leaf.stored_shape) for leaf in pair}) == 1
     }
     total = sum(leaf.nbytes for pair in pairs.values() for leaf in pair)
     with display_progress("diff", total, options.progress) as advance:
         for path, box_a, box_b in _boxes(a, b, pairs, options):
             deltas[path] = _add_differences(deltas[path], box_a, box_b)
-            if pairs[path][0].is_array:
-                advance(box_a.nbytes + box_b.nbytes)
+            boxes = zip(pairs[path], (box_a, box_b), strict=True)
+            advance(sum(box.nbytes for leaf, box in boxes if leaf.is_array))
     return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(selector) == b.structure(selector))
 
 
@@ -223,8 +245,20 @@ class _Side:
             return leaf.kind if leaf else ""
         return f"{leaf.record.impl or leaf.kind} {leaf.stack.dtype}{list(leaf.stored_shape)}"
 
+    def form(self, path: str) -> Any:
+        """What must be equal for a leaf to be identical, in addition to its elements."""
+        leaf = self.leaves.get(path)
+        if leaf is None or _is_text(leaf):
+            return leaf and leaf.kind
+        return leaf.stored_dtype.name, leaf.stored_shape
+
     def box(self, path: str, box: Box) -> Array:
         return read_box(self.source, self.source.manifest.numbers[path], box, self.options)
+
+    def whole(self, path: str) -> Array:
+        """A small leaf, which may be a value in the manifest."""
+        leaf = self.leaves[path]
+        return self.fetch([path])[0] if leaf.is_array else _as_array(leaf.value)
 
     def fetch(self, paths: list[str]) -> list[Array]:
         numbers = [self.source.manifest.numbers[path] for path in paths]
@@ -242,8 +276,8 @@ def _boxes(
     batch: list[str] = []
     batch_bytes = 0
     for path, (leaf, other) in pairs.items():
-        if not leaf.is_array:
-            yield path, _as_array(leaf.value), _as_array(other.value)
+        if not (leaf.is_array and other.is_array):
+            yield path, a.whole(path), b.whole(path)
             continue
         size = max(leaf.nbytes, other.nbytes)
         if size <= options.host_bytes:
@@ -260,6 +294,11 @@ def _boxes(
             yield path, a.box(path, box), b.box(path, box)
     if batch:
         yield from zip(batch, a.fetch(batch), b.fetch(batch), strict=True)
+
+
+def _is_text(leaf: SavedLeaf) -> bool:
+    """Whether it is a str or bytes in the manifest."""
+    return not leaf.is_array and leaf.kind in ("str", "bytes")
 
 
 def _as_array(value: Any) -> Array:

@@ -88,14 +88,18 @@ class LazyLeaf:
         return self._leaf.layout
 
     @property
-    def value(self) -> Any:
-        """The whole leaf, without devices: a NumPy array or scalar, or the Python value."""
+    def value(self) -> Array:
+        """The whole leaf, without devices: a NumPy array. For some kinds a NumPy scalar or a Python value, which type
+        checkers take for an array too."""
+        return self._python_value()
+
+    def _python_value(self) -> Any:
         if not self._leaf.is_array:
             return self._leaf.value
         return host_value(self[...], self.kind, self.path)
 
-    def __getitem__(self, index: Any) -> Any:
-        """NumPy indexing, with an array or a scalar as the result.
+    def __getitem__(self, index: Any) -> Array:
+        """NumPy indexing. The result is an array, or a NumPy scalar, which type checkers take for an array too.
 
         Integers, slices, Ellipsis and None read only the chunks that they touch. An index array reads the whole range
         from its smallest to its largest index; a boolean mask reads the full length of each dimension that it indexes.
@@ -137,7 +141,7 @@ class LazyLeaf:
             raise TypeError(
                 f"{conversion}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}"
             )
-        return self.value
+        return self._python_value()
 
     @property
     def _contents(self) -> str:

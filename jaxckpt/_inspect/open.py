@@ -7,7 +7,7 @@ import math
 import types
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from jaxckpt._inspect.drawing import byte_bars, definitions, notebook
 from jaxckpt._inspect.leaf import LazyLeaf
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # these import JAX, which no checkpoint needs to be inspected
     from jaxckpt._arguments.specs import Specs
     from jaxckpt._inspect.restore_plan import RestorePlan
     from jaxckpt._restore.strictness import Strict
+    from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 
 
 @explain_keywords
@@ -143,6 +144,17 @@ class Checkpoint(Mapping[str, LazyLeaf]):
         return types.MappingProxyType(self._manifest.libraries)
 
     @property
+    def processes(self) -> list[tuple[str, int]]:
+        """For each process that saved the checkpoint: the name of its host, and the bytes of array data that it wrote.
+        Empty for other formats."""
+        return list(self._manifest.processes)
+
+    @property
+    def phase_seconds(self) -> Mapping[str, list[float]]:
+        """For each phase of the save, the seconds of each process; see `SaveInfo.phase_seconds`."""
+        return types.MappingProxyType(self._manifest.phase_seconds)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of array data, uncompressed. Replicas are counted once."""
         return sum(math.prod(stack.array_shape) * stack.itemsize for stack in self._manifest.decoded_stacks)
@@ -237,6 +249,22 @@ class Checkpoint(Mapping[str, LazyLeaf]):
     def _leaf(self, number: int) -> LazyLeaf:
         return LazyLeaf(self._source, number, self._options)
 
+    @overload
+    def restore(
+        self,
+        target: DescribedTree = None,
+        *,
+        options: Options | None = None,
+        **arguments: Unpack[RestoreArguments],
+    ) -> Tree: ...
+    @overload
+    def restore(
+        self,
+        target: T,
+        *,
+        options: Options | None = None,
+        **arguments: Unpack[RestoreArguments],
+    ) -> T: ...
     def restore(
         self,
         target: Tree = None,

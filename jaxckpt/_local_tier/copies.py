@@ -32,7 +32,7 @@ class Domains:
         """Raise InputError if there are too few domains for this number of copies."""
         n_domains = len(set(self.by_process))
         if n_domains <= self.copies:
-            other = ", or other local_domains=" if len(self.by_process) > self.copies else ""
+            other = ", or other domains=" if len(self.by_process) > self.copies else ""
             raise InputError(
                 f"copies={self.copies} puts each object into {show_count(self.copies + 1, 'failure domain')}, but the"
                 f" processes of this job are in only {n_domains}: pass copies={n_domains - 1}{other}"

@@ -25,7 +25,7 @@ from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import CopiedPlan, plan_local_save
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, Round, RoundCalls, plan_rounds, round_calls
-from jaxckpt._local_tier.tier import KeptStep, LocalTier
+from jaxckpt._local_tier.tier import KeptStep, LocalSteps
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import typed_json
 from jaxckpt._model.dtypes import DTYPES
@@ -65,7 +65,7 @@ def _decode_terms(begun: Begun) -> _Terms:
 class ProcessFolders:
     """The folders of a local step, from the view of one process."""
 
-    def __init__(self, tier: LocalTier, step: int, flush: Flush | None) -> None:
+    def __init__(self, tier: LocalSteps, step: int, flush: Flush | None) -> None:
         """`flush` follows the save, if the step is also stored."""
         self.store: Store = tier.child(step)
         self._tier = tier

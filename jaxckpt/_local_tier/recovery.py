@@ -20,7 +20,7 @@ import numpy as np
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.step_files import Availability, Candidate, Files, missing_files
-from jaxckpt._local_tier.tier import LocalTier
+from jaxckpt._local_tier.tier import LocalSteps
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._model.file_names import MANIFEST, is_sealed
 from jaxckpt._model.manifest import decode
@@ -64,7 +64,7 @@ class LocalStep:
 class Recovery:
     """Finds whole steps in the local folders of a run. Every process creates one."""
 
-    def __init__(self, tier: LocalTier, options: Options) -> None:
+    def __init__(self, tier: LocalSteps, options: Options) -> None:
         self._tier = tier
         self._options = options
         self._unusable_files = set[str]()

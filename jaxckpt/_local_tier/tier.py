@@ -17,13 +17,14 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import msgspec
 
 from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.copies import Domains, plan_local_save
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._model import typed_json
@@ -42,6 +43,55 @@ _NOTE = "run.json"
 _NEW_NOTE = f"{_NOTE}.new"
 _RUN_ID_PREFIX = "local-"
 """Prefix of the name of a note in the storage's directory of steps. The rest of the name is the run's id."""
+
+
+@explain_names
+@dataclass(frozen=True, slots=True)
+class LocalTier:
+    """A local tier of a `Checkpointer`: each step that is due is first saved into a folder on each process's host.
+
+    Local steps survive the process. Each process writes its own objects and copies of other processes' objects, so that
+    the folders of any `copies` failure domains may be lost. A process holds at most two steps;
+    `Checkpointer.local_bytes` reports their size. Steps that are due by the Checkpointer's own `every` are also copied
+    to its directory, in the background.
+
+    Attributes:
+        folder: A folder on this host, in memory (`/dev/shm/run`) or on a local disk. The path may differ between
+            processes.
+        every: Save the steps that are multiples of this number into the local folders; 10 by default.
+        copies: How many other failure domains hold a copy of each object; 1 by default. Objects that no other domain
+            holds by its sharding are sent to one over the devices' interconnect.
+        domains: The failure domain of each process, such as its rack: one label per process. By default each host is a
+            domain; if all processes are on one host, each process is.
+        max_bytes_per_second: Limit on the rate at which each process copies to the directory. None:
+            `Options.max_bytes_per_second`.
+
+    Raises:
+        InputError: A value is invalid, for example a folder that is a URL.
+
+    Examples:
+        >>> import jaxckpt
+        >>> jaxckpt.LocalTier("/dev/shm/run", every=5).copies
+        1
+    """
+
+    folder: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int = 10
+    copies: int = 1
+    domains: Sequence[str | int] | None = None
+    max_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if local_path(self.folder, "LocalTier.folder") is None:
+            raise InputError(f"LocalTier.folder must be a folder on this host, found {os.fspath(self.folder)!r}")
+        for name, minimum in (("every", 1), ("copies", 0)):
+            value = require_whole_number(getattr(self, name), f"LocalTier.{name}", minimum=minimum)
+            object.__setattr__(self, name, value)
+        require_rate(self.max_bytes_per_second, "LocalTier.max_bytes_per_second")
+        labels = self.domains
+        if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"LocalTier.domains must be a sequence of labels, one per process, found {labels!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,47 +137,19 @@ class KeptStep(msgspec.Struct, frozen=True):
     save_id: str
 
 
-class LocalTier:
+class LocalSteps:
     """The local folders of a run, from the view of one process."""
 
-    @classmethod
-    def of(cls, folder: str | os.PathLike[str] | None, options: Options, **arguments: Any) -> Self | None:
-        """The local tier for these arguments of a Checkpointer; None without a folder. Raises InputError."""
-        if folder is not None:
-            return cls(
-                folder,
-                options,
-                arguments["local_every"],
-                arguments["copies"],
-                arguments["local_domains"],
-                arguments["local_bytes_per_second"],
-            )
-        if useless := [f"{name}=" for name, value in arguments.items() if value is not None]:
-            raise InputError(f"{', '.join(useless)} without local=: there is no local folder to save to")
-        return None
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        options: Options,
-        every: object,
-        copies: object,
-        labels: Sequence[object] | None,
-        bytes_per_second: float | None,
-    ) -> None:
-        """Takes the `local` arguments of a Checkpointer. Raises InputError."""
-        path = local_path(folder, "local")
-        if path is None:
-            raise InputError(f"local must be a folder on this host, found {os.fspath(folder)!r}")
+    def __init__(self, tier: LocalTier, options: Options) -> None:
+        path = local_path(tier.folder, "LocalTier.folder")
+        assert path is not None
         self.folder = Folder(path, path, options.io, options.timeout_seconds)
-        self.every = require_whole_number(10 if every is None else every, "local_every", minimum=1)
-        self.rate = require_rate(bytes_per_second, "local_bytes_per_second")
+        self.every = tier.every
+        self.rate = tier.max_bytes_per_second
         """Largest rate of flushing in this process, in bytes per second."""
 
-        self._copies = require_whole_number(1 if copies is None else copies, "copies", minimum=0)
-        if labels is not None and (isinstance(labels, str) or not isinstance(labels, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"local_domains must be a sequence of labels, one per process, found {labels!r}")
-        self._labels = None if labels is None else [str(label) for label in labels]
+        self._copies = tier.copies
+        self._labels = None if tier.domains is None else [*map(str, tier.domains)]
         self._restored: tuple[int, str] | None = None
         self._is_examined = False
         self._must_save_next = False
@@ -149,9 +171,15 @@ class LocalTier:
         """The arguments that all processes must give alike. Raises InputError."""
         labels = self._labels
         if labels is not None and len(labels) != processes:
-            raise InputError(f"local_domains has {len(labels)} labels, expected one for each of {processes} processes")
-        settings = {"copies": self._copies, "local_every": self.every, "local_domains": labels}
-        return {"local": "a folder", **settings}
+            raise InputError(
+                f"LocalTier.domains has {len(labels)} labels, expected one for each of {processes} processes"
+            )
+        return {
+            "local": "LocalTier(…)",
+            "local.copies": self._copies,
+            "local.every": self.every,
+            "local.domains": labels,
+        }
 
     def terms(self, names: Sequence[str], directory: Store) -> str:
         """The terms of the local tier, encoded, from the names of the processes' hosts. Process 0.
@@ -182,7 +210,8 @@ class LocalTier:
         note = _read_note(self.own_folder)
         if note is None and not {_NEW_NOTE}.issuperset(self.own_folder.names()):
             raise InputError(
-                f"{self.own_folder.url} holds other files, but no {_NOTE}: give another local=, or remove them"
+                f"{self.own_folder.url} holds other files, but no {_NOTE}: give another LocalTier.folder, or remove"
+                " them"
             )
         if note is not None and (note.get("run"), note.get("storage")) != (self.run_id, self._storage_url):
             where = note.get("storage")
@@ -191,7 +220,9 @@ class LocalTier:
                 content = f"local steps of an earlier run in {where}, which was deleted or replaced since"
             elif where is None:
                 content = f"a damaged {_NOTE}, so it is unknown which run its steps belong to"
-            raise InputError(f"{self.own_folder.url} holds {content}: remove that folder, or give another local=")
+            raise InputError(
+                f"{self.own_folder.url} holds {content}: remove that folder, or give another LocalTier.folder"
+            )
         if note is None:
             note = {"run": self.run_id, "storage": self._storage_url, "folder": self._folder_id or uuid.uuid4().hex}
             self.folder.create_child(f"process-{self._index}").put(_NEW_NOTE, json.dumps(note).encode())
@@ -263,7 +294,8 @@ class LocalTier:
             flush.is_warned = True
             _log.warning(
                 "step %d is not saved in the local folders, nor are later ones until step %d has reached the storage:"
-                " at most two steps are held. A larger every=, local_every= or local_bytes_per_second= avoids this",
+                " at most two steps are held. A larger every= of the Checkpointer or the LocalTier, or a larger"
+                " LocalTier.max_bytes_per_second, avoids this",
                 step,
                 flush.step,
             )

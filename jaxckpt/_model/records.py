@@ -172,6 +172,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """For each phase of the save, the seconds that each process had spent in it when it had written its share.
     Informational only."""
 
+    processes: list[tuple[str, Size]] = []
+    """For each process that saved, the name of its host and the bytes of its objects' data. Informational only."""
+
     @property
     def data_folder(self) -> str:
         """Name of the folder that holds the arrays."""

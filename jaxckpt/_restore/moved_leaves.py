@@ -6,7 +6,7 @@ missing and extra leaves ─▶ new names of containers, or rules for layers ─
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxckpt._model.paths import join_paths
@@ -34,7 +34,7 @@ def moved_remedy(saved: Shapes, target: Shapes) -> str:
     missing = {path: shape for path, shape in target.items() if path not in saved}
     extra = {path: shape for path, shape in saved.items() if path not in target}
     if rules := _layer_rules(missing, extra):
-        argument = f"rename=jaxckpt.rules.Rules([{', '.join(map(str, rules))}], keep=True)"
+        argument = f"rename={_show_rules(rules)}"
         renamed = {*saved}.difference(*(rule.sources for rule in rules)).union(*(rule.targets for rule in rules))
         reason = "layers are stacked in the " + ("target" if rules[0].stacks else "checkpoint")
     elif names := _new_names(saved, target, missing, extra):
@@ -169,6 +169,16 @@ class _LayerRule:
             sides = " ".join(layer), " ".join([*layer[: self.axis], "i", *layer[self.axis :]])
             how = f", layout={' -> '.join(sides if self.stacks else sides[::-1])!r}"
         return f"jaxckpt.rules.Rule(source={source!r}, target={target!r}{how})"
+
+
+def _show_rules(rules: Sequence[_LayerRule]) -> str:
+    """The expression that makes the rules."""
+    if len({rule.axis for rule in rules}) == 1 and not any("" in rule.shapes for rule in rules):
+        layers = [rule.numbered for rule in rules]
+        axis = f", axis={rules[0].axis}" if rules[0].axis else ""
+        inverse = "" if rules[0].stacks else ".inverse()"
+        return f"jaxckpt.rules.stack({(layers if len(layers) > 1 else layers[0])!r}{axis}){inverse}"
+    return f"jaxckpt.rules.Rules([{', '.join(map(str, rules))}], keep=True)"
 
 
 def _layer_rules(missing: Shapes, extra: Shapes) -> list[_LayerRule]:

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxckpt._restore.match import RestoreRequest, require_request
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._restore.strictness import Strict
+from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._rules.rule_set import Rules, view_through
 from jaxckpt._run_folder.steps import is_step
@@ -46,6 +47,24 @@ from jaxckpt.errors import (
 )
 
 
+@overload
+def restore(
+    path: Location,
+    target: DescribedTree = None,
+    *,
+    manifest_sha256: str | None = None,
+    options: Options | None = None,
+    **arguments: Unpack[RestoreArguments],
+) -> Tree: ...
+@overload
+def restore(
+    path: Location,
+    target: T,
+    *,
+    manifest_sha256: str | None = None,
+    options: Options | None = None,
+    **arguments: Unpack[RestoreArguments],
+) -> T: ...
 @explain_keywords
 def restore(
     path: Location,

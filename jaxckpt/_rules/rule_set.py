@@ -109,16 +109,17 @@ def _below(container: str, names: Paths) -> Paths:
 
 
 @explain_keywords
-def stack(layers: str, *, axis: int = 0) -> Rules:
+def stack(layers: str | Sequence[str], *, axis: int = 0) -> Rules:
     """Rules that stack the layers of a tree for `jax.lax.scan`; all other leaves stay. Their `inverse()` unstacks.
 
     Args:
-        layers: The path of one layer, with `{i}` for its number, such as "params/layers/{i}". The leaves of all layers
-            are stacked below the path without the number, "params/layers".
+        layers: The path of one layer, with `{i}` for its number, such as "params/layers/{i}"; or a list of such paths,
+            for a training state with several copies of the model. The leaves of all layers are stacked below the path
+            without the number, "params/layers".
         axis: The axis of the layers in the stacked leaves.
 
     Raises:
-        InputError: `layers` has not exactly one `{i}`.
+        InputError: A path has not exactly one `{i}`.
 
     Examples:
         >>> import numpy as np, jaxckpt
@@ -128,12 +129,18 @@ def stack(layers: str, *, axis: int = 0) -> Rules:
         >>> stacked["layers"]["w"].shape
         (2, 3)
     """
-    found = captures(layers) if isinstance(layers, str) else []  # pyright: ignore[reportUnnecessaryIsInstance]
-    if len(found) != 1:
-        raise InputError(f"stack takes the path of a layer with one number, such as 'layers/{{i}}', found {layers!r}")
-    components = (re.sub(rf"[_.]?\{{{found[0]}\}}", "", component) for component in layers.split("/"))
+    paths = layers if isinstance(layers, list | tuple) else [layers]
+    return Rules([_stacked(path, axis) for path in paths], keep=True)
+
+
+def _stacked(layer: object, axis: int) -> Rule:
+    """The rule that stacks the layers at the paths of one layer."""
+    found = captures(layer) if isinstance(layer, str) else []
+    if not isinstance(layer, str) or len(found) != 1:
+        raise InputError(f"stack takes the path of a layer with one number, such as 'layers/{{i}}', found {layer!r}")
+    components = (re.sub(rf"[_.]?\{{{found[0]}\}}", "", component) for component in layer.split("/"))
     whole = "/".join(filter(None, components))
-    return Rules([Rule(source=f"{layers}/**", target=join_paths(whole, "**"), axis=axis)], keep=True)
+    return Rule(source=f"{layer}/**", target=join_paths(whole, "**"), axis=axis)
 
 
 def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheckpoint:

@@ -10,16 +10,17 @@ import logging
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, Unpack, cast, overload
 
 from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
+from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
-from jaxckpt._local_tier.tier import LocalBytes, LocalTier
+from jaxckpt._local_tier.tier import LocalBytes, LocalSteps, LocalTier
 from jaxckpt._model.manifest import require_json
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.select import Select
@@ -29,6 +30,7 @@ from jaxckpt._pipeline.lanes import run_to_the_end
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
+from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._run_folder.added_metrics import metrics_of
@@ -104,18 +106,7 @@ class Checkpointer(Run):
             true. "ignore" does not listen: use it for a second Checkpointer of a job, with different step numbers.
         preemption_seconds: How long the save of the last step may take once this process has been notified of a
             preemption. 20 by default, because Kubernetes and Slurm end a process 30 s after SIGTERM by default.
-        local: A folder on this host, in memory (`/dev/shm/run`) or on a local disk. Each step that is due is saved
-            there first, and survives the process. Each process writes its own objects and copies of other processes'
-            objects, so that the folders of any `copies` failure domains may be lost. A process holds at most two steps;
-            `local_bytes` reports their size. Steps that are due by `every` are also copied to the directory, in the
-            background.
-        local_every: Save the steps that are multiples of this number into the local folders. None: 10.
-        copies: How many other failure domains hold a copy of each object. None: 1. Objects that no other domain holds
-            by its sharding are sent to one over the devices' interconnect.
-        local_domains: The failure domain of each process, such as its rack: one label per process. By default each host
-            is a domain; if all processes are on one host, each process is.
-        local_bytes_per_second: Limit on the rate at which each process copies to the directory. None:
-            `Options.max_bytes_per_second`.
+        local: A `LocalTier`: steps are first saved into a folder on each host, with copies on other hosts.
         metadata: Any JSON object that describes the run, such as its configuration: `metadata()` returns it. The first
             Checkpointer of the directory that is given one writes it. Later ones keep that, and log a warning if
             theirs differs. In a job of several processes, every process must give the same.
@@ -152,11 +143,7 @@ class Checkpointer(Run):
         fail_fast: bool = False,
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
         preemption_seconds: float = 20.0,
-        local: str | os.PathLike[str] | None = None,
-        local_every: int | None = None,
-        copies: int | None = None,
-        local_domains: Sequence[str | int] | None = None,
-        local_bytes_per_second: float | None = None,
+        local: LocalTier | None = None,
         metadata: Mapping[str, Any] | None = None,
         options: Options | None = None,
     ) -> None:
@@ -178,14 +165,7 @@ class Checkpointer(Run):
             self._store = self._directory.store
             self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
             self._preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
-            self._local = LocalTier.of(
-                local,
-                self._options,
-                local_every=local_every,
-                copies=copies,
-                local_domains=local_domains,
-                local_bytes_per_second=local_bytes_per_second,
-            )
+            self._local = None if local is None else LocalSteps(_require_local_tier(local), self._options)
             self._step_finder = StepFinder(self._directory, self._local, self._options)
             self._saver = Saver(
                 self._directory,
@@ -282,6 +262,7 @@ class Checkpointer(Run):
         metrics: Mapping[str, Any] | None = None,
         process_state: Mapping[str, Any] | None = None,
         metadata: Any = None,
+        export: StepExport | None = None,
         on_done: Callable[[SaveInfo], object] | None = None,
         force: bool = False,
         overwrite: bool = False,
@@ -294,9 +275,12 @@ class Checkpointer(Run):
             mesh: As for `jaxckpt.save`. Not with `local`: each process then writes what its own devices hold.
             specs: As for `jaxckpt.save`: with `mesh`.
             dtype: As for `jaxckpt.save`.
-            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded.
+            metrics: Numbers by name, for `keep_best` and `metrics(step)`. Those of process 0 are recorded. They may be
+                left out for a step that was not evaluated; the last step of a preempted job never needs them.
             process_state: As for `jaxckpt.save`: state that differs between processes.
             metadata: Any JSON value.
+            export: A `jaxckpt.formats.Export`: also write the step as a Hugging Face folder, by all processes. Not with
+                `local`, nor for the last step of a preempted job.
             on_done: As for `jaxckpt.save_async`: called with the result. Not called if this returns False.
             force: Save even if the step is not due.
             overwrite: Replace this step if it exists.
@@ -321,10 +305,15 @@ class Checkpointer(Run):
                     "save(mesh=…, specs=…) needs a Checkpointer without local=: local steps keep the layout of the"
                     " arrays, because each process writes what its own devices hold"
                 )
+            if export is not None and (self._local is not None or not isinstance(export, StepExport)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(
+                    "export= takes a jaxckpt.formats.Export, in a Checkpointer without local=; found"
+                    f" {reprlib.repr(export)}"
+                )
         except InputError:
             with self._begin_call("Checkpointer.save"):
                 raise
-        destination = RunStep(self._directory, self._deletion, step, overwrite=overwrite)
+        destination = RunStep(self._directory, self._deletion, step, export, overwrite=overwrite)
         request = SaveRequest(
             destination, self._options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
         )
@@ -491,6 +480,22 @@ class Checkpointer(Run):
 
     # Restoring -------------------------------------------------------------------------------------------
 
+    @overload
+    def restore(
+        self,
+        step: StepName | None = None,
+        target: DescribedTree = None,
+        **arguments: Unpack[RestoreArguments],
+    ) -> Tree: ...
+    @overload
+    def restore(
+        self,
+        step: StepName | None,
+        target: T,
+        **arguments: Unpack[RestoreArguments],
+    ) -> T: ...
+    @overload
+    def restore(self, step: StepName | None = None, *, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         step: StepName | None = None,
@@ -564,7 +569,7 @@ class Checkpointer(Run):
 
     def restore_or_init(
         self,
-        init: Callable[[], Tree],
+        init: Callable[[], T],
         *,
         mesh: Mesh | None = None,
         specs: Specs = None,
@@ -573,7 +578,7 @@ class Checkpointer(Run):
         strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
-    ) -> tuple[int | None, Tree]:
+    ) -> tuple[int | None, T]:
         """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
 
         With strict={"opt_state": False}, `init` makes the leaves of this subtree that the checkpoint lacks: a run can
@@ -702,6 +707,14 @@ class Checkpointer(Run):
         if saved is not None:
             return metrics_of(self._store, number, saved.save_id, saved.record)
         return self._step_finder.metrics(number)
+
+
+def _require_local_tier(local: object) -> LocalTier:
+    """Raises InputError for anything else, such as the path of a folder."""
+    if isinstance(local, LocalTier):
+        return local
+    value = f"jaxckpt.LocalTier({local!r})" if isinstance(local, str) else "jaxckpt.LocalTier(folder)"
+    raise InputError(f"local must be a LocalTier: pass local={value}; found {reprlib.repr(local)}")
 
 
 def _require_metadata(metadata: object) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from typing import Unpack, overload
 
 from jax.sharding import Mesh
 
@@ -23,6 +24,7 @@ from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
+from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS, hold
@@ -54,6 +56,18 @@ class Step:
 
     _options: Options = field(repr=False)
 
+    @overload
+    def restore(
+        self,
+        target: DescribedTree = None,
+        **arguments: Unpack[RestoreArguments],
+    ) -> Tree: ...
+    @overload
+    def restore(
+        self,
+        target: T,
+        **arguments: Unpack[RestoreArguments],
+    ) -> T: ...
     def restore(
         self,
         target: Tree = None,

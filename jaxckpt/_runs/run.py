@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, Unpack, overload
 
 from jax.sharding import Mesh
 
@@ -21,6 +21,7 @@ from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
+from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
 from jaxckpt._run_folder.leases import TERM_SECONDS
@@ -315,6 +316,22 @@ class Run:
         """Open a step to inspect it, by default the newest, as `jaxckpt.open` does."""
         return open_checkpoint(self._location("latest" if step is None else step), rename=rename, options=self._options)
 
+    @overload
+    def restore(
+        self,
+        step: StepName | None = None,
+        target: DescribedTree = None,
+        **arguments: Unpack[RestoreArguments],
+    ) -> Tree: ...
+    @overload
+    def restore(
+        self,
+        step: StepName | None,
+        target: T,
+        **arguments: Unpack[RestoreArguments],
+    ) -> T: ...
+    @overload
+    def restore(self, step: StepName | None = None, *, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
         self,
         step: StepName | None = None,

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
 from jaxckpt._local_tier.flush import Flush
 from jaxckpt._local_tier.process_folders import ProcessFolders
-from jaxckpt._local_tier.tier import LocalTier
+from jaxckpt._local_tier.tier import LocalSteps
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
@@ -21,9 +22,10 @@ from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._runs.step_notes import recorded_metrics
+from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.prepare import require_on_done
-from jaxckpt._save.request import PlanCache, SaveRequest
+from jaxckpt._save.request import Begun, PlanCache, PreparedSave, SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
@@ -104,8 +106,11 @@ class LastSave:
 class RunStep(SharedPath):
     """A step of a run. Its publication makes older steps subject to the rules of retention."""
 
-    def __init__(self, directory: Directory, deletion: Deletion, step: int, *, overwrite: bool) -> None:
+    def __init__(
+        self, directory: Directory, deletion: Deletion, step: int, export: StepExport | None, *, overwrite: bool
+    ) -> None:
         super().__init__(directory.child(step), overwrite=overwrite)
+        self._export = export
         self._directory = directory
         self._deletion = deletion
 
@@ -128,6 +133,15 @@ class RunStep(SharedPath):
     def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
         assert step is not None, "a Checkpointer saves steps"
         self._deletion.handle_published(step, save_id, created)
+
+    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
+        super().finish(save, begun, published)
+        if self._export is None:
+            return
+        if save.request.is_last_step:
+            _log.warning("the job was preempted, so step %d is not exported", save.request.step_number)
+            return
+        self._export.write(save.call, self.store.url, save.options)
 
 
 # Saving ---------------------------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ class Saver:
     deletion: Deletion
     schedule: SaveSchedule
     preemption: PreemptionListener
-    local: LocalTier | None
+    local: LocalSteps | None
     options: Options
     background: bool
     fail_fast: bool

@@ -12,7 +12,7 @@ from jaxckpt._job.rendezvous import process_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.recovery import Recovery
 from jaxckpt._local_tier.step_files import Candidate, candidates
-from jaxckpt._local_tier.tier import LocalTier
+from jaxckpt._local_tier.tier import LocalSteps
 from jaxckpt._local_tier.union_source import UnionCheckpoint
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
@@ -45,7 +45,7 @@ class LocatedStep:
 class StepFinder:
     """Finds the step to restore. Every process creates one."""
 
-    def __init__(self, directory: Directory, local: LocalTier | None, options: Options) -> None:
+    def __init__(self, directory: Directory, local: LocalSteps | None, options: Options) -> None:
         self._directory = directory
         self._local = local
         self._recovery = None if local is None else Recovery(local, options)

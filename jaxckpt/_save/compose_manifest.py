@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from jaxckpt import __version__
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model import typed_json
 from jaxckpt._model.checks import FORMAT, VERSION
@@ -35,6 +36,9 @@ class Share(msgspec.Struct, frozen=True):
 
     phase_seconds: dict[str, float]
     """Seconds of each phase until the share was written."""
+
+    host: str
+    """Name of the process's host."""
 
     unlinked: dict[str, int] = {}
     """Bytes of the objects that seem unchanged but were written, by the reason."""
@@ -113,9 +117,10 @@ def compose_manifest(
         process_states=[share.state for share in shares if share.state is not None],
         step=step,
         phase_seconds={phase: [share.phase_seconds[phase] for share in shares] for phase in shares[0].phase_seconds},
+        processes=[(share.host, n_bytes) for share, n_bytes in zip(shares, plan.process_bytes, strict=True)],
     )
 
 
 @functools.cache
 def _libraries() -> dict[str, str]:
-    return {name: version(name) for name in ("jax", "jaxlib", "numpy", "tensorstore")}
+    return {"jaxckpt": __version__, **{name: version(name) for name in ("jax", "jaxlib", "numpy", "tensorstore")}}

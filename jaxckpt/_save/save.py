@@ -33,6 +33,7 @@ from jaxckpt._pipeline.lanes import finish_first, release_caller
 from jaxckpt._pipeline.progress import display_progress, record_event
 from jaxckpt._pipeline.threads import is_shutting_down
 from jaxckpt._pipeline.units import show_bytes
+from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
@@ -42,6 +43,7 @@ from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging import StagedAhead, stage
 from jaxckpt._save.write import write
+from jaxckpt._sources.format_registry import written_formats
 from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, show_count
 
@@ -54,6 +56,8 @@ def save(
     mesh: Mesh | None = None,
     specs: Specs = None,
     dtype: Dtypes = None,
+    format: str | None = None,
+    rename: Renaming | None = None,
     metadata: Any = None,
     overwrite: bool = False,
     process_state: Mapping[str, Any] | None = None,
@@ -79,6 +83,10 @@ def save(
             same kind of number, so bfloat16 applies only to floats. A dtype at a leaf's own path, or from a function,
             always applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, as
             does float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
+        format: "safetensors": write a folder that Hugging Face's libraries load, of which each process writes some
+            files. The processes first save a temporary checkpoint next to the folder, which must be on a local path.
+            `metadata` and `process_state` are then errors. None: a checkpoint of jaxckpt.
+        rename: With `format`: new names, or `Rules`, as for `restore`.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only once the new one is published.
         process_state: State that differs between processes, such as the position of a data iterator: a mapping of names
@@ -108,7 +116,7 @@ def save(
         128
     """
     with Call.of("save", path, options) as call:
-        destination = _destination(path, call.options, overwrite=overwrite)
+        destination = _destination(path, call.options, format, rename, overwrite=overwrite)
         request = SaveRequest(destination, call.options, tree, mesh, specs, dtype, metadata, process_state)
         return start(request, call, background=False).wait()
 
@@ -121,6 +129,8 @@ def save_async(
     mesh: Mesh | None = None,
     specs: Specs = None,
     dtype: Dtypes = None,
+    format: str | None = None,
+    rename: Renaming | None = None,
     metadata: Any = None,
     overwrite: bool = False,
     process_state: Mapping[str, Any] | None = None,
@@ -157,7 +167,7 @@ def save_async(
         128
     """
     with Call.of("save_async", path, options) as call:
-        destination = _destination(path, call.options, overwrite=overwrite)
+        destination = _destination(path, call.options, format, rename, overwrite=overwrite)
         request = SaveRequest(
             destination, call.options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
         )
@@ -168,8 +178,23 @@ _FILE_SUFFIXES = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".h5", ".hdf5")
 """Suffixes of single files of other libraries. A folder with such a name would mislead every other program."""
 
 
-def _destination(path: Any, options: Options, *, overwrite: bool) -> SharedPath:
+def _destination(
+    path: Any, options: Options, format: str | None, rename: Renaming | None, *, overwrite: bool
+) -> SharedPath:
     """The destination at a path or URL. Raises InputError, StorageError."""
+    if format not in (None, "jaxckpt"):
+        savable = {form.name: form.save_to for form in written_formats().values() if form.save_to is not None}
+        save_to = savable.get(format)
+        if save_to is None:
+            raise InputError(
+                f"format={format!r} cannot be saved directly; expected one of {', '.join(['jaxckpt', *savable])}. For"
+                " other formats, jaxckpt.convert writes a saved checkpoint"
+            )
+        return save_to(path, rename, options, overwrite=overwrite)
+    if rename is not None:
+        raise InputError(
+            'save(rename=…) needs format="safetensors": a checkpoint of jaxckpt keeps the names of the tree'
+        )
     destination = SharedPath.at(path, options, overwrite=overwrite)
     suffix = os.path.splitext(destination.store.url)[1]
     if suffix in _FILE_SUFFIXES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -48,7 +49,9 @@ def write(
     for _, record in written:
         if record.unlinked:
             unlinked[record.unlinked] += record.length
-    return Share(objects, linked_bytes, state, save.call.phases.manifest_seconds(), unlinked), written
+    return Share(
+        objects, linked_bytes, state, save.call.phases.manifest_seconds(), socket.gethostname(), unlinked
+    ), written
 
 
 def _write_objects(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._options import Options
@@ -67,6 +68,10 @@ class Format:
     write_step: Callable[[Source, str, Options, Report], None] | None = None
     """Writes a step of a run, with the metrics in its manifest, to a local path whose name is the step's number; None
     if the format has no runs that `convert` can write."""
+
+    save_to: Callable[..., Any] | None = None
+    """The destination of a save by all processes, from the path, `rename`, the options and `overwrite`; None if only
+    `convert` writes the format. Only formats of jaxckpt define it."""
 
     order: int = 0
     """Formats of lower order are tried first: those that share names of files with a more general format."""

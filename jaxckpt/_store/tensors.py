@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
 import tensorstore as ts
 
 from jaxckpt._model import zarr
@@ -70,6 +71,18 @@ def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStor
     }
     with translate_tensorstore_errors(f"cannot open the array {stack.name}", reading=True):
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+
+
+def compress(data: Array) -> Array:
+    """Bytes as one zstd frame, which holds their number."""
+    codecs = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 3, "checksum": False}}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": [data.size]}}
+    metadata = {"shape": [data.size], "data_type": "uint8", "chunk_grid": grid, "codecs": codecs}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata, "create": True}
+    array = ts.open({**spec, "store_data_equal_to_fill_value": True}, context=ts.Context()).result()
+    array.write(data, can_reference_source_data_indefinitely=True).result()
+    assert array.kvstore is not None
+    return np.frombuffer(array.kvstore.read("c/0").result().value, np.uint8)
 
 
 def begin_write(array: ts.TensorStore, pieces: Pieces) -> Pending[None]:

@@ -509,8 +509,8 @@ def test_every_key_of_json_is_on_the_page(here: Path) -> None:
             return set().union(*map(keys, value))
         if not isinstance(value, dict):
             return set()
-        # jaxckpt does not define the keys below these: they are the user's, or names of axes, devices and libraries.
-        free = {"metrics", "mesh", "libraries", "device_bytes", "metadata"}
+        # The keys below these are the user's, or names of axes, devices, libraries and phases.
+        free = {"metrics", "mesh", "libraries", "device_bytes", "metadata", "phase_seconds"}
         return set(value) | set().union(*(keys(item) for name, item in value.items() if name not in free))
 
     found: set[str] = set()

@@ -9,15 +9,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from command_line import SAVED, command, run, run_json
+from hostile import edited
 
 import jaxckpt
 from jaxckpt._cli import tree_view
 from jaxckpt._inspect import leaf as _leaf
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore import read_loop as reading
 
 # The tree -------------------------------------------------------------------------------------------------
@@ -38,6 +41,35 @@ def test_show_narrows_down(here: Path) -> None:
     assert [line.split()[0] for line in lines[6:]] == ["params/", "layers/", "0", "wte"]
     lines = run("show", "run1/00000300", "--depth", "1").stdout.splitlines()
     assert [line.split()[0] for line in lines[6:]] == ["data", "opt_state/", "params/", "rng", "step", "text"]
+
+
+def test_details_say_who_saved_what(here: Path) -> None:
+    lines = run("show", "run1/00000300", "--details").stdout.splitlines()
+    checkpoint = jaxckpt.open("run1/00000300")
+    ((host, n_bytes),) = checkpoint.processes
+    assert f"  saved {checkpoint.created}, save id {checkpoint.save_id}" in lines
+    versions = next(line for line in lines if line.startswith("  by jaxckpt "))
+    assert f"by jaxckpt {jaxckpt.__version__}, jax {jax.__version__}, jaxlib " in versions
+    assert "  from 1 process on 1 host" in lines
+    titles = next(number for number, line in enumerate(lines) if line.split()[:2] == ["process", "host"])
+    assert lines[titles].split()[2:] == ["wrote", "seconds"]
+    assert lines[titles + 1].split()[:5] == ["0", host, *show_bytes(n_bytes).split(), "plan"]
+    assert [line for line in run("show", "run1/00000300").stdout.splitlines() if line in lines][-3:] == lines[-3:]
+    narrow = run("show", "run1/00000300", "--details", width=60).stdout.splitlines()
+    assert max(map(len, narrow)) <= 60
+
+
+def test_details_of_many_processes_and_of_other_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jaxckpt.save(tmp_path / "many", {"x": 1})
+    processes = [[f"\x1b[2Jhost {process // 8}", process] for process in range(64)]
+    edited(tmp_path / "many", lambda manifest: manifest.update(phase_seconds={}, processes=processes))
+    shown = run("show", str(tmp_path / "many"), "--details").stdout
+    assert "from 64 processes on 8 hosts" in shown
+    assert "… and 24 more; --json has all" in shown
+    assert "\x1b" not in shown
+    np.savez(tmp_path / "a.npz", x=np.ones(3))
+    monkeypatch.chdir(tmp_path)
+    assert "process" not in run("show", "a.npz", "--details").stdout
 
 
 def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None:
@@ -145,7 +177,11 @@ def test_a_tree_that_is_one_leaf(tmp_path: Path) -> None:
 
 def test_json_of_show(here: Path) -> None:
     found = run_json("show", "run1/00000300", "--select", "params/layers/1", "--select", "step")
-    assert {**found, "save_id": "", "libraries": "", "leaves": ""} == {
+    assert found["libraries"].keys() == {"jaxckpt", "jax", "jaxlib", "numpy", "tensorstore"}
+    (process,) = found["processes"]
+    assert process["bytes"] == found["bytes"]
+    informative = {"libraries": "", "processes": "", "phase_seconds": ""}
+    assert {**found, "save_id": "", **informative, "leaves": ""} == {
         "path": "run1/00000300",
         "format": "jaxckpt",
         "save_id": "",
@@ -155,6 +191,7 @@ def test_json_of_show(here: Path) -> None:
         "step": 300,
         "metrics": {"loss": 1 / 300, "accuracy": 0.8, "bad": None},
         "dropped": [],
+        **informative,
         "bytes": jaxckpt.open("run1/00000300").nbytes,
         "leaves": "",
     }

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._convert import destination
+from jaxckpt._formats import destination
 from jaxckpt._model.dtypes import npy_dtype
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.format_registry import formats, written_formats

@@ -118,6 +118,47 @@ def test_values_in_the_manifest(tmp_path: Path, a: Any, b: Any, differing: int) 
     (leaf,) = jaxckpt.diff(saved(tmp_path / "a", {"x": a}), saved(tmp_path / "b", {"x": b})).leaves
     assert (leaf.size, leaf.differing) == (1, differing)
     assert leaf.identical == (not differing and type(a) is type(b))
+    assert not leaf.identical or leaf.kinds[0] == leaf.kinds[1]
+
+
+def test_leaves_of_another_kind_are_equal_and_listed_apart(tmp_path: Path) -> None:
+    key = jax.random.key_data(jax.random.key(3))
+    tree = {
+        "w": jnp.arange(6.0),
+        "n": 3,
+        "f": 0.5,
+        "b": True,
+        "c": 1j,
+        "s": np.int32(7),
+        "k": jax.random.key(3),
+        "t": "x",
+    }
+    same = {"w": np.arange(6, dtype="f4"), "n": np.int64(3), "f": np.array(0.5), "b": np.bool_(True), "c": np.array(1j)}
+    a = saved(tmp_path / "a", tree)
+    b = saved(tmp_path / "b", {**same, "s": jnp.int32(7), "k": np.asarray(key), "t": "x"})
+    delta = jaxckpt.diff(a, b)
+    assert delta.identical, delta
+    assert {leaf.path: leaf.kinds for leaf in delta.other_kinds} == {
+        "w": ("jax", "numpy"), "n": ("int", "numpy_scalar"), "f": ("float", "numpy"), "b": ("bool", "numpy_scalar"),
+        "c": ("complex", "numpy"), "s": ("numpy_scalar", "jax"), "k": ("threefry2x32", "numpy"),
+    }  # fmt: skip
+    assert "identical: 8 leaves, bit by bit; other kinds: " in str(delta)
+    assert "jax → numpy (1 leaf)" in str(delta)
+    other = {**same, "n": np.int32(3), "f": np.array(0.25), "s": np.array([7], "i4"), "k": np.asarray(key), "t": b"x"}
+    delta = jaxckpt.diff(a, saved(tmp_path / "c", other))
+    assert [leaf.path for leaf in delta.differing] == ["f", "n", "s", "t"]
+    assert [(leaf.path, leaf.size, leaf.differing) for leaf in delta.differing[:2]] == [("f", 1, 1), ("n", 1, 0)]
+
+
+def test_an_export_is_identical(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", {"params": {"w": jnp.ones((2, 3)), "b": np.zeros(3)}, "step": 3})
+    jaxckpt.convert(a, tmp_path / "b.safetensors")
+    delta = jaxckpt.diff(a, tmp_path / "b.safetensors")
+    assert delta.identical, delta
+    assert {leaf.path: leaf.kinds for leaf in delta.other_kinds} == {
+        "params/b": ("numpy", "jax"),
+        "step": ("int", "jax"),
+    }
 
 
 def test_a_selection_may_match_in_only_one_checkpoint(tmp_path: Path) -> None:

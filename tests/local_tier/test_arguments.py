@@ -14,16 +14,12 @@ import jaxckpt
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"local_every": 2, "copies": 1}, "local_every=, copies= without local="),
-        ({"local": "s3://bucket/steps"}, "local must be a folder on this host, found 's3://bucket/steps'"),
-        ({"local": "L", "local_domains": "ab"}, "local_domains must be a sequence of labels, one per process"),
-        (
-            {"local": "L", "local_domains": ["a", "b"]},
-            "local_domains has 2 labels, expected one for each of 1 processes",
-        ),
-        ({"local": "L", "local_every": 0}, "local_every"),
-        ({"local": "L", "copies": -1}, "copies"),
-        ({"local": "L", "local_bytes_per_second": 0}, "local_bytes_per_second"),
+        ({"folder": "s3://bucket/steps"}, "LocalTier.folder must be a folder on this host, found 's3://bucket/steps'"),
+        ({"domains": "ab"}, "LocalTier.domains must be a sequence of labels, one per process"),
+        ({"domains": ["a", "b"]}, "LocalTier.domains has 2 labels, expected one for each of 1 processes"),
+        ({"every": 0}, r"LocalTier\.every must be a whole number above zero, found 0"),
+        ({"copies": -1}, r"LocalTier\.copies must be a whole number not below 0, found -1"),
+        ({"max_bytes_per_second": 0}, r"LocalTier\.max_bytes_per_second must be a number above zero"),
     ],
 )
 def test_an_invalid_argument_is_an_error(
@@ -31,7 +27,13 @@ def test_an_invalid_argument_is_an_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(jaxckpt.errors.InputError, match=expected):
-        jaxckpt.Checkpointer("run", **arguments)
+        jaxckpt.Checkpointer("run", local=jaxckpt.LocalTier(**{"folder": "L", **arguments}))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_path_in_place_of_a_local_tier_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(jaxckpt.errors.InputError, match=r"pass local=jaxckpt.LocalTier\('/dev/shm/x'\)"):
+        jaxckpt.Checkpointer(tmp_path / "run", local="/dev/shm/x")  # pyright: ignore[reportArgumentType]
     assert not any(tmp_path.iterdir())
 
 

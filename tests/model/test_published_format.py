@@ -312,7 +312,7 @@ def test_the_worked_example_matches_what_is_written(tmp_path: Path, monkeypatch:
     fresh = json.loads(Path("example/manifest.json").read_bytes())
     assert list(fresh) == list(EXAMPLE)
     assert fields(fresh) == fields(EXAMPLE)
-    for changing in ("save_id", "created", "libraries", "phase_seconds", "sha256"):
+    for changing in ("save_id", "created", "libraries", "phase_seconds", "processes", "sha256"):
         fresh[changing] = EXAMPLE[changing]
     if jax.__version_info__ < (0, 9):  # whose make_mesh makes axes of the type Auto
         fresh["meshes"] = EXAMPLE["meshes"]
@@ -432,6 +432,7 @@ def test_an_unknown_member_is_refused(tmp_path: Path) -> None:
         {"phase_seconds": {}},
         {"phase_seconds": {"write": [], "sync": []}},
         {"phase_seconds": {"write": [1, 2.5], "</script>": [0, 1e12]}},
+        {"processes": [["</script>", 4], ["\x1b[2J", 1 << 62]]},
     ],
 )
 def test_phases_are_optional_and_defined_by_the_writer(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The Keras callback of docs/keras.md in `model.fit`: a run that resumes equals one that does not stop."""
+"""docs/keras.md, whose callback is jaxckpt.keras.Checkpoints: a run that resumes equals one that does not stop."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from processes import PASSED
 
 import jaxckpt
 
-CALLBACK, FIT = blocks("keras.md")
-PAGE: dict[str, object] = {}
-exec(CALLBACK, PAGE)
+(FIT,) = blocks("keras.md")
 
 batches_per_epoch = 4
 x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
@@ -51,7 +49,7 @@ def train(epochs: int, run: str, *shape: int) -> keras.Model:
     # The same batches in each epoch, so that a resumed run sees the same data.
     model.fit = functools.partial(model.fit, shuffle=False, verbose=0)
     names = {"model": model, "epochs": epochs, "data": Batches(), "batches_per_epoch": batches_per_epoch}
-    exec(FIT.replace('"keras-run"', f'"{run}"'), {**PAGE, **names})
+    exec(FIT.replace('"keras-run"', f'"{run}"'), names)
     return model
 
 
@@ -70,4 +68,20 @@ assert all(jax.tree.leaves(same)), same
 other = train(6, "run", 4, 2)
 assert int(other.optimizer.iterations) == 24 // 2
 assert other.get_layer("hidden").kernel.value.sharding.mesh.shape == {"batch": 4, "model": 2}
+
+# An execution of 3 batches, and at the end of an epoch of one.
+keras.distribution.set_distribution(None)
+keras.utils.clear_session()
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name="net")
+model.compile(optimizer="sgd", loss="mse", steps_per_execution=3)
+with jaxckpt.Checkpointer("executions") as checkpointer:
+    callback = jaxckpt.keras.Checkpoints(checkpointer)
+    model.fit(Batches(), epochs=2, callbacks=[callback], verbose=0)
+assert checkpointer.steps() == [3, 4, 7, 8]
+assert callback.step == 8 == int(model.optimizer.iterations)
+try:
+    jaxckpt.keras.Checkpoints("executions")
+except jaxckpt.errors.InputError as error:
+    message = str(error)
+assert "takes a jaxckpt.Checkpointer, found a str" in message
 print(PASSED)

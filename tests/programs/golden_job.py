@@ -10,7 +10,7 @@ from joined import args, process_id
 
 import jaxckpt
 
-with jaxckpt.Checkpointer(args["storage"], every=20, local=args["local"], local_every=5, copies=1) as run:
+with jaxckpt.Checkpointer(args["storage"], every=20, local=jaxckpt.LocalTier(args["local"], every=5)) as run:
     for step in sorted({*golden.JOB_STORED, *golden.JOB_LOCAL}):
         run.save(step, golden.job_tree(step), process_state=golden.job_states(step)[process_id])
         run.wait()

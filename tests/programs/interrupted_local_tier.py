@@ -66,10 +66,8 @@ def attempt(name: str, call: Callable[[], object], patch: Any = None) -> None:
 
 
 def checkpointer() -> jaxckpt.Checkpointer:
-    local = f"{args}/local-{process_id}"
-    return jaxckpt.Checkpointer(
-        f"{args}/run", local=local, copies=1, local_every=1, every=1000, background=False, options=options
-    )
+    local = jaxckpt.LocalTier(f"{args}/local-{process_id}", every=1)
+    return jaxckpt.Checkpointer(f"{args}/run", local=local, every=1000, background=False, options=options)
 
 
 def restore() -> None:

@@ -25,16 +25,20 @@ def attempt(what: str, act: Callable[[], Any]) -> None:
 
 
 def made(**named: Any) -> jaxckpt.Checkpointer:
-    options = {"every": 100, "local": f"{args}/local", "on_preemption": "ignore", **named}
+    options = {"every": 100, "local": tier(), "on_preemption": "ignore", **named}
     return jaxckpt.Checkpointer(f"{args}/run", **options)
 
 
-attempt("one without", lambda: made(local=None if process_id else f"{args}/local"))
-attempt("other copies", lambda: made(copies=process_id))
-attempt("other domains", lambda: made(local_domains=["a", f"b{process_id}"]))
+def tier(folder: str = "local", **named: Any) -> jaxckpt.LocalTier:
+    return jaxckpt.LocalTier(f"{args}/{folder}", **named)
+
+
+attempt("one without", lambda: made(local=None if process_id else tier()))
+attempt("other copies", lambda: made(local=tier(copies=process_id)))
+attempt("other domains", lambda: made(local=tier(domains=["a", f"b{process_id}"])))
 attempt("other every", lambda: made(local=None, every=10 + process_id))
-attempt("one domain", lambda: made(local_domains=["a", "a"]))
-attempt("one cannot", lambda: made(local=f"{args}/file/below" if process_id else f"{args}/local"))
+attempt("one domain", lambda: made(local=tier(domains=["a", "a"])))
+attempt("one cannot", lambda: made(local=tier("file/below" if process_id else "local")))
 
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
 parts = [jax.device_put(np.full(1000, process_id, np.float32), device) for device in jax.local_devices()]

@@ -23,7 +23,11 @@ folder = args["local"]
 pids = Path(folder).parent / "pids"
 dying.register(pids)
 with jaxckpt.Checkpointer(
-    args["path"], every=10, local=folder, local_bytes_per_second=rate, options=options, on_preemption="continue"
+    args["path"],
+    every=10,
+    local=jaxckpt.LocalTier(folder, max_bytes_per_second=rate),
+    options=options,
+    on_preemption="continue",
 ) as steps:
     tree = {"w": jax.make_array_from_callback(values.shape, sharding, lambda index: values[index] + step)}
     if args["stop"] and process_id == 1:

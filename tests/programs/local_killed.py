@@ -62,7 +62,8 @@ def tree(step: int) -> dict[str, Any]:
     return {"w": jax.make_array_from_callback(values.shape, sharding, lambda index: values[index]), "step": step}
 
 
-with jaxckpt.Checkpointer(args["path"], every=100, local=args["local"], on_preemption="ignore") as steps:
+tier = jaxckpt.LocalTier(args["local"])
+with jaxckpt.Checkpointer(args["path"], every=100, local=tier, on_preemption="ignore") as steps:
     steps.save(10, tree(10), process_state={"own": process_id})
     steps.wait()
     second = True

@@ -44,7 +44,7 @@ SPECS = {
 SHAPES = {"fsdp": (48, 1000), "hybrid": (24, 1000), "columns": (10, 24, 30), "replicated": (77,)}
 
 PHASES: dict[str, tuple[str, int]] = {
-    "sweeping": ("_local_tier.tier.LocalTier.delete_other_steps", 1),
+    "sweeping": ("_local_tier.tier.LocalSteps.delete_other_steps", 1),
     "before the exchange": ("_local_tier.process_folders.begin_own", 1),
     "writing": ("_store.files.FileWriter.write", 1),
     "before the barrier": ("_local_tier.process_folders.ProcessFolders.publish", 1),
@@ -107,9 +107,7 @@ def work(folder: Path, hosts: Sequence[int], index: int, port: int, until: int, 
     with jaxckpt.Checkpointer(
         folder / "storage",
         every=EVERY,
-        local=folder / f"host-{hosts[index]}",
-        local_every=1,
-        copies=1,
+        local=jaxckpt.LocalTier(folder / f"host-{hosts[index]}", every=1),
         options=jaxckpt.Options(timeout_seconds=30),
     ) as checkpoints:
         last, tree = checkpoints.restore_or_init(lambda: state(mesh, 0))

@@ -117,7 +117,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     options = jaxckpt.Options(
         host_bytes=case.get("host_bytes", 256 << 20), timeout_seconds=20, **case.get("options", {})
     )
-    with jaxckpt.Checkpointer(args["path"], local=case["hosts"][process_id], options=options) as steps:
+    tier = jaxckpt.LocalTier(case["hosts"][process_id])
+    with jaxckpt.Checkpointer(args["path"], local=tier, options=options) as steps:
         counts.clear()
         tree = steps.restore(case.get("step"), target, select=case.get("select"))
         n_bytes, of_restore = sum(counts), dict(exchanged)

@@ -45,7 +45,7 @@ with jaxckpt.Checkpointer(args["saved"], options=options) as steps:
     for step in (30, 40):
         steps.save(step, state(step), metrics={"loss": 1 / step}, process_state={"at": [step, process_id]})
 host = f"{args['hosts']}/host {process_id}"
-with jaxckpt.Checkpointer(args["run"], every=30, local=host, local_every=40, options=options) as steps:
+with jaxckpt.Checkpointer(args["run"], every=30, local=jaxckpt.LocalTier(host, every=40), options=options) as steps:
     for step in (30, 40):
         steps.save(step, state(step), metrics={"loss": 1 / step}, process_state={"at": [step, process_id]})
 

@@ -73,7 +73,8 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
     options = given.get("options", {})
     if "options" in options:
         options["options"] = jaxckpt.Options(**options["options"])
-    with jaxckpt.Checkpointer(given["path"], local=given["local"], on_preemption="ignore", **options) as steps:
+    local = jaxckpt.LocalTier(given["local"], **options.pop("local", {}))
+    with jaxckpt.Checkpointer(given["path"], local=local, on_preemption="ignore", **options) as steps:
         done = []
         for step in given["steps"]:
             own = {"position": f"{process_id}-{step}"}

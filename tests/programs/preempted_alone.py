@@ -19,14 +19,14 @@ if "stuck" in how:
 earlier = []
 if how == "chained":
     signal.signal(signal.SIGTERM, lambda *_: earlier.append("notified"))
-local = {"local": f"{sys.argv[1]}-local", "local_every": 1000, "copies": 0} if how == "stuck locally" else {}
+local = jaxckpt.LocalTier(f"{sys.argv[1]}-local", every=1000, copies=0) if how == "stuck locally" else None
 with jaxckpt.Checkpointer(
     sys.argv[1],
     every=1000,
     preemption_seconds=2,
     on_preemption="continue" if how == "continue" else "exit",
     options=jaxckpt.Options(staging_bytes=1 if how == "stuck without room" else None),
-    **local,
+    local=local,
 ) as checkpoints:
     for step in range(1, 100):
         if step == 7:

@@ -35,7 +35,7 @@ with pytest.raises(jaxckpt.errors.PeersDisagreeError, match="process 2 and proce
 
 
 def opened() -> jaxckpt.Checkpointer:
-    return jaxckpt.Checkpointer(f"{args}/run", every=10, local=f"{args}/host {index}", local_every=1)
+    return jaxckpt.Checkpointer(f"{args}/run", every=10, local=jaxckpt.LocalTier(f"{args}/host {index}", every=1))
 
 
 with opened() as steps:

@@ -34,6 +34,12 @@ def follow_advice(path: Path, saved: Any, target: Any) -> Any:
     return jaxckpt.restore(path, target, **advised_arguments(caught.value))
 
 
+def assert_advises_stack(path: Path, target: Any) -> None:
+    with pytest.raises(jaxckpt.MismatchError, match=r"rename=jaxckpt\.rules\.stack\(\['opt/0/mu/") as caught:
+        jaxckpt.restore(path, target)
+    assert "rules.Rule(" not in str(caught.value)
+
+
 PARAMS = {"enc/oder": {"w": jnp.ones(3), "b~": jnp.ones(3)}, "//": {"w": jnp.ones(3)}}
 
 
@@ -160,6 +166,7 @@ def test_stacked_layers_are_found_with_the_advised_rules(kind: str, direction: s
         old, new = new, old
     target = training(jax.tree.map(jnp.zeros_like, new), 0)
     restored = follow_advice(tmp_path / "c", training(old, 7), target)
+    assert_advises_stack(tmp_path / "c", target)
     expected = training(new, 7)
     assert jax.tree.structure(restored) == jax.tree.structure(target)
     jax.tree.map(np.testing.assert_array_equal, restored["params"], expected["params"])

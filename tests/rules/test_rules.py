@@ -846,7 +846,7 @@ def test_stack_and_its_inverse_keep_everything_else(tmp_path: Path, layers: str,
     assert {path: np.asarray(back[path][...]).tolist() for path in tree} == {
         p: np.asarray(v).tolist() for p, v in tree.items()
     }
-    for wrong in ("layers", "layers/{i}/{j}", 3):
+    for wrong in ("layers", "layers/{i}/{j}", 3, ["layers/{i}", "opt"]):
         with pytest.raises(jaxckpt.errors.InputError, match="path of a layer with one number"):
             jaxckpt.rules.stack(wrong)  # pyright: ignore
 

@@ -742,8 +742,8 @@ def failing_at(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def two_tiers(tmp_path: Path, **arguments: Any) -> jaxckpt.Checkpointer:
     """A run that saves every 5th step in local folders, and every 10th also in the storage."""
-    tier = {"local": tmp_path / "local", "local_every": 5, "copies": 0}
-    return jaxckpt.Checkpointer(tmp_path / "run", every=10, options=FAST, **tier, **arguments)
+    tier = jaxckpt.LocalTier(tmp_path / "local", every=5, copies=0)
+    return jaxckpt.Checkpointer(tmp_path / "run", every=10, options=FAST, local=tier, **arguments)
 
 
 def test_fail_fast_raises_the_error_of_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ def state(step: int) -> dict[str, Any]:
 def opened(tmp_path: Path, **more: Any) -> jaxckpt.Checkpointer:
     """A run that saves every 5th step locally, and every 10th also in the storage."""
     options = jaxckpt.Options(sync=False, **more)
-    tier = {"local": tmp_path / "local", "local_every": 5, "copies": 0}
-    return jaxckpt.Checkpointer(tmp_path / "run", every=10, on_preemption="ignore", options=options, **tier)
+    tier = jaxckpt.LocalTier(tmp_path / "local", every=5, copies=0)
+    return jaxckpt.Checkpointer(tmp_path / "run", every=10, on_preemption="ignore", options=options, local=tier)
 
 
 def saved(tmp_path: Path, *steps: int) -> Path:
@@ -244,7 +244,7 @@ def test_the_folder_of_another_run_is_refused_with_a_remedy(tmp_path: Path) -> N
             resumed(tmp_path)
         return str(found.value)
 
-    remedy = ": remove that folder, or give another local="
+    remedy = ": remove that folder, or give another LocalTier.folder"
     (own / "run.json").write_text('{"run"')
     assert error() == f"{own} holds a damaged run.json, so it is unknown which run its steps belong to{remedy}"
     (own / "run.json").write_text(json.dumps({**note, "storage": "gs://other/run"}))

@@ -22,9 +22,9 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp": {"tree": "fsdp", "steps": [10], "plain": True},
     "data": {"tree": "data", "steps": [10], "plain": True},
     "mixed": {"tree": "mixed", "steps": [10], "plain": True},
-    "two copies": {"tree": "mixed", "steps": [10], "options": {"copies": 2}},
-    "domains": {"tree": "mixed", "steps": [10], "options": {"local_domains": ["left", "left", "right", "right"]}},
-    "no copies": {"tree": "mixed", "steps": [10], "options": {"copies": 0}, "plain": True},
+    "two copies": {"tree": "mixed", "steps": [10], "options": {"local": {"copies": 2}}},
+    "domains": {"tree": "mixed", "steps": [10], "options": {"local": {"domains": ["left", "left", "right", "right"]}}},
+    "no copies": {"tree": "mixed", "steps": [10], "options": {"local": {"copies": 0}}, "plain": True},
     "large": {"tree": "fsdp", "steps": [10], "rows": 1 << 14},
     "four steps": {"tree": "data", "steps": [10, 20, 30, 40]},
     "flushed": {"tree": "mixed", "steps": [90, 100], "plain": True},
@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         "steps": [40, 50, 60, 70],
         "options": {
             "every": 40,
-            "local_bytes_per_second": 5000,
+            "local": {"max_bytes_per_second": 5000},
             "options": {"object_bytes": 4096, "chunk_bytes": 1024},
         },
         "wait": False,
@@ -204,7 +204,8 @@ import jax.numpy as jnp, jaxckpt
 socket.gethostname = lambda: f"pod-{process_id}"
 for case in ("kept", "lost"):
     local = f"{args}/{case}/local"
-    run = jaxckpt.Checkpointer(f"{args}/{case}/run", every=100, local=local, local_every=1, on_preemption="ignore")
+    tier = jaxckpt.LocalTier(local, every=1)
+    run = jaxckpt.Checkpointer(f"{args}/{case}/run", every=100, local=tier, on_preemption="ignore")
     for step in (1, 2, 3):
         if step == 2 and process_id == 0:
             shutil.copytree(f"{local}/process-0", f"{local}/process-7")
@@ -257,11 +258,11 @@ def test_processes_that_disagree_all_raise(run_processes: RunProcesses, tmp_path
         PROGRAMS / "local_disagreements.py", processes=2, devices_per_process=2, args=str(tmp_path), timeout=200
     )
     expected = {
-        "one without": "process 1 created the Checkpointer with local=None, process 0 with local=a folder",
-        "other copies": "process 1 created the Checkpointer with copies=1, process 0 with copies=0",
-        "other domains": "process 1 created the Checkpointer with local_domains=['a', 'b1'], process 0 with",
+        "one without": "process 1 created the Checkpointer with local=None, process 0 with local=LocalTier(…)",
+        "other copies": "process 1 created the Checkpointer with local.copies=1, process 0 with local.copies=0",
+        "other domains": "process 1 created the Checkpointer with local.domains=['a', 'b1'], process 0 with",
         "other every": "process 1 created the Checkpointer with every=11, process 0 with every=10: every process must",
-        "one domain": "pass copies=0, or other local_domains=",
+        "one domain": "pass copies=0, or other domains=",
         "one cannot": "Not a directory",
         "diverged": "different bytes of a replicated array, which is 'layers/0'",
         "after": "",

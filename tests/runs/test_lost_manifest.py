@@ -472,13 +472,8 @@ def test_dropped_subtrees_stay_dropped_after_a_repair(tmp_path: Path) -> None:
 
 
 def test_a_local_step_uses_its_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {
-        "local": tmp_path / "local",
-        "local_every": 5,
-        "copies": 0,
-        "every": 10,
-        "on_preemption": "ignore",
-    }
+    tier = jaxckpt.LocalTier(tmp_path / "local", every=5, copies=0)
+    options: dict[str, Any] = {"local": tier, "every": 10, "on_preemption": "ignore"}
     with jaxckpt.Checkpointer(tmp_path / "run", options=FAST, **options) as checkpoints:
         for step in (5, 10, 15):
             checkpoints.save(step, state(step))

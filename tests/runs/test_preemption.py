@@ -290,10 +290,10 @@ def test_the_last_step_is_saved_although_another_save_hangs(
 def test_neither_a_rule_nor_a_metric_loses_the_last_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
-    tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
+    tier = jaxckpt.LocalTier(tmp_path / "local", copies=0) if local else None
     rules: dict[str, Any] = {"keep_last_of": {"opt_stat": 1, "params": 1}, "keep_best": ("loss", "min")}
     tree = {"params": np.ones(3), "opt_state": np.ones(3)}
-    with jaxckpt.Checkpointer(tmp_path / "run", every=1000, **rules, **tier) as checkpoints:
+    with jaxckpt.Checkpointer(tmp_path / "run", every=1000, **rules, local=tier) as checkpoints:
         with pytest.raises(jaxckpt.errors.TreeError, match="opt_stat"):
             checkpoints.save(1, tree)
         assert not checkpoints.save(2, tree, metrics={"loss": "not yet"})
@@ -318,9 +318,9 @@ def test_an_earlier_save_is_finished_without_its_rate_limit(tmp_path: Path) -> N
 @pytest.mark.parametrize("local", [False, True])
 def test_a_save_of_another_checkpointer_is_finished_without_its_rate_limit(tmp_path: Path, local: bool) -> None:
     options = jaxckpt.Options(max_bytes_per_second=100, object_bytes=1 << 12, chunk_bytes=1 << 10)
-    tier: dict[str, Any] = {"local": tmp_path / "local", "copies": 0} if local else {}
+    tier = jaxckpt.LocalTier(tmp_path / "local", copies=0) if local else None
     with (
-        jaxckpt.Checkpointer(tmp_path / "other", options=options, on_preemption="ignore", **tier) as other,
+        jaxckpt.Checkpointer(tmp_path / "other", options=options, on_preemption="ignore", local=tier) as other,
         jaxckpt.Checkpointer(tmp_path / "run") as checkpoints,
     ):
         checkpoints.save(1, {"x": 1})
@@ -425,8 +425,8 @@ def test_a_last_step_that_is_to_be_overwritten_is_saved_again(tmp_path: Path) ->
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("deleted", [5, 7])
 def test_a_step_that_was_deleted_is_saved_again(tmp_path: Path, deleted: int, local: bool) -> None:
-    tier: dict[str, Any] = {"local": tmp_path / "local", "local_every": 100, "copies": 0} if local else {}
-    with jaxckpt.Checkpointer(tmp_path / "run", **tier) as checkpoints:
+    tier = jaxckpt.LocalTier(tmp_path / "local", every=100, copies=0) if local else None
+    with jaxckpt.Checkpointer(tmp_path / "run", local=tier) as checkpoints:
         for step in (3, 5, 7):
             checkpoints.save(step, {"x": "first"})
             checkpoints.wait()

@@ -1,0 +1,184 @@
+"""Exports of a running job: a Hugging Face folder from arrays on the devices of several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import PROGRAMS, RunProcesses, RunPython
+
+import jaxckpt
+from jaxckpt._formats import safetensors
+from jaxckpt._formats.export import FolderFile, FolderPlan
+
+DATA = Path(__file__).parents[1] / "data" / "transformers" / "llama"
+PROCESSES = 4
+
+
+class Job:
+    """The exports of one job, made once. No test changes them."""
+
+    def __init__(self, folder: Path, run_processes: RunProcesses) -> None:
+        self.out = folder / "out"
+        self.out.mkdir()
+        given = {"model": str(DATA), "out": str(self.out)}
+        program = PROGRAMS / "live_export.py"
+        done = run_processes(program, processes=PROCESSES, devices_per_process=2, args=given, timeout=200)
+        self.processes: list[dict[str, Any]] = [json.loads(one.stdout) for one in done]
+
+    def outcomes(self, what: str) -> set[str]:
+        return {str(process["outcomes"][what]) for process in self.processes}
+
+
+_jobs: list[Job] = []
+
+
+@pytest.fixture
+def job(tmp_path_factory: pytest.TempPathFactory, run_processes: RunProcesses) -> Job:
+    if not _jobs:
+        _jobs.append(Job(tmp_path_factory.mktemp("job"), run_processes))
+    return _jobs[0]
+
+
+@pytest.mark.parametrize("name", ["plain", "scanned", "after", "step-2", "step-4"])
+def test_the_folder_has_the_bits_of_the_model(job: Job, name: str) -> None:
+    delta = jaxckpt.diff(job.out / name, DATA)
+    assert delta.identical, (delta, job.processes[0]["outcomes"])
+    index = json.loads((job.out / name / "model.safetensors.index.json").read_text())
+    assert sorted({*index["weight_map"].values(), "model.safetensors.index.json"}) == sorted(os.listdir(job.out / name))
+
+
+def test_each_file_has_one_writer_and_every_process_writes(job: Job) -> None:
+    written = [process["written"]["plain"] for process in job.processes]
+    files = [name for own in written for name in own]
+    assert len(files) == len({*files}) == len([*(job.out / "plain").glob("*.safetensors")])
+    assert all(written), written
+
+
+def test_transformers_loads_it(job: Job, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers loads the export")
+    import torch
+
+    shutil.copytree(job.out / "plain", tmp_path / "model")
+    shutil.copy(DATA / "config.json", tmp_path / "model")
+    expected = np.load(DATA / "expected.npz")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        found = model(torch.tensor(expected["tokens"])).logits.numpy()
+    np.testing.assert_allclose(found, expected["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_errors_reach_all_processes_and_leave_nothing(job: Job) -> None:
+    assert job.outcomes("plain") == {f"{job.out}/plain"}
+    assert job.outcomes("replaced") == {f"{job.out}/plain"}
+    for what, expected in {
+        "exists": "already exists; pass overwrite=True to replace it",
+        "wrong rules": "the rules do not fit",
+        "metadata": "takes no metadata= or process_state=",
+        "no space": "no space left",
+        "no export": "export= takes a jaxckpt.formats.Export",
+    }.items():
+        assert all(expected in outcome for outcome in job.outcomes(what)), job.outcomes(what)
+    assert sorted(os.listdir(job.out)) == ["after", "plain", "run", "scanned", "step-2", "step-4"]
+
+
+def test_a_checkpointer_exports_the_steps_that_it_saves(job: Job) -> None:
+    assert [job.outcomes(f"step {step}") for step in (1, 2, 3, 4)] == [{"False"}, {"True"}, {"False"}, {"True"}]
+    assert jaxckpt.Run(job.out / "run").steps() == [2, 4]
+    assert jaxckpt.load_numpy(job.out / "run@4", select="step") == {"step": 4}
+
+
+def test_files_are_divided_by_their_bytes() -> None:
+    sizes = {"a": 5, "b": 5, "c": 5, "d": 4, "e": 1}
+    plan = FolderPlan([FolderFile(name, size, lambda path: None) for name, size in sizes.items()], lambda path: None)
+    assert [[file.name for file in plan.of_process(process, 3)] for process in range(3)] == [
+        ["a", "d"],
+        ["b", "e"],
+        ["c"],
+    ]
+
+
+def test_one_process_exports_casts_and_keeps_special_leaves_out(tmp_path: Path) -> None:
+    tree = {"w": jnp.arange(6.0), "n": 3}
+    info = jaxckpt.save(tmp_path / "hf", tree, format="safetensors", dtype={"w": jnp.bfloat16, "n": None})
+    assert info.path == str(tmp_path / "hf")
+    found = jaxckpt.load_numpy(tmp_path / "hf")
+    assert (found["w"].dtype, found["n"]) == (jnp.bfloat16, 3)
+    with pytest.raises(jaxckpt.errors.TreeError, match="cannot store 1 of these leaves"):
+        jaxckpt.save(tmp_path / "other", {"w": "text"}, format="safetensors")
+    jaxckpt.save(tmp_path / "compressed", tree, format="safetensors", options=jaxckpt.Options(compression="zstd"))
+    assert jaxckpt.load_numpy(tmp_path / "compressed")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert sorted(os.listdir(tmp_path)) == ["compressed", "hf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "npz"}, "format='npz' cannot be saved directly; expected one of jaxckpt, safetensors"),
+        ({"format": "huggingface"}, "cannot be saved directly"),
+        ({"rename": {"a": "b"}}, r"save\(rename=…\) needs format="),
+        ({"format": "safetensors", "path": "memory://bucket/x"}, "an export needs a local path"),
+        ({"format": "safetensors", "path": "x.safetensors"}, "an export is a folder"),
+    ],
+)
+def test_invalid_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(jaxckpt.errors.InputError, match=message):
+        jaxckpt.save(**{"path": "folder", "tree": {"a": 1}, **arguments})
+    assert not any(tmp_path.iterdir())
+
+
+def test_training_may_donate_while_the_export_is_written(tmp_path: Path) -> None:
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    tree = {"w": jnp.zeros((256, 256))}
+    pending = jaxckpt.save_async(tmp_path / "hf", tree, format="safetensors")
+    for _ in range(3):
+        tree = update(tree)
+    pending.wait()
+    assert not jaxckpt.load_numpy(tmp_path / "hf")["w"].any()
+
+
+def test_the_last_step_of_a_preempted_job_is_not_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export = jaxckpt.formats.Export(tmp_path / "hf")
+    with pytest.raises(jaxckpt.Preempted), jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(3)})
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpoints.save(3, {"w": jnp.ones(3)}, export=export)
+    assert jaxckpt.Run(tmp_path / "run").steps() == [1, 3]
+    assert "so step 3 is not exported" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_a_local_tier_exports_nothing(tmp_path: Path) -> None:
+    tier = jaxckpt.LocalTier(tmp_path / "local", copies=0)
+    with (
+        jaxckpt.Checkpointer(tmp_path / "run", local=tier, on_preemption="ignore") as checkpoints,
+        pytest.raises(jaxckpt.errors.InputError, match="in a Checkpointer without local="),
+    ):
+        checkpoints.save(1, {"w": 1}, export=jaxckpt.formats.Export(tmp_path / "hf"))
+
+
+def test_the_next_export_deletes_what_a_killed_one_left(run_python: RunPython, tmp_path: Path) -> None:
+    program = """
+        import os, sys, jaxckpt, jax.numpy as jnp
+        from jaxckpt._formats import safetensors
+        safetensors._write_tensors = lambda *_, **__: os._exit(9)
+        jaxckpt.save({path!r}, {{"w": jnp.ones(3)}}, format="safetensors")
+    """
+    run_python(program.format(path=str(tmp_path / "hf")), devices=1, check=False)
+    assert len(os.listdir(tmp_path)) == 2, "a temporary checkpoint and a draft"
+    jaxckpt.save(tmp_path / "hf", {"w": jnp.zeros(3)}, format="safetensors")
+    assert os.listdir(tmp_path) == ["hf"]
+    assert jaxckpt.load_numpy(tmp_path / "hf")["w"].tolist() == [0, 0, 0]
+
+
+def test_the_shards_are_as_large_as_those_of_transformers() -> None:
+    assert safetensors.SHARD_BYTES == 5_000_000_000
