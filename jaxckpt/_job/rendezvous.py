@@ -34,11 +34,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import (
+    CorruptError,
+    NotACheckpointError,
     PathNotSharedError,
     PeerError,
     PeerFailedError,
     PeersDisagreeError,
     PeerTimeoutError,
+    StorageError,
     show_lines,
 )
 
@@ -52,13 +55,24 @@ _KINDS: dict[str, type[PeerError]] = {
 }
 
 
-def failure_message(process: int, error: BaseException, *, repeats_earlier: bool) -> dict[str, Any]:
+def failure_message(
+    process: int, error: BaseException, *, repeats_earlier: bool = False, cause: str = ""
+) -> dict[str, Any]:
     """The message of a process that raises an error."""
-    message = {"error": str(error), "kind": type(error).__name__, "repeats_earlier": repeats_earlier}
+    message = {"error": str(error), "kind": type(error).__name__, "repeats_earlier": repeats_earlier, "cause": cause}
     if type(error).__name__ in _KINDS:
         return message
     text = f"process {process} failed with {type(error).__name__}: {error}"
     return {**message, "error": text, "kind": PeerFailedError.__name__}
+
+
+def cause_of(error: BaseException) -> str:
+    """What has failed, in this process or in others: "storage", "data" (what was stored), or "" for anything else."""
+    if isinstance(error, StorageError):
+        return "storage"
+    if isinstance(error, CorruptError | NotACheckpointError):
+        return "data"
+    return error.cause if isinstance(error, PeerError) else ""
 
 
 def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
@@ -67,6 +81,8 @@ def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
     several = f"{len(errors)} failures while {what}:\n{show_lines(errors)}"
     combined = _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
     combined.repeats_earlier = all(failure.get("repeats_earlier", False) for failure in failures)
+    causes = {failure.get("cause", "") for failure in failures}
+    combined.cause = "" if "" in causes else causes.pop() if len(causes) == 1 else "data"
     return combined
 
 
@@ -181,7 +197,8 @@ class Rendezvous:
     def _post_failure(self, error: BaseException) -> None:
         """Notify the processes that still wait for this one in this rendezvous."""
         repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
-        failure = failure_message(self.call.index, error, repeats_earlier=repeats)
+        cause = "" if self.call.watchdog.stall_error() else cause_of(error)
+        failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
         if not self._has_sent:
             self._post("in", failure)
         if self.call.index == 0 and not self._has_broadcast:
