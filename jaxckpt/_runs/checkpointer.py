@@ -525,6 +525,7 @@ class Checkpointer(Run):
             self._run_to_the_end(self._close_directory)
 
     def _close_directory(self) -> None:
+        self._saver.failures.incidents.write()
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)

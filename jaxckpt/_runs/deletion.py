@@ -345,8 +345,8 @@ class Deletion:
                 manifest, _ = load_manifest(child)
             except NotACheckpointError:
                 child.clear(evict=False)
-            except CorruptError as error:
-                _log.warning("%s is damaged, and no rule deletes it: %s", child.url, error)
+            except (CorruptError, StorageError) as error:
+                _log.warning("%s cannot be read, and no rule deletes it: %s", child.url, error)
             else:
                 self._directory.remember(SavedStep.of(int(name), manifest))
                 child.sweep(manifest.data_folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import bursts
 import jax
@@ -15,7 +14,7 @@ from joined import args, process_id
 
 import jaxckpt
 
-STEPS = 30
+STEPS = 20
 mesh = Mesh(np.array(jax.devices()), ("data",))
 whole = jax.jit(lambda step: jnp.full((len(jax.devices()), 3000), step), out_shardings=NamedSharding(mesh, P("data")))
 options = jaxckpt.Options(sync=False, timeout_seconds=30)
@@ -26,11 +25,8 @@ for number, (policy, seed) in enumerate(args["rounds"]):
     plan = [burst for count, burst in enumerate(plan) if count % len(jax.devices()) == process_id]
     folder = f"{args['folder']}/{number}"
     with jaxckpt.Checkpointer(folder, on_failure=policy, max_failures=8, options=options) as checkpoints:
-        begun = time.monotonic()
-        with bursts.failing(plan, bursts.refuse_files):
-            for step in range(1, STEPS + 1):
-                bursts.pace(begun, step)
-                checkpoints.save(step, {"w": whole(step), "step": step})
+        for step in bursts.Training(plan, bursts.refuse_files).steps(STEPS):
+            checkpoints.save(step, {"w": whole(step), "step": step})
     latest = checkpoints.latest_step()
     restored = checkpoints.restore()
     values = {float(value) for shard in restored["w"].addressable_shards for value in np.asarray(shard.data).ravel()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import bursts
@@ -17,7 +16,7 @@ import numpy as np
 
 import jaxckpt
 
-STEPS, FAILURES = 40, 5
+STEPS, FAILURES = 24, 5
 OPTIONS = jaxckpt.Options(sync=False)
 
 
@@ -30,11 +29,8 @@ def train(folder: Path, policy: str, plan: list[bursts.Burst], refuse: object, b
         with jaxckpt.Checkpointer(
             folder, on_failure=policy, max_failures=FAILURES, keep_last=50, background=background, options=OPTIONS
         ) as checkpoints:
-            begun = time.monotonic()
-            with bursts.failing(plan, refuse):
-                for step in range(1, STEPS + 1):
-                    bursts.pace(begun, step)
-                    checkpoints.save(step, {"w": np.full(5000, step), "step": step})
+            for step in bursts.Training(plan, refuse).steps(STEPS):
+                checkpoints.save(step, {"w": np.full(5000, step), "step": step})
     except jaxckpt.errors.StorageError as error:
         reported = [incident.step for incident in jaxckpt.Run(folder).incidents()]
         notes = " ".join(error.__notes__)
@@ -54,9 +50,12 @@ def train(folder: Path, policy: str, plan: list[bursts.Burst], refuse: object, b
 
 if __name__ == "__main__":
     folder, kind = Path(sys.argv[1]), sys.argv[2]
+    with jaxckpt.Checkpointer(folder / "warm", options=OPTIONS) as warm:  # imports everything
+        warm.save(1, {"w": np.zeros(3)})
+        warm.restore()
     refuse = bursts.fill(folder / "ballast") if kind == "full" else bursts.refuse_files
     for policy, seed, is_long in json.loads(sys.argv[3]):
         plan = bursts.short_bursts(seed, STEPS)
         if is_long:
-            plan = [*plan[: len(plan) // 2], (0.5 * STEPS * bursts.SAVE_SECONDS, 1e9)]
-        print(train(folder / "run", policy, plan, refuse, seed % 4 != 3), flush=True)
+            plan = [*plan[: len(plan) // 2], (STEPS / 2, bursts.LONG)]
+        print(train(folder / "run", policy, plan, refuse, seed % 4 != 3 or is_long), flush=True)

@@ -26,7 +26,7 @@ for kind in args["kinds"]:
         others: object = "no error"
     except jaxckpt.JaxckptError as error:
         notes = " ".join(getattr(error, "__notes__", ()))
-        others = "[10, 20]" in notes or f"{type(error).__name__}: {error} {notes}"
+        others = "[10, 20" in notes or f"{type(error).__name__}: {error} {notes}"
     last, state = checkpoints.restore_or_init(init, on_unreadable="previous")
     values = sorted({float(value) for value in np.asarray(state["w"].addressable_data(0)).ravel()})
     outcomes[kind] = others, last, values

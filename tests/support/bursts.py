@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 Burst = tuple[float, float]
-"""When the storage fails: the seconds of its begin and of its end."""
+"""When the storage fails: its begin and its end, in steps of the training. The fractions are of `STEP_SECONDS`."""
 
-SAVE_SECONDS = 0.03
-"""How often a step is saved."""
+STEP_SECONDS = 0.03
+LONG = 1e9
 
 
 def refuse_files(refused: bool) -> None:
@@ -42,40 +42,48 @@ def short_bursts(seed: int, steps: int) -> list[Burst]:
     chosen = random.Random(seed)
     begin, bursts = 0.0, list[Burst]()
     while True:
-        begin += chosen.uniform(1, 8) * SAVE_SECONDS
-        end = begin + chosen.uniform(0.1, 2.9) * SAVE_SECONDS
-        if end > (steps - 6) * SAVE_SECONDS:
+        begin += chosen.uniform(1, 8)
+        end = begin + chosen.uniform(0.1, 2.9)
+        if end > steps - 4:
             return bursts
         bursts.append((begin, end))
         begin = end
 
 
-@contextlib.contextmanager
-def failing(bursts: Sequence[Burst], refuse: Callable[[bool], None]) -> Generator[None]:
-    """A block in which the storage fails at these times."""
-    ended = threading.Event()
-    begun = time.monotonic()
+class Training:
+    """The steps of a training loop, each of which is saved, while the storage fails in bursts."""
 
-    def alternate() -> None:
-        for times in bursts:
+    def __init__(self, bursts: Sequence[Burst], refuse: Callable[[bool], None]) -> None:
+        self.step = 0
+        self._bursts = bursts
+        self._refuse = refuse
+        self._ended = threading.Event()
+
+    def steps(self, count: int) -> Generator[int]:
+        """The numbers of the steps."""
+        thread = threading.Thread(target=self._alternate)
+        thread.start()
+        try:
+            for self.step in range(1, count + 1):
+                time.sleep(STEP_SECONDS)
+                yield self.step
+        finally:
+            self._ended.set()
+            thread.join()
+            self._refuse(False)
+
+    def _alternate(self) -> None:
+        for times in self._bursts:
             for refused, at in zip((True, False), times, strict=True):
-                if ended.wait(max(0.0, begun + at - time.monotonic())):
-                    return
-                refuse(refused)
-
-    thread = threading.Thread(target=alternate)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        refuse(False)
-
-
-def pace(begun: float, step: int) -> None:
-    """Wait until a step is due."""
-    time.sleep(max(0.0, begun + step * SAVE_SECONDS - time.monotonic()))
+                begun = time.monotonic()
+                while self.step < int(at):
+                    if self._ended.wait(0.001):
+                        return
+                    # A save that waits until it is published does not come to the next step.
+                    if not refused and at < LONG and time.monotonic() - begun > 20 * STEP_SECONDS:
+                        break
+                self._ended.wait(at % 1 * STEP_SECONDS)
+                self._refuse(refused)
 
 
 def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
