@@ -72,11 +72,11 @@ class Checkpointer(Run):
     (`Checkpoint.hold`, `follow`) are always kept.
 
     The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save. If they differ
-    from those of the last Checkpointer of the directory, a warning names the steps that they do not keep and that
-    existed before, and these are deleted only after the next step is saved. A background thread deletes older steps
-    that no rule keeps; `save` does not wait for it. If a deletion fails, for example for lack of permission, whichever
-    comes first raises the error: `wait`, `close`, or the next `save` of a due step, which then does not save its step.
-    The manifest is deleted first, so a reader finds the whole step or none.
+    from those of the last Checkpointer of the directory, a warning names the existing steps that they do not keep, and
+    a restore does not delete these yet, but the first save. A background thread deletes older steps that no rule keeps;
+    `save` does not wait for it. If a deletion fails, for example for lack of permission, whichever comes first raises
+    the error: `wait`, `close`, or the next `save` of a due step, which then does not save its step. The manifest is
+    deleted first, so a reader finds the whole step or none.
 
     Args:
         directory: A local path or a URL, as for `save`.

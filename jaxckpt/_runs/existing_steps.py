@@ -2,8 +2,8 @@
 
     _run/rules.json      {"rules": "…", "existing": [10, 20]}      the rules of the last Checkpointer that deleted steps
 
-A Checkpointer with other rules than the last one names the steps that they do not keep in a warning, and deletes them
-only after it has saved another step. With the same rules, nothing is said: a resumed run continues.
+A Checkpointer with other rules than the last one names the steps that they do not keep in a warning when it restores a
+step, and deletes them only after it has saved one. With the same rules, nothing is said: a resumed run continues.
 """
 
 from __future__ import annotations
@@ -44,28 +44,31 @@ class ExistingSteps:
         self._steps = frozenset(steps)
 
     def spared(self, unwanted: Collection[int], *, has_saved: bool) -> frozenset[int]:
-        """Of the steps that no rule keeps, those that must not be deleted yet, or never. `has_saved` is whether a step
-        was published since the last call."""
+        """Of the steps that no rule keeps, those that must not be deleted yet, or never. `has_saved` is whether this
+        Checkpointer has published a step since the last call."""
         if not self._is_known:
             self._is_known = True
             if (recorded := self._read()) is not None:
                 self._is_deletable, self._steps = not self._keep, frozenset(recorded)
                 return self._steps if self._keep else frozenset()
             self._give_notice(sorted(self._steps.intersection(unwanted)))
-        else:
-            self._is_deletable = self._is_deletable or (has_saved and not self._keep)
+        self._is_deletable = self._is_deletable or (has_saved and not self._keep)
         return frozenset() if self._is_deletable else self._steps
 
     def _give_notice(self, steps: list[int]) -> None:
         if steps and not self._keep:
             shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
             _log.warning(
-                "the keep_ rules of %s are new, and do not keep %s that existed before: %s. The next save deletes them;"
-                " Checkpointer(keep_existing=True) keeps them, and so does a pin",
+                "the keep_ rules of %s are new, and do not keep %s that existed before: %s. They are deleted after the"
+                " first save; Checkpointer(keep_existing=True) keeps them, and so does a pin",
                 self._run.url,
                 show_count(len(steps), "step"),
                 shown,
             )
+        self.record()
+
+    def record(self) -> None:
+        """Note the rules in the run, so that the next Checkpointer with the same rules gives no notice."""
         record = _Record(self._rules, sorted(self._steps) if self._keep else [])
         try:
             self._run.create_child(RUN).replace(RULES, msgspec.json.encode(record))

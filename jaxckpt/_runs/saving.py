@@ -342,7 +342,7 @@ class Saver:
         except Exception as error:
             if call.repeats_earlier:
                 self.schedule.repeat(step)
-                error.add_note(f"jaxckpt: step {step} was not saved therefore: save({step}, …) may be called again")
+                error.add_note(f"jaxckpt: step {step} is not saved because of this: call save({step}, …) again")
                 raise
             if attempts is None or not (attempts.is_handled or attempts.handle_unprepared(call, error)):
                 raise
