@@ -77,6 +77,9 @@ class Watchdog:
         self.folder = folder
         """The folder that the operation uses, if it is known."""
 
+        self.work: object = ""
+        """What the call has moved so far, as text for other processes: "1.2 MiB of 38.0 MiB, 0.4 MiB/s"."""
+
         self._operation: str | None = None
         self._since = 0.0
         self._error: StorageError | None = None
