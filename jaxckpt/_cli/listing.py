@@ -28,6 +28,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.workers import submit
+from jaxckpt._run_folder.incidents import Incident, read_incidents
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._run_folder.steps import is_step, pins
 from jaxckpt._sources.open_source import foreign_steps_of
@@ -69,10 +70,13 @@ class Entry:
     pinned: Sequence[str] = ()
     """Names by which a step of a run is pinned; for a run, the names of all pinned steps."""
 
+    incidents: Sequence[str] = ()
+    """The kinds of incidents of a step of a run, such as "unchanged step"."""
+
     problem: str | None = None
 
 
-_RARE = ("steps", "dropped", "pinned")
+_RARE = ("steps", "dropped", "pinned", "incidents")
 """Columns that are shown only if an entry has a value."""
 
 
@@ -82,14 +86,35 @@ def ls(path: str, as_json: bool) -> None:
         print_json({"path": path, "checkpoints": [asdict(entry) for entry in entries]})
         return
     numbers = map(number_column, ("steps", "leaves", "size", "age"))
-    texts = (Column(title, 10) for title in ("metrics", "dropped", "pinned"))
+    texts = (Column(title, 10) for title in ("metrics", "dropped", "pinned", "incidents"))
     columns = [Column("name", 16, is_name=True), Column("format"), *numbers, *texts]
     rows = [_row(entry) for entry in entries]
     shown = [at for at, column in enumerate(columns) if column.title not in _RARE or any(r[at] for r in rows)]
     print_table([columns[at] for at in shown], [[row[at] for at in shown] for row in rows])
+    for step, reason in _failed_saves(path, entries)[-_SHOWN_FAILURES:]:
+        click.echo(printable(f"step {step} was not saved: {reason}"), err=True)
     for entry in entries:
         if entry.problem:
             click.echo(printable(f"{entry.name}: {entry.problem}"), err=True)
+
+
+_SHOWN_FAILURES = 5
+
+
+def _failed_saves(path: str, entries: Sequence[Entry]) -> list[tuple[int | None, str]]:
+    """The steps of the run at a path that were not saved, and do not exist now, each with the reason."""
+    steps = {entry.step for entry in entries}
+    incidents = _incidents(store_at(path, Options()))
+    failed = [(found.step, found.reason) for found in incidents if found.kind == "failed save"]
+    return [(step, reason) for step, reason in failed if step not in steps]
+
+
+def _incidents(run: Store) -> list[Incident]:
+    """The incidents of a run, if they can be read."""
+    try:
+        return read_incidents(run)
+    except (CorruptError, StorageError):
+        return []
 
 
 def _row(entry: Entry) -> list[str]:
@@ -103,6 +128,7 @@ def _row(entry: Entry) -> list[str]:
         show_metrics(entry.metrics),
         ", ".join(entry.dropped),
         ", ".join(entry.pinned),
+        ", ".join(entry.incidents),
     ]
 
 
@@ -132,7 +158,11 @@ def list_checkpoints(path: str) -> list[Entry]:
     entries = _entries(are_checkpoints, pinned)
     if not entries and not_found is not None:
         raise not_found
-    return entries
+    if pinned is None:
+        return entries
+    incidents = _incidents(store)
+    by_step = {found.step: [other.kind for other in incidents if other.step == found.step] for found in incidents}
+    return [replace(entry, incidents=list(dict.fromkeys(by_step.get(entry.step, ())))) for entry in entries]
 
 
 def _count_steps(path: str) -> int:

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import queue
 import time
 from collections import deque
@@ -32,13 +33,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxckpt._pipeline import lanes
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import (
+    CorruptError,
+    NotACheckpointError,
     PathNotSharedError,
     PeerError,
     PeerFailedError,
     PeersDisagreeError,
     PeerTimeoutError,
+    StorageError,
     show_lines,
 )
 
@@ -52,13 +57,24 @@ _KINDS: dict[str, type[PeerError]] = {
 }
 
 
-def failure_message(process: int, error: BaseException, *, repeats_earlier: bool) -> dict[str, Any]:
+def failure_message(
+    process: int, error: BaseException, *, repeats_earlier: bool = False, cause: str = ""
+) -> dict[str, Any]:
     """The message of a process that raises an error."""
-    message = {"error": str(error), "kind": type(error).__name__, "repeats_earlier": repeats_earlier}
+    message = {"error": str(error), "kind": type(error).__name__, "repeats_earlier": repeats_earlier, "cause": cause}
     if type(error).__name__ in _KINDS:
         return message
     text = f"process {process} failed with {type(error).__name__}: {error}"
     return {**message, "error": text, "kind": PeerFailedError.__name__}
+
+
+def cause_of(error: BaseException) -> str:
+    """What has failed, in this process or in others: "storage", "data" (what was stored), or "" for anything else."""
+    if isinstance(error, StorageError):
+        return "storage"
+    if isinstance(error, CorruptError | NotACheckpointError):
+        return "data"
+    return error.cause if isinstance(error, PeerError) else ""
 
 
 def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
@@ -67,6 +83,8 @@ def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
     several = f"{len(errors)} failures while {what}:\n{show_lines(errors)}"
     combined = _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
     combined.repeats_earlier = all(failure.get("repeats_earlier", False) for failure in failures)
+    causes = {failure.get("cause", "") for failure in failures}
+    combined.cause = "" if "" in causes else causes.pop() if len(causes) == 1 else "data"
     return combined
 
 
@@ -84,6 +102,12 @@ _REQUESTS_PER_SECOND = 2000
 _LONGEST_POLL_SECONDS = 30.0
 """A request whose key is not posted in time stays in the service and takes 14 KB there until the key is posted (jaxlib
 0.6 to 0.10). 16,384 processes that ask every 0.5 s would cost process 0 460 MB for each second of a save."""
+
+_SLOW_SECONDS = 10.0
+"""How long a process waits until it logs for which processes; then it logs again each time it has waited twice as
+long, from `_VERY_SLOW_SECONDS` on as a warning."""
+
+_VERY_SLOW_SECONDS = 40.0
 
 _BLOCK = 64
 """Number of processes whose texts process 0 gets in one request."""
@@ -181,7 +205,8 @@ class Rendezvous:
     def _post_failure(self, error: BaseException) -> None:
         """Notify the processes that still wait for this one in this rendezvous."""
         repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
-        failure = failure_message(self.call.index, error, repeats_earlier=repeats)
+        cause = "" if self.call.watchdog.stall_error() else cause_of(error)
+        failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
         if not self._has_sent:
             self._post("in", failure)
         if self.call.index == 0 and not self._has_broadcast:
@@ -265,7 +290,7 @@ class Rendezvous:
                         self._post_failure(error)
                         self._posts.put(None)
                         continue
-                    post = "beat", json.dumps({"beat": (beats := beats + 1)})
+                    post = "beat", json.dumps({"beat": (beats := beats + 1), "work": str(call.watchdog.work)})
                 if post is None:
                     break
                 self._set(*post)
@@ -289,8 +314,11 @@ class Rendezvous:
     def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
         number, since, has_joined = 1, time.monotonic(), not (self.is_first or self.after_caller)
+        slow, work = _Slow(self.what, self.call.count), ""
         while True:
             self.call.cancellation.check()
+            if self.call.index == 1:  # process 0 does not log that it is slow itself
+                slow.log({0: work})
             waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
             # The more processes wait, the less often each asks. All receive a posted text immediately.
             most = min(self.call.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
@@ -298,7 +326,7 @@ class Rendezvous:
             if text is None:
                 if time.monotonic() - since > timeout_seconds:
                     self._is_service_lost = True
-                    raise combined_error(self._timeout_failures({0: timeout_seconds}), self.what)
+                    raise combined_error(self._timeout_failures({0: timeout_seconds}, {0: work}), self.what)
                 continue
             message = json.loads(text)
             if "error" in message:
@@ -306,7 +334,7 @@ class Rendezvous:
                 raise combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]
-            number, since, has_joined = number + 1, time.monotonic(), True
+            number, since, has_joined, work = number + 1, time.monotonic(), True, message.get("work", "")
 
     def _gather_messages(self) -> list[dict[str, Any]]:
         """The messages of the processes, in process order. Raises one error for all that failed or stopped responding.
@@ -318,6 +346,7 @@ class Rendezvous:
         answers = dict[int, str]()
         last_beats = dict.fromkeys(everyone, _LastBeat(None, time.monotonic()))
         timed_out: dict[int, float] = {}
+        slow = _Slow(self.what, self.call.count)
         while blocks:
             self.call.cancellation.check()
             block = blocks[0]
@@ -335,6 +364,7 @@ class Rendezvous:
             for process in awaited:
                 if beats.get(process) != last_beats[process].beat:
                     last_beats[process] = _LastBeat(beats.get(process), now)
+            slow.log({process: last_beats[process].work for process in sorted(awaited)})
             timeouts = {process: self._timeout_seconds(self._has_joined(last_beats[process])) for process in awaited}
             if all(now - last_beats[process].since > timeouts[process] for process in awaited):
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
@@ -343,7 +373,8 @@ class Rendezvous:
                 break
         self._is_service_lost = 0 in timed_out
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
-        failures = self._timeout_failures(timed_out) + self._mismatch_failures(sorted(answers), messages)
+        works = {process: last_beats[process].work for process in timed_out}
+        failures = self._timeout_failures(timed_out, works) + self._mismatch_failures(sorted(answers), messages)
         failures += [message for message in messages if "error" in message]
         if failures:
             raise combined_error(failures, self.what)
@@ -360,8 +391,9 @@ class Rendezvous:
         """
         return min(self.call.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.call.timeout_seconds
 
-    def _timeout_failures(self, silent: dict[int, float]) -> list[dict[str, Any]]:
-        """Failure messages for processes that did not respond, one for all that were silent for the same time."""
+    def _timeout_failures(self, silent: dict[int, float], works: dict[int, str]) -> list[dict[str, Any]]:
+        """Failure messages for processes that did not respond, one for all that were silent for the same time. `works`
+        is what they have reported to have moved before."""
         by_seconds = dict[float, list[int]]()
         for process, seconds in silent.items():
             by_seconds.setdefault(seconds, []).append(process)
@@ -369,7 +401,8 @@ class Rendezvous:
             {
                 "error": f"{process_names(processes)} of {self.call.count} did not respond for {seconds:g} s while"
                 f" {self.what}: dead, suspended, or not making the same call, which every process must make."
-                " Options.timeout_seconds sets how long to wait.",
+                " Options.timeout_seconds sets how long to wait."
+                + _last_reported({process: works[process] for process in processes if works.get(process)}),
                 "kind": PeerTimeoutError.__name__,
             }
             for seconds, processes in by_seconds.items()
@@ -447,6 +480,46 @@ class _LastBeat:
 
     beat: str | None
     since: float
+
+    @property
+    def work(self) -> str:
+        """What the process has reported to have moved; empty if nothing."""
+        return json.loads(self.beat).get("work", "") if self.beat else ""
+
+
+class _Slow:
+    """Logs for which processes this one waits, and how far they are."""
+
+    def __init__(self, what: str, count: int) -> None:
+        self._what = what
+        self._count = count
+        self._begun = time.monotonic()
+        self._next = _SLOW_SECONDS
+
+    def log(self, works: dict[int, str]) -> None:
+        """Log these processes, if it is time. Each comes with what it has moved."""
+        waited = time.monotonic() - self._begun
+        if waited < self._next:
+            return
+        self._next = 2 * waited
+        _log.log(
+            logging.INFO if waited < _VERY_SLOW_SECONDS else logging.WARNING,
+            "waited %.0f s for %s of %d while %s%s",
+            waited,
+            process_names([*works]),
+            self._count,
+            self._what,
+            _table({process: work for process, work in works.items() if work}),
+        )
+
+
+def _last_reported(works: dict[int, str]) -> str:
+    return f" They last reported{_table(works)}" if works else ""
+
+
+def _table(works: dict[int, str]) -> str:
+    """How far processes are, as lines; empty if none is known."""
+    return f":\n{show_lines(f'process {process}: {work}' for process, work in works.items())}" if works else ""
 
 
 def _ordinal(number: int) -> str:

@@ -34,6 +34,10 @@ class Cancellation:
         """From now on, the call cannot be cancelled."""
         self._is_ended = True
 
+    def restart(self) -> None:
+        """The call can be cancelled again, because its work is repeated."""
+        self._is_ended = False
+
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
         """A block in which the call is not cancelled. The next check after it raises."""

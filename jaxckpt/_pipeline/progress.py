@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import Request, in_caller
 from jaxckpt._pipeline.units import show_bytes, show_rate
+from jaxckpt._pipeline.watchdog import current_watchdog
 from jaxckpt.errors import show_count
 
 # Progress -------------------------------------------------------------------------------------------------
@@ -74,14 +75,47 @@ def draws_bars() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+class _Work:
+    """What a call has moved so far, for its heartbeats."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.done_bytes = 0
+        self._total_bytes = total_bytes
+        self._begun = time.monotonic()
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._begun
+        rate = self.done_bytes / seconds if seconds > 0 else 0.0
+        return f"{show_bytes(self.done_bytes)} of {show_bytes(self._total_bytes)}, {show_rate(rate)}"
+
+
 @contextmanager
 def display_progress(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str = ""
 ) -> Generator[Report]:
     """A function to call as bytes move. It updates the display that `progress` selects, which ends with the block.
 
-    `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move.
+    `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move. The heartbeats of this process
+    tell the others how many bytes have moved.
     """
+    with _display(verb, total_bytes, progress, step) as report:
+        watchdog = current_watchdog()
+        if watchdog is None:
+            yield report
+            return
+        watchdog.work = work = _Work(total_bytes)
+
+        def count(moved: int) -> None:
+            work.done_bytes += moved
+            report(moved)
+
+        yield count
+
+
+@contextmanager
+def _display(
+    verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str
+) -> Generator[Report]:
     if callable(progress):
         yield _make_report(verb, total_bytes, progress, step, in_caller)
     elif not progress or not total_bytes:

@@ -18,6 +18,7 @@ from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._formats.export import StepExport
 from jaxckpt._job.call import Call
+from jaxckpt._job.rendezvous import cause_of
 from jaxckpt._keywords import explain_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.tier import LocalBytes, LocalSteps, LocalTier
@@ -26,7 +27,7 @@ from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default, require_bool, require_seconds
-from jaxckpt._pipeline.lanes import run_to_the_end
+from jaxckpt._pipeline.lanes import run_alone, run_to_the_end
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
 from jaxckpt._restore.strictness import Strict
@@ -34,9 +35,12 @@ from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._run_folder.added_metrics import metrics_of
+from jaxckpt._run_folder.incidents import IncidentLog
 from jaxckpt._run_folder.steps import Mode, require_step
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
+from jaxckpt._runs.failures import Failures
+from jaxckpt._runs.fallback import Fallback, other_steps, require_on_unreadable
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.restoring import Resplit, restore_process_state, target_of
 from jaxckpt._runs.retention import BestRule, Predicate, RetentionPolicy
@@ -67,10 +71,12 @@ class Checkpointer(Run):
     or if it is the newest; without rules, all steps are kept. Pinned steps (`Run.pin`) and steps that a reader holds
     (`Checkpoint.hold`, `follow`) are always kept.
 
-    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save. A background
-    thread deletes older steps that no rule keeps; `save` does not wait for it. If a deletion fails, for example for
-    lack of permission, whichever comes first raises the error: `wait`, `close`, or the next `save` of a due step, which
-    then does not save its step. The manifest is deleted first, so a reader finds the whole step or none.
+    The rules apply as soon as this Checkpointer has saved or restored a step, and then after each save. If they differ
+    from those of the last Checkpointer of the directory, a warning names the existing steps that they do not keep, and
+    a restore does not delete these yet, but the first save. A background thread deletes older steps that no rule keeps;
+    `save` does not wait for it. If a deletion fails, for example for lack of permission, whichever comes first raises
+    the error: `wait`, `close`, or the next `save` of a due step, which then does not save its step. The manifest is
+    deleted first, so a reader finds the whole step or none.
 
     Args:
         directory: A local path or a URL, as for `save`.
@@ -96,9 +102,23 @@ class Checkpointer(Run):
             only the newest step keeps "opt_state"; the rest of the older steps can still be restored. A path that
             matches nothing in the tree is an error at the first call of `save`. The last step of a preempted job is
             saved nevertheless.
+        keep_existing: No rule deletes steps that existed when a Checkpointer with these rules first opened the
+            directory.
         trash: Move steps to `<directory>/_trash` instead of deleting them. Only on file systems.
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.
+        on_failure: What follows if the storage fails while a step is saved: no space, no permission, an I/O error, or
+            an error of the server after `Options.retry_seconds`. "raise": the next `save` of a due step raises the
+            error and does not save its step; calling it again does. "continue": training continues without the step.
+            "retry": the step is tried again, after 0.1 s and then twice the time before, up to 60 s, for about four
+            minutes, or until the next step is due, which is saved in its place. This process's share of the data stays
+            in host memory until then. Process 0 decides for all. With `background=False`, `save` waits for all
+            attempts, and returns False if the step is not saved. Each failure is logged (ERROR), recorded in the run
+            (`incidents`), and reported to jax.monitoring ("/jaxckpt/failed_save"). If the last step was not saved,
+            `wait` and `close` raise its error. Any other error is always raised.
+        max_failures: With "retry" and "continue": how many steps in a row must fail until the next `save` raises.
+        max_unsaved_seconds: Likewise, how many seconds may pass without a published step before a failure is raised.
+            None: no limit.
         fail_fast: After a background save has failed, raise its error from the next `save`, even if no step is due.
             By default the next `save` that is due raises it.
         on_preemption: What `save` does when the job is preempted, by SIGTERM or by JAX's preemption service. It saves
@@ -138,9 +158,13 @@ class Checkpointer(Run):
         keep_best: BestRule | Sequence[BestRule] | None = None,
         keep_if: Predicate | None = None,
         keep_last_of: Mapping[str, int] | None = None,
+        keep_existing: bool = False,
         trash: bool = False,
         background: bool = True,
         fail_fast: bool = False,
+        on_failure: Literal["raise", "retry", "continue"] = "raise",
+        max_failures: int = 3,
+        max_unsaved_seconds: float | None = None,
         on_preemption: Literal["exit", "continue", "ignore"] = "exit",
         preemption_seconds: float = 20.0,
         local: LocalTier | None = None,
@@ -163,9 +187,16 @@ class Checkpointer(Run):
             self._due = SaveSchedule(every, every_seconds, save_if, call.count)
             self._directory = Directory(directory, rules, self._options)
             self._store = self._directory.store
-            self._deletion = Deletion(self._directory, self._options, trash=require_bool(trash, "trash"))
+            self._deletion = Deletion(
+                self._directory,
+                self._options,
+                trash=require_bool(trash, "trash"),
+                keep_existing=require_bool(keep_existing, "keep_existing"),
+            )
             self._preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
             self._local = None if local is None else LocalSteps(_require_local_tier(local), self._options)
+            failures = Failures(on_failure, max_failures, max_unsaved_seconds, IncidentLog(self._store))
+            failures.require_fitting(self._options, is_local=self._local is not None)
             self._step_finder = StepFinder(self._directory, self._local, self._options)
             self._saver = Saver(
                 self._directory,
@@ -178,6 +209,7 @@ class Checkpointer(Run):
                 require_bool(fail_fast, "fail_fast"),
                 on_preemption,
                 ReuseCache(self._directory.newest),
+                failures,
             )
             self._last_save = self._saver.last_save
             self._restored_step: int | None = None
@@ -190,7 +222,8 @@ class Checkpointer(Run):
         with call.rendezvous("opening the directory of steps") as rendezvous:
             local = self._local.settings(call.count) if self._local else {"local": None}
             calls = {"on_preemption": self._saver.on_preemption, "fail_fast": self._saver.fail_fast}
-            hosts = compare(rendezvous, {**local, **self._due.settings, **calls, "metadata": _summary(metadata)})
+            calls |= {**self._due.settings, **self._saver.failures.settings, "metadata": _summary(metadata)}
+            hosts = compare(rendezvous, {**local, **calls})
             if self._is_process_0:
                 self._deletion.open(*self._directory.open(metadata))
             terms = rendezvous.broadcast(
@@ -227,6 +260,10 @@ class Checkpointer(Run):
     def _prepare_directory(self) -> None:
         self._directory.remove_end()
         self._deletion.begin_training()
+
+    def _run_alone(self, work: Callable[[], T]) -> T:
+        """Do work that only reads in a lane."""
+        return run_alone(work, self._options.timeout_seconds)
 
     def _run_to_the_end(self, work: Callable[[], None]) -> None:
         """Do work of process 0 in a lane. An interrupt ends the wait for it, but not the work."""
@@ -313,7 +350,7 @@ class Checkpointer(Run):
         except InputError:
             with self._begin_call("Checkpointer.save"):
                 raise
-        destination = RunStep(self._directory, self._deletion, step, export, overwrite=overwrite)
+        destination = RunStep(self._directory, self._deletion, self._saver.failures, step, export, overwrite=overwrite)
         request = SaveRequest(
             destination, self._options, tree, mesh, specs, dtype, metadata, process_state, on_done=on_done
         )
@@ -414,6 +451,7 @@ class Checkpointer(Run):
         Process 0 deletes, so the other processes of a job do not wait for deletions and may still list deleted steps.
         """
         self._saver.wait()
+        self._saver.failures.raise_unsaved()
         self._deletion.wait()
         self._deletion.raise_failure()
 
@@ -444,6 +482,7 @@ class Checkpointer(Run):
         try:
             try:
                 self._saver.wait()
+                self._saver.failures.raise_unsaved()
             finally:
                 self._preemption.saved_step = self._saver.saved_step
                 self._preemption.close()  # until here, SIGTERM does not end the last save
@@ -473,6 +512,7 @@ class Checkpointer(Run):
             self._run_to_the_end(self._close_directory)
 
     def _close_directory(self) -> None:
+        self._saver.failures.incidents.write()
         if self._is_training and self._exited_cleanly and not self._saver.preempted:
             self._directory.note_end()
         self._deletion.close(self._preemption.seconds_left() if self._saver.preempted else None)
@@ -508,10 +548,12 @@ class Checkpointer(Run):
         strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
+        on_unreadable: Literal["raise", "previous"] = "raise",
     ) -> Tree:
         """Restore a step, by default the newest. Every process calls this.
 
-        The other arguments are those of `jaxckpt.restore`, except `path` and `options`, which the Checkpointer sets.
+        The other arguments are those of `jaxckpt.restore`, except `path` and `options`, which the Checkpointer sets,
+        and `on_unreadable`, which is that of `restore_or_init`.
 
         It first waits for a running save, which may be of this step. With `local`, a step is read from the local
         folders if together they hold all of it; if a file there is damaged, a copy in another folder or in storage is
@@ -519,12 +561,61 @@ class Checkpointer(Run):
 
         Raises:
             NotACheckpointError: The step does not exist, or the run has no steps.
-            Exception: As `jaxckpt.restore`; also the error of a background save. A damaged step is an error: no older
-                step is restored in its place.
+            Exception: As `jaxckpt.restore`; also the error of a background save.
         """
         request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied)
         number = self._named_step(step)
-        return self._restore(number, self._find_step(number, allow_peers=request.rules is None), request)[1]
+        return self._restore_readable(number, on_unreadable, lambda _: request, request.rules is None)[1]
+
+    def _restore_readable(
+        self,
+        step: int | None,
+        on_unreadable: object,
+        request_for: Callable[[LocatedStep], RestoreRequest],
+        allow_peers: bool,
+        init: Callable[[], Tree] | None = None,
+    ) -> tuple[int | None, Tree]:
+        """Restore a step, by default the newest, or an older one if `on_unreadable` says so."""
+        fallback = None
+        try:
+            if require_on_unreadable(on_unreadable) == "previous":
+                fallback = Fallback(self._directory, self._saver.failures.incidents)
+        except InputError:
+            with self._begin_call("Checkpointer.restore"):
+                raise
+        while True:
+            chosen = request = restored = error = None
+            try:
+                chosen = self._find_step(step, allow_peers=allow_peers)
+                request = request_for(chosen)
+                restored = self._restore(step, chosen, request, init)
+            except BaseException as failure:
+                if fallback is None:
+                    self._add_hint(failure, step if chosen is None else chosen.step)
+                    raise
+                error = failure
+            if fallback is None:
+                assert restored is not None
+                return restored
+            with self._begin_call("Checkpointer.restore") as call:
+                tried = step if chosen is None else chosen.step
+                is_of_caller = chosen is not None and request is None
+                choose = functools.partial(fallback.next_step, call, tried, error, is_of_caller=is_of_caller)
+                following = call.run(choose)
+            if restored is not None:
+                return restored
+            step = following
+
+    def _add_hint(self, error: BaseException, step: int | None) -> None:
+        """Add to an error that means that a step cannot be read which others there are."""
+        if cause_of(error) and not any("other steps" in note for note in getattr(error, "__notes__", ())):
+            with contextlib.suppress(JaxckptError):  # which must not replace this error
+                others = self._run_alone(functools.partial(other_steps, self._directory, step))
+                if others:
+                    error.add_note(
+                        f"other steps in {self._directory.url}: {others}; restore(step=…) takes one of them, and"
+                        ' on_unreadable="previous" the newest that can be read'
+                    )
 
     def _named_step(self, step: StepName | None) -> int | None:
         """The number of a step that is given by name; None for the newest."""
@@ -578,6 +669,7 @@ class Checkpointer(Run):
         strict: Strict = True,
         dtype: Dtypes = None,
         tied: bool = False,
+        on_unreadable: Literal["raise", "previous"] = "raise",
     ) -> tuple[int | None, T]:
         """Restore the newest step, or start with the result of `init` if there are no steps. Every process calls this.
 
@@ -597,6 +689,11 @@ class Checkpointer(Run):
             dtype: As for `jaxckpt.restore`. It applies to restored leaves, also instead of the dtypes of `init`. Leaves
                 that `init` makes keep their dtypes.
             tied: As for `jaxckpt.restore`.
+            on_unreadable: What follows if the step is damaged, or its storage refuses to read it. "raise": the error,
+                with a note that lists the other steps. "previous": the next older step is restored, the same in every
+                process. Each step that is passed over is logged (ERROR) and recorded in the run (`incidents`); training
+                may then save it again. If no step can be read, this raises the error of the newest; `init` is only
+                called to start if the run has no steps.
 
         Returns:
             (step, tree): the number and the tree of the restored step, or None and the result of `init`.
@@ -608,14 +705,20 @@ class Checkpointer(Run):
                     f" {type(init).__name__}"
                 )
         self._begin_training()
-        chosen = self._find_step(None, allow_peers=not isinstance(rename, Rules))
-        try:
-            target, initial = (None, None) if chosen.step is None else target_of(init)
-        except BaseException:
-            with self._begin_call("restore", chosen.step):  # in which the other processes are notified
-                raise
-        request = RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied, initial=initial)
-        return self._restore(None, chosen, request, init)
+        state: list[Any] = []
+
+        def request_for(chosen: LocatedStep) -> RestoreRequest:
+            try:
+                if chosen.step is not None and not state:
+                    state.extend(target_of(init))
+            except BaseException:
+                with self._begin_call("restore", chosen.step):  # in which the other processes are notified
+                    raise
+            target, initial = state or (None, None)
+            return RestoreRequest(target, mesh, specs, select, rename, strict, dtype=dtype, tied=tied, initial=initial)
+
+        allow_peers = not isinstance(rename, Rules)
+        return self._restore_readable(None, on_unreadable, request_for, allow_peers, init)
 
     def process_state(self, name: str, step: int | None = None, *, resplit: Resplit | None = None) -> Any:
         """The value that this process saved as `process_state[name]`. Every process calls this.

@@ -20,6 +20,7 @@ from jaxckpt._run_folder.added_metrics import remove_added_metrics, remove_metri
 from jaxckpt._run_folder.leases import Leases, marked_steps
 from jaxckpt._run_folder.steps import TRASH, is_link, is_step, pinned_steps, require_unpinned, step_name
 from jaxckpt._runs.directory import Directory
+from jaxckpt._runs.existing_steps import ExistingSteps
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.transaction import republish
@@ -35,7 +36,7 @@ class Deletion:
     further passes, in case they have released them. The methods are called in lanes, which no interrupt reaches.
     """
 
-    def __init__(self, directory: Directory, options: Options, *, trash: bool) -> None:
+    def __init__(self, directory: Directory, options: Options, *, trash: bool, keep_existing: bool = False) -> None:
         if trash and not directory.store.can_rename:
             raise InputError(
                 f"trash=True needs a file system, where one rename moves a step; {directory.url} is on an object store."
@@ -46,6 +47,7 @@ class Deletion:
         self._sync = options.sync
         self._trash = trash
         self._leases = Leases(self._store)
+        self._existing = ExistingSteps(self._store, directory.policy, keep=keep_existing)
         self._has_leased_steps = False
         """Whether readers hold steps that no rule keeps."""
 
@@ -97,17 +99,23 @@ class Deletion:
         if self._last_pass is not None:
             self._last_pass.wait(timeout_seconds)
 
-    def raise_failure(self) -> None:
-        """Raise the error of the last pass, once. The next save tries again."""
+    def take_failure(self) -> Exception | None:
+        """The error of the last pass, once. The next save tries again."""
         failure, self._failure = self._failure, None
         if failure is not None:
             failure.add_note(f"jaxckpt: this ended the deletion of steps in {self._store.url} that no rule keeps")
+        return failure
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last pass, once."""
+        if (failure := self.take_failure()) is not None:
             raise failure
 
     # Called by the Checkpointer --------------------------------------------------------------------------
 
     def open(self, notes: list[str], names_in_steps: Mapping[str, list[str]]) -> None:
         """Complete the deletions of killed runs. The rules apply only after the first restore or save."""
+        self._existing.find([int(name) for name, names in names_in_steps.items() if MANIFEST in names])
         with self._deletion_lock:
             self._sweep(names_in_steps, marked_steps(notes))
             remove_metrics_of_deleted_steps(self._store, notes)
@@ -203,6 +211,9 @@ class Deletion:
         newest_saved, self._newest_saved = self._newest_saved, -1
         unwanted, unpublished = self._decide()
         self._has_leased_steps = False
+        if self._directory.policy != RetentionPolicy():
+            spared = self._existing.spared(unwanted, has_saved=newest_saved >= 0)
+            unwanted = {step: verdict for step, verdict in unwanted.items() if step not in spared}
         if unwanted:
             pinned = pinned_steps(self._store)
             unwanted = {step: verdict for step, verdict in unwanted.items() if step not in pinned}
@@ -334,8 +345,8 @@ class Deletion:
                 manifest, _ = load_manifest(child)
             except NotACheckpointError:
                 child.clear(evict=False)
-            except CorruptError as error:
-                _log.warning("ignoring %s: %s", child.url, error)
+            except (CorruptError, StorageError) as error:
+                _log.warning("%s cannot be read, and no rule deletes it: %s", child.url, error)
             else:
                 self._directory.remember(SavedStep.of(int(name), manifest))
                 child.sweep(manifest.data_folder)

@@ -34,6 +34,7 @@ from jaxckpt._run_folder.steps import (
     step_folders,
     step_name,
 )
+from jaxckpt._run_folder.unchanged import manifest_data_digest
 from jaxckpt._runs.retention import KeepBest, RetentionPolicy, SavedStep
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
@@ -64,6 +65,13 @@ class Directory:
         operations."""
 
         self._cached_steps: dict[int, SavedStep] = {}  # likewise
+        self.refused = set[int]()
+        """The steps that a restore could not read and has passed over, in every process. They do not count until they
+        are saved again, and no rule deletes them."""
+
+        self._last_data: tuple[int, str] | None = None
+        """The last published step with new data, and the digest of the data."""
+
         self._rules_with_metric = set[KeepBest]()
         self._owner_pid = 0
         """The id of the process that opened it, if that is process 0."""
@@ -102,7 +110,9 @@ class Directory:
             known = {name: step for name, step in self._known.copy().items() if is_owner and step not in to_look_at}
             newest = max(known.values(), default=0)
             known.pop(step_name(newest), None)
+            known |= {step_name(step): step for step in self.refused}
             published, unpublished = step_folders(self.store, known=known)
+            published = [step for step in published if step not in self.refused]
             if is_owner:
                 for step in {*self._known.copy().values()}.difference(published):
                     self._known.pop(step_name(step), None)
@@ -133,11 +143,8 @@ class Directory:
         return self.child(steps[-1]) if steps else None
 
     def hints(self, step: int, error: JaxckptError) -> Iterator[str]:
-        """What else can be restored, for a note after a restore has failed. Raises StorageError."""
-        if isinstance(error, CorruptError | NotACheckpointError):
-            if other_steps := [other for other in self.steps() if other != step]:
-                yield f"other steps in {self.url}: {other_steps}; restore(step=…) takes one of them"
-        elif isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
+        """What else can be restored, for a note after a target did not fit. Raises StorageError."""
+        if isinstance(error, InputError):  # the target or `select` may ask for a subtree that was dropped
             saved = self.saved_step(step)
             if saved is not None and saved.record.dropped:
                 yield (
@@ -170,7 +177,7 @@ class Directory:
         except NotACheckpointError:
             return None
         except CorruptError as error:
-            _log.warning("ignoring step %d: %s", step, error)
+            _log.warning("step %d does not count for the rules: %s", step, error)
             return None
 
     def require_undamaged(self, steps: Iterable[int]) -> None:
@@ -199,8 +206,17 @@ class Directory:
         reads = {step: submit(functools.partial(self.saved_step, step)) for step in steps}
         return {step: read.result() for step, read in reads.items()}
 
+    def same_data(self, step: int, manifest: bytes) -> int | None:
+        """The earlier step with the same data as one that has just been published; None if there is none."""
+        digest = manifest_data_digest(manifest)
+        if self._last_data is not None and digest and self._last_data[1] == digest and self._last_data[0] != step:
+            return self._last_data[0]
+        self._last_data = step, digest
+        return None
+
     def remember(self, step: SavedStep) -> None:
         """Note the new properties of a step."""
+        self.refused.discard(step.number)
         self._cached_steps[step.number] = step
         self._known[step_name(step.number)] = step.number
 

@@ -19,7 +19,7 @@ from jaxckpt._keywords import explain_names
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
-from jaxckpt._options import Options, require_seconds, require_whole_number
+from jaxckpt._options import Options, require_bool, require_seconds, require_whole_number
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import run_restore
@@ -94,6 +94,7 @@ def follow_steps(
     options: Options,
     *,
     after: int | None = None,
+    newest: bool = False,
     timeout_seconds: float | None = None,
     poll_seconds: float,
     term_seconds: float = TERM_SECONDS,
@@ -104,11 +105,17 @@ def follow_steps(
         require_seconds(timeout_seconds, "timeout_seconds")
     require_seconds(poll_seconds, "poll_seconds")
     require_seconds(term_seconds, "term_seconds")
-    return _follow(run, last, timeout_seconds, poll_seconds, term_seconds, options)
+    return _follow(run, last, require_bool(newest, "newest"), timeout_seconds, poll_seconds, term_seconds, options)
 
 
 def _follow(
-    run: Store, last: int, timeout_seconds: float | None, poll_seconds: float, term_seconds: float, options: Options
+    run: Store,
+    last: int,
+    newest: bool,
+    timeout_seconds: float | None,
+    poll_seconds: float,
+    term_seconds: float,
+    options: Options,
 ) -> Generator[Step]:
     """The generator of `follow_steps`, with valid arguments."""
     waiting_since = time.monotonic()
@@ -117,7 +124,7 @@ def _follow(
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
         published, _ = step_folders(run, above=last)
         if published:
-            last = published[0]
+            last = published[-1] if newest else published[0]
             with contextlib.ExitStack() as until_next:
                 lease_error = _hold(run, last, term_seconds, until_next)
                 deleted = isinstance(lease_error, NotACheckpointError)

@@ -24,6 +24,7 @@ from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._run_folder.added_metrics import add_metrics, metrics_of
+from jaxckpt._run_folder.incidents import Incident, read_incidents
 from jaxckpt._run_folder.leases import TERM_SECONDS
 from jaxckpt._run_folder.run_paths import (
     best_rule,
@@ -260,6 +261,20 @@ class Run:
             raise missing_step_error(self._store, number, steps)
         add_metrics(self._store, number, manifest.save_id, values, sync=self._options.sync)
 
+    # Incidents -------------------------------------------------------------------------------------------
+
+    def incidents(self) -> list[Incident]:
+        """What went wrong in the run, oldest first: steps that were not saved or not readable. One small read.
+
+        The newest 1,000 are kept. What could not be written, because the storage had failed, is written with the next
+        step.
+
+        Raises:
+            DataError: The file is damaged.
+            StorageError: The file cannot be read.
+        """
+        return read_incidents(self._store)
+
     # Pins ------------------------------------------------------------------------------------------------
 
     def pins(self) -> dict[str, int]:
@@ -362,6 +377,7 @@ class Run:
         self,
         *,
         after: int | None = None,
+        newest: bool = False,
         timeout_seconds: float | None = None,
         poll_seconds: float = 1.0,
         term_seconds: float = TERM_SECONDS,
@@ -378,6 +394,7 @@ class Run:
 
         Args:
             after: Start with the first step above this number. None: start with the oldest step.
+            newest: Yield only the step that is the newest when the loop asks for one, and skip those before it.
             timeout_seconds: End without an error if no new step is published for this many seconds; None: no limit.
                 Time spent in the loop body does not count.
             poll_seconds: Seconds between checks of the directory. Each check is one listing and one small read.
@@ -403,6 +420,7 @@ class Run:
             self._store,
             self._options,
             after=after,
+            newest=newest,
             timeout_seconds=timeout_seconds,
             poll_seconds=poll_seconds,
             term_seconds=term_seconds,

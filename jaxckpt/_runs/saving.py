@@ -19,6 +19,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._runs.deletion import Deletion
 from jaxckpt._runs.directory import Directory
+from jaxckpt._runs.failures import Failures
 from jaxckpt._runs.preemption import PreemptionListener
 from jaxckpt._runs.schedule import SaveSchedule
 from jaxckpt._runs.step_notes import recorded_metrics
@@ -107,18 +108,27 @@ class RunStep(SharedPath):
     """A step of a run. Its publication makes older steps subject to the rules of retention."""
 
     def __init__(
-        self, directory: Directory, deletion: Deletion, step: int, export: StepExport | None, *, overwrite: bool
+        self,
+        directory: Directory,
+        deletion: Deletion,
+        failures: Failures,
+        step: int,
+        export: StepExport | None,
+        *,
+        overwrite: bool,
     ) -> None:
         super().__init__(directory.child(step), overwrite=overwrite)
         self._export = export
         self._directory = directory
         self._deletion = deletion
+        self._failures = failures
+        self._step = step
 
     def check(self, request: SaveRequest) -> None:
         """Raise unless the step may be saved, and protect it from deletion until it is saved."""
         assert request.step is not None, "a Checkpointer saves steps"
-        if not request.is_last_step:
-            self._deletion.raise_failure()
+        if not request.is_last_step and (failure := self._deletion.take_failure()) is not None:
+            self._failures.handle_deletion_failure(failure)
         self._deletion.protect(request.step.number)
         try:
             self._directory.require_savable(request.step, overwrite=self.overwrite, is_last_step=request.is_last_step)
@@ -128,13 +138,24 @@ class RunStep(SharedPath):
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
         self._directory.require_same_folder()
+        self.overwrite = self.overwrite or self._step in self._directory.refused
         return super().claim(stacks, save_id)
+
+    def commit(
+        self, call: Call, transaction: Transaction, stacks: Iterable[Stack], manifest: bytes, *, sync: bool
+    ) -> None:
+        super().commit(call, transaction, stacks, manifest, sync=sync)
+        if (earlier := self._directory.same_data(self._step, manifest)) is not None:
+            reason = f"it holds the same data as step {earlier}: training is stuck, or the loop saves a stale state"
+            _log.warning("step %d of %s: %s", self._step, self._directory.url, reason)
+            self._failures.incidents.add(self._step, "unchanged step", reason)
 
     def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
         assert step is not None, "a Checkpointer saves steps"
         self._deletion.handle_published(step, save_id, created)
 
     def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
+        self._directory.refused.discard(self._step)
         super().finish(save, begun, published)
         if self._export is None:
             return
@@ -174,6 +195,7 @@ class Saver:
     fail_fast: bool
     on_preemption: Literal["exit", "continue", "ignore"]
     reuse_cache: ReuseCache
+    failures: Failures
     last_save: LastSave = field(default_factory=LastSave)
     """The last save: of a local step, if there are local folders."""
 
@@ -313,26 +335,64 @@ class Saver:
         awaited: bool,
     ) -> bool:
         """Start to save a step. Returns whether it is being saved."""
-        flush = None
+        flush = attempts = None
+        # Every process counts the calls of the attempts and of the flush before anything can fail, even if the step is
+        # not stored, so that processes that disagree on the step still make the same number of calls.
+        if is_last_step:  # which has no time for other attempts
+            self.failures.supersede()
+        else:
+            attempts = self.failures.attempts(destination, step, self.options)
         if self.local is not None:
-            # The flush is a separate call. Every process counts it before anything can fail, even if the step is not
-            # stored, so that processes that disagree on the step still make the same number of calls.
             call = Call.of("flush", destination.store.url, self.options)
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
-        with begin_call() as call:
+        call = begin_call()
+        request = replace(request, deadline=self.preemption.deadline if is_last_step else None)
+        if attempts is not None:
+            run = functools.partial(attempts.run, call)
+            request = replace(request, attempts=run, held=attempts.held if attempts.may_repeat else None)
+        try:
+            pending = self._start(metrics, request, call, flush, step, awaited=awaited)
+        except Exception as error:
+            if call.repeats_earlier:
+                self.schedule.repeat(step)
+                error.add_note(f"jaxckpt: step {step} is not saved because of this: call save({step}, …) again")
+                raise
+            if attempts is None or not (attempts.is_handled or attempts.handle_unprepared(call, error)):
+                raise
+            return not awaited  # as in the processes that have begun to save it
+        if pending is None:
+            return False
+        self.last_save.set_pending(pending, step)
+        self.preemption.saved_step = step
+        if flush is not None and self.local is not None:
+            self.local.flush = flush
+            self.last_flush.set_pending(flush.begin(pending), step, pending)
+        return True
+
+    def _start(
+        self,
+        metrics: Mapping[str, Any] | None,
+        request: SaveRequest,
+        call: Call,
+        flush: Flush | None,
+        step: int,
+        *,
+        awaited: bool,
+    ) -> RunningSave | None:
+        """Start to save a step; None if it is skipped."""
+        with call:
             request = replace(
                 request,
-                step=StepRecord(step, _recorded_metrics(metrics, is_last_step)),
-                subtrees=self._fitting_subtrees(request, is_last_step),
+                step=StepRecord(step, _recorded_metrics(metrics, request.is_last_step)),
+                subtrees=self._fitting_subtrees(request, request.is_last_step),
                 plan_cache=self.plan_cache,
                 reuse_cache=self.reuse_cache if self.local is None else None,
-                deadline=self.preemption.deadline if is_last_step else None,
             )
             if self.local is not None:
                 if flush is None and self.local.is_blocked_by_flush(step, call):
-                    return False
+                    return None
                 if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
                     self.last_flush.wait()
                 if flush is not None:
@@ -342,14 +402,7 @@ class Saver:
                 request = replace(request, destination=ProcessFolders(self.local, step, flush), options=options)
                 self.local.record_begun(step)
             pending = start(request, call, background=not awaited)
-        if pending.skipped:
-            return False
-        self.last_save.set_pending(pending, step)
-        self.preemption.saved_step = step
-        if flush is not None and self.local is not None:
-            self.local.flush = flush
-            self.last_flush.set_pending(flush.begin(pending), step, pending)
-        return True
+        return None if pending.skipped else pending
 
     # The last step of a preempted job --------------------------------------------------------------------
 

@@ -71,6 +71,10 @@ class SaveSchedule:
         self._saved_at = self._clock()
         self._decided = None
 
+    def repeat(self, step: int) -> None:
+        """Note that a due step was not saved, and is due if it comes next."""
+        self._decided = step, True
+
     def is_due(
         self, step: int, metrics: Mapping[str, Any] | None, begin_call: Callable[[], Call], *, remember: bool = False
     ) -> bool:

@@ -24,8 +24,8 @@ from jaxckpt._save.compose_manifest import PublishResult, Share
 from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, first_occurrences
 from jaxckpt._save.reuse import Reuse, ReuseCache
-from jaxckpt._save.running_saves import SaveInfo
-from jaxckpt._save.staging import StagedObject
+from jaxckpt._save.running_saves import RunningSave, SaveInfo
+from jaxckpt._save.staging import HeldObjects, StagedObject
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction
@@ -142,6 +142,13 @@ class SaveRequest:
 
     on_done: Callable[[SaveInfo], object] | None = None
     """Every process calls this when it knows that the checkpoint is published, before the save counts as done."""
+
+    attempts: Callable[[Callable[..., SaveInfo], RunningSave], SaveInfo] | None = None
+    """Does the work that it is given, a function of the running save, in the lane. It may repeat the work, with another
+    call."""
+
+    held: HeldObjects | None = None
+    """Holds the data until the save has ended, so that `attempts` can repeat the work."""
 
     deadline: float | None = None
     """For the last step of a preempted job: the latest time, on the monotonic clock, until which the caller waits for

@@ -107,7 +107,7 @@ class RunningSave:
         """What the error of the save belongs to."""
 
         self.is_raised = False
-        """Whether a later save has raised its error."""
+        """Whether a later save has raised its error, or a Checkpointer has dealt with it."""
 
         self.step = step
         """The step, if a Checkpointer saves it."""
@@ -161,7 +161,7 @@ class RunningSave:
             outcome = error
         del work
         self.end(outcome)
-        if self.awaited:
+        if self.awaited or self.is_raised:
             _mark_reported(self)
 
     def cancel(self, call: Call, error: BaseException) -> None:
@@ -299,6 +299,10 @@ class RunningSave:
         """Add to the count of written bytes."""
         self._done_bytes += n_bytes
 
+    def restart(self) -> None:
+        """Note that its work is repeated."""
+        self._done_bytes = 0
+
     def mark_returned(self) -> None:
         """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
         self._blocked_seconds = time.perf_counter() - self._start_time
@@ -382,7 +386,7 @@ def await_saves(owner: str) -> None:
     """
     for save in unreported_saves():
         save.join()
-        if save.owner != owner:
+        if save.owner != owner or save.is_raised:
             continue
         try:
             save.wait()

@@ -15,6 +15,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import Fingerprint, require_agreement
+from jaxckpt._save.non_finite import checked
 from jaxckpt._save.prepare import prepare
 from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
 from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
@@ -222,6 +224,8 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     if background and not running_saves.unreported_saves():
         finish_first()
     work = functools.partial(_save_in_lane, save, background)
+    if request.attempts is not None:
+        work = functools.partial(request.attempts, work)
     if request.on_done is not None:
         work = functools.partial(run_and_notify, work, request.on_done)
     try:
@@ -266,8 +270,9 @@ _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
 
 
-def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave) -> SaveInfo:
-    """Claim the path, write the data and publish the manifest."""
+def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, repeated: Call | None = None) -> SaveInfo:
+    """Claim the path, write the data and publish the manifest. `repeated` is the call of another attempt."""
+    save = save if repeated is None else replace(save, call=repeated)
     call, destination = save.call, save.destination
     with (
         call,  # again, because a background save outlives the caller's block
@@ -331,9 +336,16 @@ def _stage_ahead(
         stack_bytes=options.host_bytes // 2,
         whole_shards=background and options.staging_bytes is None,
     )
+    own = checked(save, own)
+    held = save.request.held if begun is None else None
+    if held is not None and background:
+        own = held.keep(own)
+    elif held is not None:
+        held.keep_nothing()
 
     def release() -> None:
-        save.draft.values.clear()
+        if background or held is None:
+            save.draft.values.clear()
         running.is_staged = True
         if background:
             release_caller()

@@ -19,7 +19,7 @@ import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Literal
 
@@ -498,6 +498,37 @@ def _stack(sharding: Sharding, dtype: np.dtype[Any]) -> Any:
         return jnp.stack(leaves)
 
     return jax.jit(stack, out_shardings=sharding)
+
+
+# Holding for another attempt ------------------------------------------------------------------------------
+
+
+class HeldObjects:
+    """The data of a save, until the save has ended: another attempt writes it if the storage has failed."""
+
+    def __init__(self) -> None:
+        self._objects: list[StagedObject] = []
+        self.is_complete = False
+        """Whether another attempt can write all of it."""
+
+    def keep(self, staged: Iterable[StagedObject]) -> Generator[StagedObject]:
+        """The objects, each of which is kept here too. In a later attempt, those that are kept."""
+        if not self.is_complete:
+            for staged_object in staged:
+                self._objects.append(replace(staged_object))
+                yield staged_object
+            self.is_complete = True
+            return
+        yield from map(replace, self._objects)
+
+    def keep_nothing(self) -> None:
+        """The caller waits, so its leaves do not change until the save has ended."""
+        self.is_complete = True
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._objects.clear()
+        self.is_complete = False
 
 
 # Staging ahead of the writing -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def test_json_of_ls(here: Path) -> None:
         "metrics": {"loss": 0.01, "accuracy": 0.6, "bad": None},
         "dropped": ["opt_state"],
         "pinned": [],
+        "incidents": [],
         "problem": None,
     }
     assert (unfinished["status"], unfinished["step"], unfinished["format"]) == ("unfinished", 400, None)
@@ -48,8 +49,8 @@ def test_pinned_steps_show_their_names(here: Path) -> None:
     jaxckpt.Run("run1").pin(100, "figure-2")
     assert run_json("ls", "run1")["checkpoints"][0]["pinned"] == ["figure-2", "paper"]
     title, first, second, *_ = run("ls", "run1").stdout.splitlines()
-    assert title.endswith("pinned")
-    assert first.endswith("figure-2, paper")
+    assert "pinned" in title
+    assert "figure-2, paper" in first
     assert "paper" not in second
 
 

@@ -148,7 +148,7 @@ def test_training_may_donate_while_the_export_is_written(tmp_path: Path) -> None
 
 def test_the_last_step_of_a_preempted_job_is_not_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     export = jaxckpt.formats.Export(tmp_path / "hf")
-    with pytest.raises(jaxckpt.Preempted), jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+    with pytest.raises(jaxckpt.Preempted), jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:  # noqa: PT012
         checkpoints.save(1, {"w": jnp.ones(3)})
         os.kill(os.getpid(), signal.SIGTERM)
         checkpoints.save(3, {"w": jnp.ones(3)}, export=export)

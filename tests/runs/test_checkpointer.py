@@ -18,6 +18,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from known_rules import know_rules
 from processes import PASSED, RunProcesses
 
 import jaxckpt
@@ -45,6 +46,7 @@ def filled(path: Path, steps: range, **arguments: Any) -> jaxckpt.Checkpointer:
 
 def apply_rules(path: Path, **rules: Any) -> jaxckpt.Checkpointer:
     """A Checkpointer that has deleted what its rules do not keep. Raises the error of the deletion, even a crash."""
+    know_rules(path, **{name: rule for name, rule in rules.items() if name.startswith("keep_")})
     checkpoints = jaxckpt.Checkpointer(path, options=FAST, **rules)
     checkpoints.restore(checkpoints.steps()[0])
     deletion = checkpoints._deletion._last_pass
@@ -167,6 +169,7 @@ def test_a_failed_save_deletes_no_older_step(tmp_path: Path, monkeypatch: pytest
 def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path, range(4))
     (tmp_path / "00000003" / "manifest.json").write_text("{}")
+    know_rules(tmp_path, keep_last=1)
     checkpoints = jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST)
     with pytest.raises(jaxckpt.CorruptError) as message:
         checkpoints.restore()
@@ -185,6 +188,7 @@ def test_the_newest_good_step_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
 @pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_last_of": {"opt_state": 1}, "keep_last": 1}], ids=str)
 def test_rules_apply_only_after_the_first_save_or_restore(tmp_path: Path, rules: Any) -> None:
     filled(tmp_path, range(5)).close()
+    know_rules(tmp_path, **rules)
     checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST, **rules)
     assert checkpoints.steps() == [*range(5)]
     assert checkpoints.metrics(3)
@@ -201,6 +205,7 @@ def test_rules_apply_only_after_the_first_save_or_restore(tmp_path: Path, rules:
 @pytest.mark.parametrize("call", ["restore", "restore_or_init", "save"])
 def test_each_of_these_calls_applies_the_rules(tmp_path: Path, call: str) -> None:
     filled(tmp_path, range(5)).close()
+    know_rules(tmp_path, keep_last=1)
     with jaxckpt.Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpoints:
         match call:
             case "restore":
@@ -217,6 +222,7 @@ def test_a_deletion_that_fails_after_a_restore_is_logged(
 ) -> None:
     """An evaluation may have no permission to delete."""
     filled(tmp_path, range(3)).close()
+    know_rules(tmp_path, keep_last=1)
     with monkeypatch.context() as patched:
         patched.setattr(
             Folder, "unpublish", lambda *_, **__: (_ for _ in ()).throw(jaxckpt.errors.StorageError(13, "no"))
@@ -718,7 +724,12 @@ def test_a_failed_save_stops_the_next_step_or_the_next_save(
                 notes = getattr(error, "__notes__", [])
                 break
         assert stopped == (1 if fail_fast else 3)
-        assert fail_fast or notes == [f"jaxckpt: this error ended the save of step 0 to {tmp_path / '00000000'}"]
+        assert fail_fast or notes == [
+            f"jaxckpt: this error ended the save of step 0 to {tmp_path / '00000000'}",
+            "jaxckpt: step 3 is not saved because of this: call save(3, …) again",
+        ]
+        patched.undo()
+        assert fail_fast or (checkpoints.save(3, state(3)) and checkpoints.steps() == [3])
         checkpoints._last_save.pending = None  # reported above
 
 
@@ -1187,7 +1198,7 @@ def test_notes_on_an_error_do_not_replace_it(tmp_path: Path, monkeypatch: pytest
     checkpoints = filled(tmp_path, range(3))
     (Path(checkpoints.path(1)) / "manifest.json").write_text("{")
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise jaxckpt.errors.StorageError(5, "the disk is broken")
 
     with monkeypatch.context() as patched:

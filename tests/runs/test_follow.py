@@ -201,6 +201,21 @@ def test_each_step_is_yielded_as_it_is_published_until_the_run_ends(run: str) ->
     assert list(jaxckpt.Run(run).follow(after=5)) == []
 
 
+def test_a_server_that_starts_late_or_is_slow_gets_the_newest_step(tmp_path: Path) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST, background=False)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(step))
+    seen: list[int] = []
+    for step in jaxckpt.Run(tmp_path).follow(newest=True, poll_seconds=0.01):
+        seen.append(step.number)
+        if step.number == 3:
+            checkpoints.save(4, state(4))
+            checkpoints.save(5, state(5))
+            checkpoints.close()
+    assert seen == [3, 5]
+    assert [step.number for step in jaxckpt.Run(tmp_path).follow(newest=True, after=5)] == []
+
+
 def test_the_next_checkpointer_that_trains_reopens_the_run(tmp_path: Path) -> None:
     def ended() -> bool:
         return (tmp_path / "_run" / "ended.json").exists()

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from known_rules import know_rules
 
 import jaxckpt
 from jaxckpt._model.manifest import encode
@@ -585,6 +586,7 @@ def test_a_pinned_step_keeps_its_subtrees(tmp_path: Path) -> None:
     jaxckpt.Run(tmp_path).unpin("first")
     with pytest.raises(jaxckpt.errors.NotACheckpointError, match="no step is pinned as"):
         jaxckpt.Run(tmp_path).unpin("first")
+    know_rules(tmp_path, keep_last=2)
     with jaxckpt.Checkpointer(tmp_path, keep_last=2, background=False) as checkpoints:
         checkpoints.restore()
         assert checkpoints.steps() == [3, 4]
@@ -639,6 +641,7 @@ def test_a_step_without_a_date_counts_as_new(tmp_path: Path, created: str, kept:
             checkpoints.save(step, {"w": step})
     manifest, _ = load_manifest(store_at(tmp_path / "00000001", jaxckpt.Options()))
     (tmp_path / "00000001/manifest.json").write_bytes(encode(msgspec.structs.replace(manifest, created=created)))
+    know_rules(tmp_path, keep_last_seconds=3600)
     with jaxckpt.Checkpointer(tmp_path, keep_last_seconds=3600, background=False) as checkpoints:
         checkpoints.restore()
         assert checkpoints.steps() == ([1, 2] if kept else [2])
@@ -652,6 +655,7 @@ def test_two_steps_without_a_date_are_kept_in_addition_to_the_first_of_the_inter
         manifest, _ = load_manifest(store_at(tmp_path / f"0000000{step}", jaxckpt.Options()))
         content = encode(msgspec.structs.replace(manifest, created=created))
         (tmp_path / f"0000000{step}/manifest.json").write_bytes(content)
+    know_rules(tmp_path, keep_every_seconds=3600)
     with jaxckpt.Checkpointer(tmp_path, keep_every_seconds=3600, background=False) as checkpoints:
         checkpoints.restore()
         assert checkpoints.steps() == [1, 2, 3, 5]

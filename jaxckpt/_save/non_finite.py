@@ -1,0 +1,87 @@
+"""`Options.non_finite`: NaN and infinity in the data that is saved, named by their leaf."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._model.grid import intersection, slices_within
+from jaxckpt._model.pieces import Array, Pieces
+from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._save.request import PreparedSave
+from jaxckpt._save.staging import StagedObject
+from jaxckpt.errors import Problem, TreeError, show_count, show_path
+
+_BLOCK = 1 << 20
+"""Elements that are checked at a time."""
+
+
+def checked(save: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
+    """The objects, each of which is checked when its data is in host memory, as `Options.non_finite` says."""
+    return staged if save.options.non_finite == "ignore" else _checked(save, staged)
+
+
+def _checked(save: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
+    warned = set[int]()
+    for staged_object in staged:
+        own = {field.name: getattr(staged_object, field.name) for field in fields(StagedObject)}
+        yield _CheckedObject(**own, save=save, warned=warned)
+
+
+@dataclass(slots=True)
+class _CheckedObject(StagedObject):
+    save: PreparedSave | None = None
+    warned: set[int] | None = None
+    """The leaves that were named before."""
+
+    def data(self) -> Pieces:
+        pieces = StagedObject.data(self)
+        assert self.save is not None
+        assert self.warned is not None
+        for row, count in _counts(pieces).items():
+            self._report(self.save, self.save.plan.leaves[self.obj.stack][row], count, self.warned)
+        return pieces
+
+    def _report(self, save: PreparedSave, leaf: int, count: int, warned: set[int]) -> None:
+        path = save.draft.records[leaf].path
+        found = f"has {show_count(count, 'value')} that {'is' if count == 1 else 'are'} NaN or infinite in one object"
+        if save.options.non_finite == "error":
+            remedy = 'Options(non_finite="warn") saves it nevertheless'
+            raise TreeError.of(f"{save.store.url} was not saved", [Problem(path, found, remedy)])
+        if leaf not in warned:
+            warned.add(leaf)
+            _log.warning("%s: %s %s", save.store.url, show_path(path), found)
+
+
+def _counts(pieces: Pieces) -> dict[int, int]:
+    """How many values of each row are not finite, for the rows that have any."""
+    if not (pieces.dtype.kind in "fc" or "float" in pieces.dtype.name):
+        return {}
+    counts: dict[int, int] = {}
+    for box, array in itertools.chain.from_iterable(pieces.groups):
+        common = intersection(box, pieces.box)
+        if common is None:
+            continue
+        values = array[slices_within(common, box)]
+        for row, of_row in enumerate(values, common[0][0]):
+            if count := _count(of_row, pieces.dtype):
+                counts[row] = counts.get(row, 0) + count
+    return counts
+
+
+def _count(values: Array, dtype: np.dtype[Any]) -> int:
+    """How many values are not finite, checked in blocks, which stay in the cache."""
+    flat = values.reshape(-1)
+    return sum(_count_block(flat[start : start + _BLOCK].view(dtype)) for start in range(0, flat.size, _BLOCK))
+
+
+def _count_block(block: Array) -> int:
+    if block.dtype.name == "bfloat16":  # NumPy calls ml_dtypes for each element
+        exponents = block.view(np.uint16) & np.uint16(0x7F80)
+        return int(np.count_nonzero(exponents == 0x7F80))
+    finite = np.isfinite(block)
+    return block.size - int(np.count_nonzero(finite))

@@ -1,0 +1,167 @@
+"""A newest step that cannot be read: an error that lists the others, or an older one with `on_unreadable`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import servers
+import unreadable
+from processes import PROGRAMS, RunProcesses
+from servers import Bucket
+
+import jaxckpt
+from jaxckpt.errors import CorruptError, InputError, StorageError
+
+FAST = jaxckpt.Options(sync=False, retry_seconds=1)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": jnp.full((64, 8), float(step))}
+
+
+def filled(directory: str | Path) -> str:
+    with jaxckpt.Checkpointer(directory, options=FAST) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, state(step))
+    return str(directory)
+
+
+def never() -> dict[str, Any]:
+    raise AssertionError("the run has steps, so it must not start anew")
+
+
+def shapes() -> dict[str, Any]:
+    return state(0)
+
+
+@pytest.mark.parametrize("kind", unreadable.DAMAGES)
+def test_the_previous_step_is_restored_and_training_continues(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    unreadable.DAMAGES[kind](tmp_path / "00000030")
+    with jaxckpt.Checkpointer(tmp_path, every=10, keep_last=2, options=FAST) as checkpoints:
+        last, restored = checkpoints.restore_or_init(shapes, on_unreadable="previous")
+        assert last == 20
+        assert float(restored["w"][0, 0]) == 20.0
+        assert checkpoints.steps() == [10, 20]
+        assert checkpoints.latest_step() == 20
+        (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert said.getMessage().startswith(f"step 30 of {tmp_path} cannot be read, and is not restored")
+        for step in range(21, 41):
+            checkpoints.save(step, state(step))
+    assert checkpoints.steps() == [30, 40]
+    assert float(checkpoints.restore(30)["w"][0, 0]) == 30.0
+    (incident,) = jaxckpt.Run(tmp_path).incidents()
+    assert (incident.step, incident.kind) == (30, "unreadable step")
+
+
+@pytest.mark.parametrize("kind", unreadable.DAMAGES)
+def test_by_default_the_error_lists_the_other_steps(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    unreadable.DAMAGES[kind](tmp_path / "00000030")
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        with pytest.raises(CorruptError) as raised:
+            checkpoints.restore_or_init(shapes)
+        assert "other steps in" in raised.value.__notes__[-1]
+        assert "[10, 20]" in raised.value.__notes__[-1]
+        assert not any("ignoring" in record.getMessage() for record in caplog.records)
+        assert float(checkpoints.restore(20)["w"][0, 0]) == 20.0
+        with pytest.raises(CorruptError):  # nothing was passed over
+            checkpoints.restore()
+
+
+def test_if_no_step_can_be_read_nothing_is_initialized(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for step, damage in zip((10, 20, 30), unreadable.DAMAGES.values(), strict=False):
+        damage(tmp_path / f"{step:08d}")
+    before = sorted(path for path in tmp_path.rglob("*") if "_run" not in path.parts)
+    checkpoints = jaxckpt.Checkpointer(tmp_path, options=FAST)
+    with pytest.raises(CorruptError) as raised:
+        checkpoints.restore_or_init(shapes, on_unreadable="previous")
+    assert "no step in" in raised.value.__notes__[-1]
+    assert "[30, 20, 10]" in raised.value.__notes__[-1]
+    assert [incident.step for incident in checkpoints.incidents()] == [30, 20, 10]
+    checkpoints.close()
+    assert sorted(path for path in tmp_path.rglob("*") if "_run" not in path.parts) == before
+
+
+def test_an_older_step_is_the_first_that_is_tried(tmp_path: Path) -> None:
+    filled(tmp_path)
+    unreadable.flip(tmp_path / "00000020")
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        assert float(checkpoints.restore(20, on_unreadable="previous")["w"][0, 0]) == 10.0
+        assert float(checkpoints.restore(on_unreadable="previous")["w"][0, 0]) == 30.0
+
+
+def test_an_error_of_the_caller_passes_over_nothing(tmp_path: Path) -> None:
+    filled(tmp_path)
+
+    def broken() -> dict[str, Any]:
+        raise CorruptError("of another checkpoint, from which init starts")
+
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        with pytest.raises(CorruptError, match="of another checkpoint"):
+            checkpoints.restore_or_init(broken, on_unreadable="previous")
+        with pytest.raises(InputError):
+            checkpoints.restore_or_init(lambda: {"w": jnp.zeros(3)}, on_unreadable="previous")
+        with pytest.raises(InputError, match="on_unreadable must be"):
+            checkpoints.restore_or_init(shapes, on_unreadable="older")  # pyright: ignore[reportArgumentType]
+        assert checkpoints.incidents() == []
+        assert checkpoints.latest_step() == 30
+    with jaxckpt.Checkpointer(tmp_path / "new", options=FAST) as checkpoints:
+        assert checkpoints.restore_or_init(shapes, on_unreadable="previous")[0] is None
+
+
+@pytest.mark.child
+def test_a_step_that_a_bucket_refuses(bucket: Bucket) -> None:
+    filled(bucket.url)
+    bucket.proxy.on("(GET|HEAD) .*", forbidden(bucket))
+    checkpoints = jaxckpt.Checkpointer(bucket.url, options=FAST)
+    with pytest.raises(StorageError) as raised:
+        checkpoints.restore_or_init(shapes)
+    assert "[10, 20]" in raised.value.__notes__[-1]
+    last, restored = checkpoints.restore_or_init(shapes, on_unreadable="previous")
+    assert last == 20
+    assert float(restored["w"][0, 0]) == 20.0
+    checkpoints.close()
+
+
+def forbidden(bucket: Bucket) -> Callable[[servers.Exchange], None]:
+    refuse = servers.status(403, "AccessDenied")
+
+    def spoil(exchange: servers.Exchange) -> None:
+        if "00000030/" in exchange.key:
+            refuse(exchange)
+        else:
+            exchange.send(exchange.forward())
+
+    return spoil
+
+
+@pytest.mark.child
+def test_all_processes_choose_the_same_step(tmp_path: Path, run_processes: RunProcesses) -> None:
+    is_root = os.getuid() == 0
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(0o755)
+    for kind in [*unreadable.DAMAGES, "refused"]:
+        filled(tmp_path / kind)
+        if kind != "refused":
+            unreadable.DAMAGES[kind](tmp_path / kind / "00000030")
+    (tmp_path / "refused" / "00000030").chmod(0o700)  # to process 2, which has another user
+    args = {"folder": str(tmp_path), "kinds": [*unreadable.DAMAGES, *(["refused"] if is_root else [])]}
+    done = run_processes(PROGRAMS / "unreadable_steps.py", processes=3, devices_per_process=1, args=args)
+    outcomes = [json.loads(one.stdout.splitlines()[-1]) for one in done]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    for kind, (others, last, values) in outcomes[0].items():
+        assert others is True, kind
+        assert (last, values) == (20, [20.0]), kind
