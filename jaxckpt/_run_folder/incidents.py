@@ -6,6 +6,7 @@ _run/incidents.json      [{"step": 20, "kind": "failed save", "reason": "…", "
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,8 +56,10 @@ def read_incidents(run: Store) -> list[Incident]:
 class IncidentLog:
     """Adds incidents to a run. Process 0. While the storage cannot be written to, they are kept in memory."""
 
-    def __init__(self, run: Store) -> None:
+    def __init__(self, run: Store, require_same_folder: Callable[[], None]) -> None:
+        """`require_same_folder` raises StorageError if the run's folder was replaced by another one."""
         self._run = run
+        self._require_same_folder = require_same_folder
         self._unwritten: list[Incident] = []
 
     def add(self, step: int | None, kind: Kind, reason: str) -> None:
@@ -71,6 +74,7 @@ class IncidentLog:
             return
         written = len(self._unwritten)
         try:
+            self._require_same_folder()
             try:
                 earlier = read_incidents(self._run)
             except DataError:

@@ -195,7 +195,8 @@ class Checkpointer(Run):
             )
             self._preemption = PreemptionListener(call.count, require_seconds(preemption_seconds, "preemption_seconds"))
             self._local = None if local is None else LocalSteps(_require_local_tier(local), self._options)
-            failures = Failures(on_failure, max_failures, max_unsaved_seconds, IncidentLog(self._store))
+            incidents = IncidentLog(self._store, self._directory.require_same_folder)
+            failures = Failures(on_failure, max_failures, max_unsaved_seconds, incidents)
             failures.require_fitting(self._options, is_local=self._local is not None)
             self._step_finder = StepFinder(self._directory, self._local, self._options)
             self._saver = Saver(
