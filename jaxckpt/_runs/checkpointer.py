@@ -526,6 +526,8 @@ class Checkpointer(Run):
         self,
         step: StepName | None = None,
         target: DescribedTree = None,
+        *,
+        on_unreadable: Literal["raise", "previous"] = "raise",
         **arguments: Unpack[RestoreArguments],
     ) -> Tree: ...
     @overload
@@ -533,11 +535,20 @@ class Checkpointer(Run):
         self,
         step: StepName | None,
         target: T,
+        *,
+        on_unreadable: Literal["raise", "previous"] = "raise",
         **arguments: Unpack[RestoreArguments],
     ) -> T: ...
     @overload
-    def restore(self, step: StepName | None = None, *, target: T, **arguments: Unpack[RestoreArguments]) -> T: ...
     def restore(
+        self,
+        step: StepName | None = None,
+        *,
+        target: T,
+        on_unreadable: Literal["raise", "previous"] = "raise",
+        **arguments: Unpack[RestoreArguments],
+    ) -> T: ...
+    def restore(  # pyright: ignore[reportIncompatibleMethodOverride] - it has all arguments of Run.restore
         self,
         step: StepName | None = None,
         target: Tree = None,
