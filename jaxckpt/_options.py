@@ -117,7 +117,8 @@ class Options:
             `PeerFailedError`.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
             environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
-            "profile": "…"}}`. Not shown in the repr, because it may contain secrets.
+            "profile": "…"}}`. `{bucket}` in the host of the endpoint stands for the bucket, for servers that take it
+            only from there (virtual-hosted style). Not shown in the repr, because it may contain secrets.
         retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, even
             if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
         progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;

@@ -56,8 +56,8 @@ def huggingface_rules(
     further tokens are left out.
 
     Args:
-        folder: A folder with the model's config.json, and usually with its tensors: the rules follow their names,
-            which differ between versions of transformers. Or the file or index of tensors in such a folder.
+        folder: A folder, or its URL, with the model's config.json, and usually with its tensors: the rules follow their
+            names, which differ between versions of transformers. Or the file or index of tensors in such a folder.
         layout: "plain" is a nested tree, which also fits a Flax NNX model with these names; "maxtext" is the tree of
             MaxText's checkpoints, for all families except GPT-2.
         scan: Whether layers are stacked: along axis 0, as for `jax.lax.scan`, or along axis 1 for MaxText. By default

@@ -46,7 +46,8 @@ class Format:
     name: str
 
     recognizes: Callable[[str, Collection[str]], bool]
-    """Whether a local path has this format, given the names in its folder; no names for a file."""
+    """Whether a path has this format, given the names in its folder; no names for a file. The path may be in a bucket,
+    so `open` and this function read files with `jaxckpt.formats.opened`."""
 
     open: Callable[[str], NativeCheckpoint | ForeignCheckpoint] | None = None
     """Reads the format; None if it can only be written."""

@@ -84,7 +84,7 @@ _WARNING_SECONDS = 3.0
 
 _SETTINGS_ERROR = re.compile(
     r"resolve host|[Cc]ould not connect|[Cc]ouldn't connect|does not exist|PermanentRedirect"
-    r"|AuthorizationHeaderMalformed|HTTP 30[1278]"
+    r"|AuthorizationHeaderMalformed|HTTP (code )?30[1278]"
 )
 """Texts of errors that a wrong endpoint or region causes."""
 
@@ -743,6 +743,8 @@ class Bucket:
         if spec["driver"] == "gcs":
             other = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
             return f". They go to {other}, from TENSORSTORE_GCS_HTTP_URL" if other else ""
+        if spec["driver"] == "http":
+            return ". If the server redirects to another URL, as Hugging Face does, download the file"
         if spec["driver"] != "s3":
             return ""
         # Without a user name and password.

@@ -241,6 +241,12 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.path.startswith("/moved/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.removeprefix("/moved"))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         path = Path(self.translate_path(self.path))
         content = path.read_bytes() if path.is_file() else None
         start, stop, status = 0, len(content or b""), 200 if content is not None else 404
@@ -282,5 +288,7 @@ def test_files_over_http(web: str, tmp_path: Path) -> None:
         np.testing.assert_equal(jaxckpt.load_numpy(f"{web}/{path}", options=QUICK)["layer1"], tree["layer1"])
     with pytest.raises(NotACheckpointError):
         jaxckpt.open(f"{web}/hf", options=QUICK)
+    with pytest.raises(StorageError, match=r"302.*redirects to another URL, as Hugging Face does, download the file"):
+        jaxckpt.open(f"{web}/moved/x.safetensors", options=QUICK)
     with pytest.raises(StorageError, match="read-only"):
         jaxckpt.save(f"{web}/new", {"w": 1}, options=QUICK)
