@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.destination import replacing, require_replaceable
+from jaxckpt._formats.live_export import write_folder
 from jaxckpt._formats.mindspore import mindspore_ranks
+from jaxckpt._formats.safetensors import plan_safetensors
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Layout, Spec, mesh_layout
@@ -64,7 +66,8 @@ def convert(
     """Convert a checkpoint to a different format, mesh or chunk size, or to a subset of its leaves.
 
     Any host can do this: it needs no devices, and at most about `options.host_bytes` of memory in addition to Python
-    and JAX. In a job of several processes, every process makes the call and process 0 writes.
+    and JAX. In a job of several processes, every process makes the call and process 0 writes; a folder of safetensors is
+    written by all, each some of its files.
 
     Args:
         source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
@@ -139,6 +142,12 @@ def convert(
         if mesh is not None:
             raise InputError(f"mesh= is for format 'jaxckpt'; {name!r} has no layout on a mesh")
         assert target is not None
+        if call.count > 1 and name == "safetensors" and not target.endswith(".safetensors"):
+            verify = functools.partial(_verify_checksums, narrow, options)
+            call.run(functools.partial(_do_in_process_0, call, "verifying the source", verify))
+            plan = plan_safetensors
+            call.run(functools.partial(write_folder, call, narrow, target, plan, options, overwrite=overwrite))
+            return
         write = functools.partial(_write_foreign, call, narrow, source, target, name, options, overwrite=overwrite)
         call.run(functools.partial(_do_in_process_0, call, "converting", write))
 
