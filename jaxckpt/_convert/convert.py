@@ -66,8 +66,8 @@ def convert(
     """Convert a checkpoint to a different format, mesh or chunk size, or to a subset of its leaves.
 
     Any host can do this: it needs no devices, and at most about `options.host_bytes` of memory in addition to Python
-    and JAX. In a job of several processes, every process makes the call and process 0 writes; a folder of safetensors is
-    written by all, each some of its files.
+    and JAX. In a job of several processes, every process makes the call and process 0 writes. All write a folder of
+    safetensors, each some of its files.
 
     Args:
         source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
