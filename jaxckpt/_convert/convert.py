@@ -23,7 +23,9 @@ from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, 
 from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.destination import replacing, require_replaceable
+from jaxckpt._formats.live_export import write_folder
 from jaxckpt._formats.mindspore import mindspore_ranks
+from jaxckpt._formats.safetensors import plan_safetensors
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Layout, Spec, mesh_layout
@@ -73,7 +75,8 @@ def convert(
     """Convert a checkpoint or a whole run to a different format, mesh or chunk size, or to a subset of its leaves.
 
     Any host can do this: it needs no devices, and at most about `options.host_bytes` of memory in addition to Python
-    and JAX. In a job of several processes, every process makes the call and process 0 writes.
+    and JAX. In a job of several processes, every process makes the call and process 0 writes. All write a folder of
+    safetensors, each some of its files.
 
     Args:
         source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
@@ -207,9 +210,17 @@ def _convert(
         start(request, call, background=False).wait()
         return
     target = local_path(destination)
+    assert target is not None
+    if call.count > 1 and conversion.format == "safetensors" and not target.endswith(".safetensors"):
+        verify = functools.partial(_verify_checksums, narrow, options)
+        call.run(functools.partial(_in_process_0, call, "verifying the source", verify))
+        write = functools.partial(
+            write_folder, call, narrow, target, plan_safetensors, options, overwrite=conversion.overwrite
+        )
+        call.run(write)
+        return
     form = written_formats()[conversion.format]
     write_format = form.write_step if is_step else form.write
-    assert target is not None
     assert write_format is not None, form.name
     write = functools.partial(
         _write_foreign, call, narrow, location, target, write_format, options, overwrite=conversion.overwrite

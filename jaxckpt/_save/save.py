@@ -87,7 +87,8 @@ def save(
             does float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
         format: "safetensors": write a folder that Hugging Face's libraries load, of which each process writes some
             files. The processes first save a temporary checkpoint next to the folder, which must be on a local path.
-            `metadata` and `process_state` are then errors. None: a checkpoint of jaxckpt.
+            `metadata` and `process_state` are then errors, and the result describes the temporary checkpoint. None: a
+            checkpoint of jaxckpt.
         rename: With `format`: new names, or `Rules`, as for `restore`.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only once the new one is published.

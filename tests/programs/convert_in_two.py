@@ -23,7 +23,13 @@ assert again["w1"].sharding.spec == P("data")
 tree = jaxckpt.load_numpy(args["from"])
 jaxckpt.convert(args["from"], f"{args['to']}-copy")
 assert jaxckpt.load_numpy(f"{args['to']}-copy")["text"] == tree["text"]
-for name, form in (("a.npz", None), ("a.safetensors", None), ("a.zarr", None), ("a-orbax", "orbax")):
+for name, form in (
+    ("a.npz", None),
+    ("a.safetensors", None),
+    ("a.zarr", None),
+    ("a-hf", "safetensors"),
+    ("a-orbax", "orbax"),
+):
     path = f"{args['to']}-{name}"
     for overwrite in (False, True):
         jaxckpt.convert(args["from"], path, format=form, select="w*", overwrite=overwrite)
