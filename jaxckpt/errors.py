@@ -142,6 +142,7 @@ class PeerError(JaxckptError):
     """This process had to stop because of another process of the job."""
 
     repeats_earlier = False  # whether the other process only raised the error of an earlier background save
+    silent: tuple[int, ...] = ()  # the processes that did not respond
     cause = ""  # what has failed in the other processes: "storage", "data" (what was stored), or anything else
 
 

@@ -83,6 +83,7 @@ def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
     several = f"{len(errors)} failures while {what}:\n{show_lines(errors)}"
     combined = _KINDS[failures[0]["kind"]](errors[0] if len(errors) == 1 else several)
     combined.repeats_earlier = all(failure.get("repeats_earlier", False) for failure in failures)
+    combined.silent = tuple(process for failure in failures for process in failure.get("silent", ()))
     causes = {failure.get("cause", "") for failure in failures}
     combined.cause = "" if "" in causes else causes.pop() if len(causes) == 1 else "data"
     return combined
@@ -207,6 +208,7 @@ class Rendezvous:
         repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
         cause = "" if self.call.watchdog.stall_error() else cause_of(error)
         failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
+        failure["silent"] = error.silent if isinstance(error, PeerError) else ()
         if not self._has_sent:
             self._post("in", failure)
         if self.call.index == 0 and not self._has_broadcast:
@@ -331,6 +333,11 @@ class Rendezvous:
             message = json.loads(text)
             if "error" in message:
                 self._is_failed = True
+                if self.call.index in message.get("silent", ()):  # it was suspended, and runs again
+                    message["error"] += (
+                        f" This is process {self.call.index}: it was suspended or could not run for that long, and the"
+                        " others have given up this call."
+                    )
                 raise combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]
@@ -404,6 +411,7 @@ class Rendezvous:
                 " Options.timeout_seconds sets how long to wait."
                 + _last_reported({process: works[process] for process in processes if works.get(process)}),
                 "kind": PeerTimeoutError.__name__,
+                "silent": processes,
             }
             for seconds, processes in by_seconds.items()
         ]

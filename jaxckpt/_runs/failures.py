@@ -143,10 +143,8 @@ class Failures:
             decision = self._decide(call, attempts, outcomes, number) if outcomes else None
             shared = rendezvous.broadcast(msgspec.json.encode(decision).decode())
         decision = typed_json.decode(shared, _Decision)
-        if decision.what == "published":
-            self._unsaved = None
-        elif decision.what == "continue":
-            self._unsaved = error
+        if decision.what != "again":
+            self._unsaved = error if decision.what == "continue" else None
         return decision
 
     def _decide(self, call: Call, attempts: Attempts, outcomes: Sequence[_Outcome], number: int) -> _Decision:

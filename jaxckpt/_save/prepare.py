@@ -79,9 +79,9 @@ def _describe(request: SaveRequest, call: Call) -> _Described:
 def _plan(request: SaveRequest, call: Call, described: _Described) -> PreparedSave:
     """In a lane."""
     destination, options, draft = request.destination, request.options, described.draft
-    if call.index == 0:
-        destination.check(request)
     with call.phases.timed("plan"):
+        if call.index == 0:
+            destination.check(request)
         plan = described.plan or destination.plan(draft.arrays, options, call.index, call.count)
         reuse = plan_reuse(destination.store, draft, plan, options, request.reuse_cache)
         fingerprint: OwnFingerprint | None = None

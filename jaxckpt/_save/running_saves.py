@@ -79,8 +79,8 @@ class SaveInfo:
     """How many of these seconds the caller waited; all of them for `save`."""
 
     phase_seconds: Mapping[str, float]
-    """Seconds of each phase in this process: "plan", "device_to_host", "write" (includes the fsync of files), "sync"
-    (fsync of folders), "barrier" (waiting for the other processes), "publish"."""
+    """Seconds of each phase in this process: "plan" (includes claiming the path), "device_to_host", "write" (includes
+    the fsync of files), "sync" (fsync of folders), "barrier" (waiting for the other processes), "publish"."""
 
 
 # Running saves --------------------------------------------------------------------------------------------

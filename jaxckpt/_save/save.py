@@ -381,12 +381,14 @@ def _begin(save: PreparedSave, ahead: StagedAhead | None) -> tuple[Begun, Transa
                 offers = [typed_json.decode(text, _Offer) for text in texts]
                 if len(offers) > 1:
                     require_agreement([offer.fingerprint for offer in offers], value_groups)
-                terms, transaction = destination.begin(save, begun.save_id, [offer.terms for offer in offers])
+                with phases.timed("plan"):
+                    terms, transaction = destination.begin(save, begun.save_id, [offer.terms for offer in offers])
                 begun = Begun(begun.save_id, terms)
             with phases.timed("barrier"):
                 begun = typed_json.decode(rendezvous.broadcast(msgspec.json.encode(begun).decode()), Begun)
         with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
-            transaction = destination.join(save, begun) or transaction
+            with phases.timed("plan"):
+                transaction = destination.join(save, begun) or transaction
             with phases.timed("barrier"):
                 rendezvous.gather("")
                 # The others begin their exchanges as soon as all have answered.
