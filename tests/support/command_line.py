@@ -67,7 +67,7 @@ def state(step: int) -> Any:
     embedding = put(jnp.arange(1024, dtype=jnp.float32).reshape(64, 16), "model")
     return {
         "data": np.arange(10),
-        "opt_state": {"mu": put(jnp.ones((64, 16)), "model")},
+        "opt_state": {"mu": put(jnp.full((64, 16), float(step)), "model")},
         "params": {
             "a_module_of_a_rather_long_name_for_normalisation": put(jnp.ones(8)),
             "layers": layers,
