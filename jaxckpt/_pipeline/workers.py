@@ -53,10 +53,12 @@ class Workers:
         """Run work as a part of the storage operation of this thread, if there is one.
 
         What one of these threads submits is done before this returns, because all of them could otherwise wait for work
-        that is left in the queue.
+        that is left in the queue. So is what a thread of lower priority submits to others: if it started them, they
+        would inherit its priority, for ever.
         """
         task = Task(functools.partial(_run_work, current_watchdog(), work))
-        if _this_thread.workers is self or _this_thread.works_alone:
+        own = _this_thread.workers
+        if own is self or _this_thread.works_alone or (own is not None and own._niceness):
             task.run()
             return task
         try:

@@ -117,6 +117,8 @@ class StagedObject:
         if isinstance(array, HostShard):
             array = array.numpy()
         values = (np.asarray(array) if isinstance(array, jax.Array) else array)[index]
+        if self.dtype == np.bool_ and (bits := values.view(np.uint8)).max(initial=0) > 1:
+            return bits != 0  # a view of other data, such as a mask of 0 and 255, which no reader accepts as it is
         return values if values.dtype == self.dtype else values.view(self.dtype)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,6 +16,34 @@ from jaxckpt._pipeline.workers import THREADS, run_shared, submit
 def test_work_may_wait_for_work_that_it_submits() -> None:
     works = [submit(lambda number=number: submit(lambda: number).result(30)) for number in range(2 * THREADS)]
     assert [work.result(60) for work in works] == list(range(2 * THREADS))
+
+
+_HAND_OVER = """
+import os, threading
+from jaxckpt._pipeline.watchdog import Watchdog, under
+from jaxckpt._pipeline.workers import submit
+
+def niceness():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+def begin_again():
+    watchdog.in_background = False  # somebody waits
+    return submit(niceness).result(30)
+
+watchdog = Watchdog(60)
+watchdog.in_background = True
+before = niceness()
+with under(watchdog):
+    assert submit(begin_again).result(30) >= before
+assert submit(niceness).result(30) == before
+"""
+
+
+@pytest.mark.child
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, no thread has a priority of its own")
+def test_threads_do_not_inherit_the_priority_of_a_background_save() -> None:
+    # In a new process, whose other threads have not been started.
+    subprocess.run([sys.executable, "-c", _HAND_OVER], check=True, timeout=60, env=os.environ)
 
 
 # Shared work ----------------------------------------------------------------------------------------------

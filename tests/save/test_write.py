@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -61,3 +62,17 @@ def test_copies_have_the_same_bits(shape: tuple[int, ...]) -> None:
         assert not np.shares_memory(copied, given)
         assert copied.tobytes() == np.ascontiguousarray(given).tobytes()
     assert staging._copy(array, np.dtype(np.float64)).dtype == np.float64
+
+
+@pytest.mark.parametrize("options", [jaxckpt.Options(), jaxckpt.Options(compression="zstd")])
+@pytest.mark.parametrize("save", [jaxckpt.save, lambda *given, **more: jaxckpt.save_async(*given, **more).wait()])
+def test_a_mask_of_other_bytes_than_0_and_1_is_saved_as_bools(
+    save: Any, options: jaxckpt.Options, tmp_path: Path
+) -> None:
+    bits = np.array([[0, 255, 1], [2, 0, 0]], np.uint8)
+    masks = {"numpy": bits.view(bool), "strided": bits.T.view(bool)[::-1], "jax": jnp.asarray(bits.view(bool))}
+    save(tmp_path / "c", masks, options=options)
+    loaded = jaxckpt.load_numpy(tmp_path / "c")
+    for name, mask in masks.items():
+        np.testing.assert_array_equal(loaded[name].view(np.uint8), np.asarray(mask).view(np.uint8) != 0)
+    assert jaxckpt.verify(tmp_path / "c").ok
