@@ -125,6 +125,7 @@ class RunningSave:
         self._watchdog = watchdog
         self._total_bytes = total_bytes
         self._done_bytes = 0
+        self._hurries = False
         self._seconds: float | None = None
         self._ended = Latch()
         self._settled = Latch()  # set when the checkpoint is published or the save has failed
@@ -242,7 +243,7 @@ class RunningSave:
 
     def _await_soon(self, latch: Latch, timeout_seconds: float | None) -> bool:
         """As `_await`, while the save uses all threads, because a caller waits."""
-        self._watchdog.in_background = False
+        self._use_all_threads()
         return self._await(latch, timeout_seconds)
 
     def with_times(self, info: SaveInfo) -> SaveInfo:
@@ -260,8 +261,12 @@ class RunningSave:
 
     def lift_limits(self) -> None:
         """From now on, use all threads, and write at any rate."""
-        self._watchdog.in_background = False
+        self._use_all_threads()
         self.rate_limiter.end()
+
+    def _use_all_threads(self) -> None:
+        self._hurries = True
+        self._watchdog.in_background = False
 
     def hurry(self, timeout_seconds: float) -> None:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
@@ -303,10 +308,12 @@ class RunningSave:
         """Note that its work is repeated."""
         self._done_bytes = 0
 
-    def mark_returned(self) -> None:
-        """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`."""
+    def mark_returned(self, *, in_background: bool) -> None:
+        """Note that the call that started the save has returned, for `SaveInfo.blocked_seconds`. With `in_background`,
+        nothing waits for the save from now on, unless it hurries already."""
         self._blocked_seconds = time.perf_counter() - self._start_time
         self._has_returned = True
+        self._watchdog.in_background = in_background and not self._hurries
 
     def mark_published(self) -> None:
         """Note that the checkpoint is published."""

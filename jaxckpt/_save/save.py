@@ -221,7 +221,6 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     running = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number, awaited=not background)
     is_limited = background and not request.is_last_step
     running.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
-    call.watchdog.in_background = is_limited
     if background and not running_saves.unreported_saves():
         finish_first()
     work = functools.partial(_save_in_lane, save, background)
@@ -235,7 +234,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
             call.cancellation.cancel(TimeoutError("the data was copied but not written before the deadline"))
         if not background:
             running.wait()
-        running.mark_returned()
+        running.mark_returned(in_background=is_limited)
     except BaseException as error:
         running.cancel(call, error)
         save.draft.values.clear()  # the error may be kept for long

@@ -131,7 +131,10 @@ def read_copy(store: Store) -> tuple[str, bytes, Manifest, bytes | None]:
     if damaged is not None and is_sealed(damaged):
         raise CheckpointExistsError(f"{store.url}/{MANIFEST} matches its own SHA-256, so it is not replaced")
     named = None if damaged is None else data_folder_of(damaged)
-    candidates = [data for data in store.published_data() if named in (None, data) and _still_has_copy(store, data)]
+    published = store.published_data()
+    if damaged is not None and not published:  # a damaged manifest proves that it was published
+        published = list(filter(is_data_folder, store.names()))
+    candidates = [data for data in published if named in (None, data) and _still_has_copy(store, data)]
     if not candidates:
         what = f"no {MANIFEST}" if damaged is None else f"a damaged {MANIFEST}"
         raise NotACheckpointError(f"{store.url} has {what}, and no second copy of it that could replace it")

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
 from jaxckpt._model import zarr
-from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder_of, may_reference_data
+from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder_of, may_reference_data
 from jaxckpt._model.stacks import Stack
 from jaxckpt.errors import CorruptError, StorageError
 
@@ -78,11 +78,16 @@ class Transaction:
         if self._is_closed:
             return
         self._is_closed = True
+        replaces = self._is_committed and not self.is_shared and self.previous is not None
+        old = data_folder_of(self.previous) if replaces and self.previous is not None else None
+        if old is not None:
+            # Before the note of this writer, so that the copies never leave open which save was the last.
+            with contextlib.suppress(StorageError, CorruptError):
+                self.store.remove(f"{old}/{COPY}")
         with contextlib.suppress(StorageError, CorruptError):
             self._release()
             if not self._is_committed or self.is_shared:
                 return
-            old = None if self.previous is None else data_folder_of(self.previous)
             if old is not None:
                 self.store.delete(old)
             if self.has_leftovers:

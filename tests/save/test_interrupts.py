@@ -33,7 +33,7 @@ def test_ctrl_c_at_every_call(tmp_path: Path, request: pytest.FixtureRequest, op
     assert message["open_files"] < 20
 
 
-COLD_STRIDES = {"save": 211, "save_async": 211, "restore": 149, "load_numpy": 37, "verify": 31, "checkpointer": 701}
+COLD_STRIDES = {"save": 211, "save_async": 211, "restore": 149, "load_numpy": 19, "verify": 7, "checkpointer": 701}
 
 
 @pytest.mark.child
