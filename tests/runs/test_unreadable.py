@@ -153,12 +153,13 @@ def test_all_processes_choose_the_same_step(tmp_path: Path, run_processes: RunPr
     is_root = os.getuid() == 0
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
         folder.chmod(0o755)
-    for kind in [*unreadable.DAMAGES, "refused"]:
+    kinds = ["an object missing", "the manifest flipped"]  # found while it is read, and when it is opened
+    for kind in [*kinds, "refused"]:
         filled(tmp_path / kind)
         if kind != "refused":
             unreadable.DAMAGES[kind](tmp_path / kind / "00000030")
     (tmp_path / "refused" / "00000030").chmod(0o700)  # to process 2, which has another user
-    args = {"folder": str(tmp_path), "kinds": [*unreadable.DAMAGES, *(["refused"] if is_root else [])]}
+    args = {"folder": str(tmp_path), "kinds": [*kinds, *(["refused"] if is_root else [])]}
     done = run_processes(PROGRAMS / "unreadable_steps.py", processes=3, devices_per_process=1, args=args)
     outcomes = [json.loads(one.stdout.splitlines()[-1]) for one in done]
     assert outcomes[0] == outcomes[1] == outcomes[2]

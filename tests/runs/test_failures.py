@@ -1,0 +1,55 @@
+"""`Checkpointer(on_failure=…)`; tests/faults/test_failing_saves.py has storage that fails at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import servers
+from servers import Bucket
+
+import jaxckpt
+from jaxckpt.errors import InputError, StorageError
+
+
+@pytest.mark.child
+def test_a_bucket_that_is_busy_for_one_step(bucket: Bucket) -> None:
+    options = jaxckpt.Options(retry_seconds=0.5)
+    events: list[tuple[str, int]] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, _, **counts: events.append((event, counts)))  # pyright: ignore
+    busy = False
+
+    def spoil(exchange: servers.Exchange) -> None:
+        servers.status(503)(exchange) if busy else exchange.send(exchange.forward())
+
+    bucket.proxy.on(".*", spoil)
+    with jaxckpt.Checkpointer(bucket.url, on_failure="continue", background=False, options=options) as checkpoints:
+        for step in (1, 2, 3):
+            busy = step == 2
+            assert checkpoints.save(step, {"w": np.full(9, step)}) == (step != 2)
+        assert checkpoints.steps() == [1, 3]
+    (incident,) = jaxckpt.Run(bucket.url).incidents()
+    assert (incident.step, incident.kind) == (2, "failed save")
+    assert "StorageError" in incident.reason
+    assert [counts["step"] for event, counts in events if event == "/jaxckpt/failed_save"] == [2]  # type: ignore[call-overload]
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="on_failure must be"):
+        jaxckpt.Checkpointer(tmp_path, on_failure="ignore")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="without local="):
+        jaxckpt.Checkpointer(tmp_path / "run", on_failure="retry", local=tmp_path / "local")
+    with pytest.raises(InputError, match="staging_bytes must be None"):
+        jaxckpt.Checkpointer(tmp_path, on_failure="retry", options=jaxckpt.Options(staging_bytes=1 << 20))
+
+
+def test_the_end_of_the_run_raises_the_error_of_its_last_step(tmp_path: Path) -> None:
+    checkpoints = jaxckpt.Checkpointer(tmp_path, on_failure="continue", options=jaxckpt.Options(sync=False))
+    checkpoints.save(1, {"w": np.zeros(3)})
+    checkpoints.wait()
+    (tmp_path / "00000002").write_text("a file in the way")
+    checkpoints.save(2, {"w": np.zeros(3)})
+    with pytest.raises((StorageError, jaxckpt.errors.CheckpointExistsError)):
+        checkpoints.close()
