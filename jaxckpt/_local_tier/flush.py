@@ -68,7 +68,7 @@ class Flush:
             work = functools.partial(run_and_notify, work, self.on_done)
         with self.call:
             pending.begin(self.call, work)
-        pending.mark_returned()
+        pending.mark_returned(in_background=True)
         self.pending = pending
         return pending
 
