@@ -210,7 +210,7 @@ def shares_of(job: Job, plan: SavePlan) -> list[Share]:
     ]
     edges = np.linspace(0, len(objects), job.processes + 1).astype(int).tolist()
     phases = {"plan": 0.123456, "device_to_host": 1.234567, "write": 12.345678, "sync": 0.0, "barrier": 0.123456}
-    return [Share(objects[start:stop], 0, None, phases) for start, stop in itertools.pairwise(edges)]
+    return [Share(objects[start:stop], 0, None, phases, "host-0000") for start, stop in itertools.pairwise(edges)]
 
 
 def stored_bytes(stack: Stack) -> int:

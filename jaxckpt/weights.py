@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._arguments.specs import Specs
+from jaxckpt._formats import sampler_deltas
 from jaxckpt._formats.average import average as average
 from jaxckpt._formats.sampler_deltas import (
     ENCODINGS,
@@ -27,7 +28,6 @@ from jaxckpt._formats.sampler_deltas import (
     Publication,
     PublishedVersion,
     SamplerDeltas,
-    require_rules,
 )
 from jaxckpt._keywords import explain_keywords, explain_names
 from jaxckpt._model.select import Rename, Select
@@ -190,7 +190,7 @@ def _sampler_deltas(
     target, files = local_path(directory, "directory"), None if base is None else local_path(base, "base")
     if target is None or (base is not None and (files is None or not os.path.isdir(files))):
         raise InputError(f"format={format!r} needs a local directory, and base= a local folder")
-    return SamplerDeltas(target, format, require_rules(rules), files)
+    return SamplerDeltas(target, format, sampler_deltas.require_rules(rules), files)
 
 
 @explain_keywords

@@ -742,13 +742,12 @@ class Bucket:
         spec = json.loads(self.spec)
         if spec["driver"] == "gcs":
             other = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
-            return f". They go to {other}, from TENSORSTORE_GCS_HTTP_URL" if other else ""
+            return f". They go to {_without_user(other)}, from TENSORSTORE_GCS_HTTP_URL" if other else ""
         if spec["driver"] == "http":
             return ". If the server redirects to another URL, as Hugging Face does, download the file"
         if spec["driver"] != "s3":
             return ""
-        # Without a user name and password.
-        endpoint = re.sub("//[^/@]*@", "//", spec.get("endpoint", "Amazon S3, because no endpoint is set"))
+        endpoint = _without_user(spec.get("endpoint", "Amazon S3, because no endpoint is set"))
         return (
             f". They go to {endpoint}, region {spec.get('aws_region', 'unknown')}: the endpoint is AWS_ENDPOINT_URL or"
             " Options.storage['endpoint'], the region AWS_REGION or Options.storage['aws_region']"
@@ -867,3 +866,8 @@ def _with_hosted_bucket(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 _BUCKET = "{bucket}"
+
+
+def _without_user(url: str) -> str:
+    """A URL without a user name and password."""
+    return re.sub("//[^/@]*@", "//", url)

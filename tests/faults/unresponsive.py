@@ -203,6 +203,7 @@ CALLS: dict[str, Callable[[Place], Call]] = {
     "Run.latest_step": of_run("latest_step"),
     "Run.best_step": of_run("best_step", "loss", "min"),
     "Run.metadata": of_run("metadata"),
+    "Run.incidents": of_run("incidents"),
     "Run.metrics": of_run("metrics", 1),
     "Run.add_metrics": of_run("add_metrics", 1, {"accuracy": 0.5}),
     "Run.path": of_run("path", "latest"),

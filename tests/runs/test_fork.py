@@ -64,7 +64,7 @@ def test_a_fork_of_no_step_is_an_error(run: Path, tmp_path: Path) -> None:
 def test_a_fork_without_a_subtree_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jaxckpt.Checkpointer(tmp_path / "run", keep_last_of={"opt_state": 1}) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, {"w": jnp.ones(3), "opt_state": jnp.full(3, step)})
+            checkpoints.save(step, {"w": jnp.ones(3), "opt_state": jnp.full(3, float(step))})
     run = jaxckpt.Run(tmp_path / "run")
     run.fork(tmp_path / "newest")
     assert "without" not in caplog.text

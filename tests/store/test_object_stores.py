@@ -298,6 +298,7 @@ def test_every_call_to_a_silent_server_ends_in_time(s3: Bucket, monkeypatch: pyt
         steps.wait()
     opened = jaxckpt.open(one, options=IMPATIENT)
     s3.proxy.on(".*", servers.never)
+    # Few calls, because tensorstore sends at most 32 requests at the same time, and those without an answer count too.
     for call in (
         lambda: jaxckpt.save(f"{s3.url}/two", tree(2), options=IMPATIENT),
         lambda: jaxckpt.save(one, tree(2), overwrite=True, options=IMPATIENT),
@@ -308,10 +309,8 @@ def test_every_call_to_a_silent_server_ends_in_time(s3: Bucket, monkeypatch: pyt
         lambda: opened["w"][3:9],
         lambda: jaxckpt.verify(one, options=IMPATIENT),
         lambda: jaxckpt.Run(run, options=IMPATIENT).steps(),
-        lambda: jaxckpt.Run(run, options=IMPATIENT).latest_step(),
         lambda: jaxckpt.Checkpointer(run, options=IMPATIENT),
         lambda: steps.save(3, tree(3)),
-        steps.steps,
         steps.latest_step,
         steps.restore,
         lambda: steps.delete(1),
