@@ -36,7 +36,7 @@ def test_every_public_call_is_tried() -> None:
 def test_stopped_before_every_call(tmp_path: Path) -> None:
     done, (stopped, resumed) = outcomes(tmp_path, "stop")
     for name, (how, seconds, message) in stopped.items():
-        assert how == "StorageError", (name, how, message)
+        assert how == "StorageError", (name, how, message, done.stderr[-20000:])
         assert seconds < 5 * unresponsive.SECONDS, (name, seconds)  # 70 calls at once on a busy machine
         assert "no bytes have moved for 2 s while " in message or "hangs" in message, (name, message)
     assert {name: how for name, (how, _, _) in resumed.items() if how != "done"} == {}

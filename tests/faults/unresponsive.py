@@ -10,6 +10,7 @@ call, when it reads that request.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import inspect
 import json
@@ -303,6 +304,8 @@ def make(calls: dict[str, Call]) -> dict[str, tuple[str, float, str]]:
     deadline = time.monotonic() + 40
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    if len(ended) < len(calls):
+        faulthandler.dump_traceback(all_threads=True)
     return {name: ended.get(name, ("hangs", 0.0, "")) for name in calls}
 
 
