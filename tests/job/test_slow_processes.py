@@ -14,7 +14,8 @@ from processes import PROGRAMS, RunProcesses
 def test_a_slow_process_is_named_with_its_progress(tmp_path: Path, run_processes: RunProcesses) -> None:
     done = run_processes(PROGRAMS / "slow_peer.py", processes=3, devices_per_process=1, args=str(tmp_path))
     (logged, raised), _, (logged_by_2, raised_in_2) = [json.loads(one.stdout.splitlines()[0]) for one in done]
-    named = r"waited \d+ s for process 1 of 3 while saving:\n  process 1: [1-9][0-9.]* [KM]iB of 6.0 MiB, [0-9.]+ [KM]iB/s"
+    progress = r"process 1: [1-9][0-9.]* [KM]iB of 6.0 MiB, [0-9.]+ [KM]iB/s"
+    named = rf"waited \d+ s for process 1 of 3 while saving:\n  {progress}"
     assert any(re.search(named, line) for line in logged), logged
     assert logged_by_2 == []
     for error in (raised, raised_in_2):
