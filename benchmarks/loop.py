@@ -1,6 +1,6 @@
 """How much a training loop feels a background save.
 
-A loop of jitted steps runs alone, and then beside a background save until the save has ended. All contenders save the
+A loop of jitted steps runs alone, and then during a background save until the save has ended. All contenders save the
 same tree in turn, in several rounds. Reported are medians over the rounds:
 
     blocked     how long the call that begins the save keeps the loop
@@ -50,7 +50,7 @@ STEPS = (33e-6, 100e-6, 5e-3, 50e-3)
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One background save beside the loop."""
+    """One background save during the loop."""
 
     blocked: float
     speed: float
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workload", action="append", choices=workloads.KEYS)
     parser.add_argument("--step", action="append", type=float, help="seconds of a step alone")
-    parser.add_argument("--loaders", type=int, default=0, help="processes of a data loader beside the loop")
+    parser.add_argument("--loaders", type=int, default=0, help="processes of a data loader")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contender", action="append")
     parser.add_argument("--quick", action="store_true")

@@ -54,7 +54,7 @@ class Workers:
 
         What one of these threads submits is done before this returns, because all of them could otherwise wait for work
         that is left in the queue. So is what a thread of lower priority submits to others: if it started them, they
-        would inherit its priority, for ever.
+        would keep its priority.
         """
         task = Task(functools.partial(_run_work, current_watchdog(), work))
         own = _this_thread.workers
@@ -104,8 +104,8 @@ def note_progress() -> None:
 
 
 NICENESS = 3
-"""How much lower the priority of threads for background saves is. On 2 cores, beside a loop that always computes, the
-slowest 1 % of its steps take 0.1 ms instead of 2, and a save of 1 GiB takes 0.5 s instead of 0.4; beside a loop that
+"""How much lower the priority of threads for background saves is. On 2 cores, with a loop that always computes, the
+slowest 1 % of its steps take 0.1 ms instead of 2, and a save of 1 GiB takes 0.5 s instead of 0.4; with a loop that
 waits for a device, as long as before. 5 and 10 are no better for the loop. A program cannot raise a priority again, so
 these threads do nothing else."""
 

@@ -393,6 +393,7 @@ class Folder:
                 self.put(f"{data}/{COPY}", manifest)
             else:
                 self._update_copy(data, manifest)
+                self._put_draft(data, manifest, sync=sync)
             # Another host, which the lock may not reach, deletes the note, then looks for a manifest, and only then
             # deletes the data. So either this process or that host sees the other one's change. A save is not
             # withdrawn because the note cannot be read: withdrawing it could fail for the same reason.
@@ -408,15 +409,14 @@ class Folder:
         with self._translate_errors("publish", MANIFEST), self._locked() as handle:
             self._require_note(data, COPY, damaged)
             self.remove(f"{data}/{WRITER}")  # of a writer that was killed: with a draft, it would seem unpublished
+            self._put_draft(data, copy, sync=sync)
             self._replace_manifest_durably(handle, data, copy, damaged, COPY, sync=sync)
 
     def _replace_manifest_durably(
         self, folder: int, data: str, manifest: bytes, previous: bytes | None, proof: str | None, *, sync: bool
     ) -> None:
-        """Replace the manifest `previous` of the open folder. `proof` is the file whose absence proves that the data
-        was deleted."""
-        if proof != WRITER:
-            self._put_draft(data, manifest, sync=sync)
+        """Replace the manifest `previous` of the open folder by the draft. `proof` is the file whose absence proves
+        that the data was deleted."""
         self._publish_draft(data, manifest, previous)
         try:
             if sync:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxckpt._model.checks import MAX_PROBLEM_CHARACTERS
 from jaxckpt._model.file_names import COPY, MANIFEST, WRITER, data_folder_of, is_data_folder, is_sealed
@@ -24,9 +24,6 @@ from jaxckpt.errors import (
     StorageError,
     show_count,
 )
-
-if TYPE_CHECKING:
-    from jaxckpt._store.store import Store
 
 
 def parse_note(content: bytes | None) -> dict[str, Any]:

@@ -78,15 +78,15 @@ class Transaction:
         if self._is_closed:
             return
         self._is_closed = True
-        replaces = self._is_committed and not self.is_shared and self.previous is not None
-        old = data_folder_of(self.previous) if replaces and self.previous is not None else None
+        is_final = self._is_committed and not self.is_shared
+        old = None if self.previous is None or not is_final else data_folder_of(self.previous)
         if old is not None:
             # Before the note of this writer, so that the copies never leave open which save was the last.
             with contextlib.suppress(StorageError, CorruptError):
                 self.store.remove(f"{old}/{COPY}")
         with contextlib.suppress(StorageError, CorruptError):
             self._release()
-            if not self._is_committed or self.is_shared:
+            if not is_final:
                 return
             if old is not None:
                 self.store.delete(old)

@@ -147,7 +147,7 @@ def test_runs_that_orbax_wrote(tmp_path: Path, item: str) -> None:
     run = jaxckpt.Run(tmp_path / "ours")
     assert {step: run.metrics(step) for step in run.steps()} == {5: {"loss": 0.2}, 25: {"loss": 0.04}}
     assert same(run.path(25), 25)
-    assert not list(theirs.glob("_run")), "a lease of a reader is no part of Orbax's run"
+    assert not list(theirs.glob("_run")), "a lease of a reader does not belong to Orbax's run"
 
 
 @pytest.mark.parametrize("format", ["jaxckpt", "orbax"])

@@ -1,4 +1,4 @@
-"""Training goes on while the storage fails in bursts: `Checkpointer(on_failure=…)`."""
+"""Training continues while the storage fails in bursts: `Checkpointer(on_failure=…)`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES = ("retry", "continue")
 @pytest.mark.fault(
     27,
     "a file system that is full or refuses writes, in bursts shorter than three saves, and longer ones",
-    "training goes on; each step is published or reported; a longer burst stops it at max_failures",
+    "training continues; each step is published or reported; a longer burst stops it at max_failures",
     quick=4,
     full=1000,
 )
@@ -44,7 +44,7 @@ def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
 @pytest.mark.fault(
     27,
     "likewise, of one of 3 processes",
-    "training goes on in all; each step is published or reported",
+    "training continues in all; each step is published or reported",
     quick=4,
     full=40,
 )

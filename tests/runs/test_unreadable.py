@@ -34,7 +34,7 @@ def filled(directory: str | Path) -> str:
 
 
 def never() -> dict[str, Any]:
-    raise AssertionError("the run has steps, so it must not start anew")
+    raise AssertionError("the run has steps, so it must not start from scratch")
 
 
 def shapes() -> dict[str, Any]:

@@ -764,7 +764,7 @@ def test_a_checkpointer_calls_on_done_for_the_steps_that_it_saves(tmp_path: Path
     assert called == ["00000002", "00000004"]
 
 
-# The training loop beside it -------------------------------------------------------------------------------
+# The training loop meanwhile ---------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a priority of a thread exists on Linux")
