@@ -96,8 +96,9 @@ def read(
     """
     budget = Budget(options.host_bytes)
     reader = _Reader(source, steps, delivery, budget)
-    planned = (planned for planned, _ in zip(reads_of(steps), arrivals, strict=False))
-    is_small = sum(len(step.reads) for step in steps) == 1 and steps[0].reads[0].n_bytes <= SMALL_BYTES
+    reads = list(reads_of(steps))
+    planned = (planned for planned, _ in zip(reads, arrivals, strict=False))
+    is_small = len(reads) == 1 and reads[0][1].n_bytes <= SMALL_BYTES
     with work_alone() if is_small else contextlib.nullcontext():
         for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
             arrived.place()
