@@ -9,73 +9,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
+from contenders import CONTENDERS, Contender
 from lab import Figure, Lab, Laps, Peaks, Training, Tree, best_warm, gib_per_second, own_memory, state, structs, timed
-from orbax.checkpoint.experimental import v1
 
 import jaxckpt
 
 # Orbax ---------------------------------------------------------------------------------------------------
-
-
-class Contender(Protocol):
-    """A library that saves and restores trees."""
-
-    def save(self, path: Path, tree: Tree) -> None: ...
-
-    def save_async(self, path: Path, tree: Tree) -> Callable[[], object]:
-        """Returns a function that waits for the end of the save."""
-        ...
-
-    def restore(self, path: Path, wanted: Any) -> Tree: ...
-
-
-class OrbaxV0:
-    def __init__(self) -> None:
-        self.checkpointer: Any = ocp.PyTreeCheckpointer()
-        self.background: Any = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-
-    def save(self, path: Path, tree: Tree) -> None:
-        self.checkpointer.save(path, tree)
-
-    def save_async(self, path: Path, tree: Tree) -> Callable[[], object]:
-        self.background.save(path, args=ocp.args.PyTreeSave(tree))
-        return self.background.wait_until_finished
-
-    def restore(self, path: Path, wanted: Any) -> Tree:
-        arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
-        return self.checkpointer.restore(path, item=wanted, restore_args=arguments)
-
-
-class OrbaxV1:
-    def save(self, path: Path, tree: Tree) -> None:
-        v1.save(path, tree)
-
-    def save_async(self, path: Path, tree: Tree) -> Callable[[], object]:
-        return v1.save_async(path, tree).result
-
-    def restore(self, path: Path, wanted: Any) -> Tree:
-        return v1.load(path, wanted)
-
-
-class Jaxckpt:
-    def save(self, path: Path, tree: Tree) -> None:
-        jaxckpt.save(path, tree)
-
-    def save_async(self, path: Path, tree: Tree) -> Callable[[], object]:
-        return jaxckpt.save_async(path, tree).wait
-
-    def restore(self, path: Path, wanted: Any) -> Tree:
-        return jaxckpt.restore(path, wanted)
-
-
-CONTENDERS: dict[str, Contender] = {"jaxckpt": Jaxckpt(), "orbax v0": OrbaxV0(), "orbax v1": OrbaxV1()}
-
 
 IN_MEMORY = ("jaxckpt", "orbax v1", "jaxckpt", "orbax v0", "jaxckpt", "orbax v1", "jaxckpt", "orbax v0")
 ON_DISK = ("jaxckpt", "orbax v1", "jaxckpt", "orbax v1", "jaxckpt")

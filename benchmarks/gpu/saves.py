@@ -8,12 +8,16 @@ import gzip
 import json
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from contenders import CONTENDERS
 from lab import (
     GIB,
     Figure,
@@ -49,17 +53,70 @@ def async_times(path: Path, tree: Tree, options: jaxckpt.Options | None = None) 
 
 
 def first_saves(lab: Lab) -> Iterator[Figure]:
-    """Four background saves of a new process. The first one allocates pinned memory, which the process keeps."""
+    """Four background saves of a new process, and the training steps until each ends. The first save allocates pinned
+    memory, which the process keeps."""
+    contender = CONTENDERS[lab.argument]
     leaves, n_bytes = lab.large(lab.memory)
     tree = state(leaves, n_bytes)
+    training = Training(lab.sizes)
     yield "bytes", leaves * n_bytes
+    yield "step_alone_ms", training.alone_ms
     before, laps = machine_bytes(), Laps()
     for turn in range(4):
-        times, phases = async_times(lab.memory / str(turn), tree)
-        laps.add(**times, machine_gib=(machine_bytes() - before) / GIB)
+        begun = time.perf_counter()
+        wait = contender.save_async(lab.memory / str(turn), tree)
+        returns = time.perf_counter() - begun
+        _, steps = training.steps_until(wait)
+        laps.add(
+            save_async_returns_s=returns,
+            save_async_ends_s=time.perf_counter() - begun,
+            slowest_step_ms=max(steps),
+            machine_gib=(machine_bytes() - before) / GIB,
+        )
         yield "laps", laps
-        yield f"phases of save {turn + 1}", phases
         shutil.rmtree(lab.memory / str(turn))
+
+
+def short_steps(lab: Lab) -> Iterator[Figure]:
+    """How much a loop of short steps feels a background save: its share of the steps per second alone, and quantiles of
+    a step until the save has ended. Such a loop spends its time in Python, which a save also needs."""
+    advance = jax.jit(lambda x: x * 1.0001 + 1.0)
+    x = jax.block_until_ready(advance(jnp.zeros(1024)))
+
+    def step() -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(advance(x))
+        return time.perf_counter() - begun
+
+    leaves, n_bytes = lab.large(lab.memory)
+    for what, sizes in {"large": (leaves, n_bytes), "small": (lab.sizes.small_leaves, lab.sizes.small)}.items():
+        tree = state(*sizes)
+        laps: dict[str, Laps] = {}
+        for name in [*CONTENDERS] * (2 if lab.sizes.is_dry else 4):
+            alone = [step() for _ in range(2000)]
+            ended: list[float] = []
+            begun = time.perf_counter()
+            if name == "jaxckpt":  # `wait` would let the save hurry
+                jaxckpt.save_async(lab.memory / "c", tree, on_done=lambda _: ended.append(time.perf_counter()))  # noqa: B023
+                returned = time.perf_counter()
+            else:
+                wait = CONTENDERS[name].save_async(lab.memory / "c", tree)
+                returned = time.perf_counter()
+                threading.Thread(target=lambda: (wait(), ended.append(time.perf_counter()))).start()  # noqa: B023
+            steps: list[float] = []
+            while not ended:
+                steps.append(step())
+            laps.setdefault(name, Laps()).add(
+                returns_s=returned - begun,
+                ends_s=ended[0] - begun,
+                speed=len(steps) / (ended[0] - returned) * statistics.mean(alone),
+                alone_us=1e6 * statistics.median(alone),
+                p50_us=1e6 * float(np.quantile(steps, 0.5)),
+                p99_us=1e6 * float(np.quantile(steps, 0.99)),
+                slowest_us=1e6 * max(steps),
+            )
+            yield f"{what}, {name}", laps[name]
+            shutil.rmtree(lab.memory / "c")
 
 
 def offloaded_leaves(lab: Lab) -> Iterator[Figure]:
