@@ -6,7 +6,7 @@
 #                the fast tests that start no child process, server or browser; on one core
 #   make check   lint, types, docs, examples; one job per core (JOBS)
 #   make tpu     compile every device program for TPUs; needs no TPU; takes a minute, downloads 137 MB
-#   make gpu     on a machine with a GPU: check correctness, then measure speed; 7 minutes; see docs/accelerators.md
+#   make gpu     on a machine with a GPU: check correctness, then measure speed; 10 minutes; see docs/accelerators.md
 #   make faults  run the complete fault campaign and write docs/reliability.md; takes 80 minutes, ten of them
 #                of fuzzing (JAXCKPT_FUZZ_SECONDS)
 #   make bench   measure saves and restores compared with Orbax, PyTorch DCP, safetensors and one plain file, in about

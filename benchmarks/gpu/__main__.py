@@ -1,6 +1,6 @@
 """Correctness checks and speed measurements on a GPU, run by `make gpu`.
 
-    python benchmarks/gpu [--dry] [--only NAMES] [--seconds 400] [--out FOLDER]
+    python benchmarks/gpu [--dry] [--only NAMES] [--seconds 600] [--out FOLDER]
 
 The sections run in the order of their value, in a worker process that is replaced if it aborts, hangs or is out of
 time. Each figure is printed at once and written to figures.json; the lines to read first are printed at the end. The
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="small arrays, on any device")
     parser.add_argument("--only", type=lambda text: text.split(","), help="sections, or the first words of their names")
     parser.add_argument("--list", action="store_true", help="print the names of the sections")
-    parser.add_argument("--seconds", type=float, default=400, help="sections that do not fit are left out")
+    parser.add_argument("--seconds", type=float, default=600, help="sections that do not fit are left out")
     parser.add_argument("--out", type=Path, default=os.environ.get("GPU_OUT") or ".gpu")
     parser.add_argument("--wheels", default=os.environ.get("GPU_WHEELS"), help="a folder with missing packages")
     parser.add_argument("--sections", default="sections:SECTIONS", help="module:name of a list of sections")

@@ -92,7 +92,7 @@ def short_steps(lab: Lab) -> Iterator[Figure]:
     for what, sizes in {"large": (leaves, n_bytes), "small": (lab.sizes.small_leaves, lab.sizes.small)}.items():
         tree = state(*sizes)
         laps: dict[str, Laps] = {}
-        for name in [*CONTENDERS] * (2 if lab.sizes.is_dry else 4):
+        for name in [*CONTENDERS] * (2 if lab.sizes.is_dry else 3):
             alone = [step() for _ in range(2000)]
             ended: list[float] = []
             begun = time.perf_counter()
