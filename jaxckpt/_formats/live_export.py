@@ -24,7 +24,7 @@ from jaxckpt._pipeline.watchdog import require_not_stalled
 from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.compose_manifest import PublishResult
-from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
+from jaxckpt._save.request import PreparedSave, SaveRequest
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import Source
@@ -125,7 +125,7 @@ class ExportedFolder(SharedPath):
         if os.path.lexists(self._writer.target):
             require_replaceable(self._writer.target, self._temporary, self._writer.overwrite)
 
-    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
+    def finish(self, save: PreparedSave, published: PublishResult) -> None:
         try:
             self._writer.write(save.call, self._temporary, save.options)
         finally:

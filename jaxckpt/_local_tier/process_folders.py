@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
+import uuid
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.copies import CopiedPlan, plan_local_save
 from jaxckpt._local_tier.flush import Flush
@@ -29,6 +29,7 @@ from jaxckpt._local_tier.tier import KeptStep, LocalSteps
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import typed_json
 from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.file_names import data_folder
 from jaxckpt._model.grid import extent
 from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.stacks import Stack
@@ -40,8 +41,11 @@ from jaxckpt._save.compose_manifest import (
     gather_shares,
     stored_bytes,
 )
-from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
-from jaxckpt._save.staging import StagedObject
+from jaxckpt._save.consistency import gather_agreed
+from jaxckpt._save.request import PreparedSave, SaveRequest
+from jaxckpt._save.shared_path import join_exchanges
+from jaxckpt._save.staging import StagedAhead, StagedObject
+from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, Object
 from jaxckpt._store.store import Store
 from jaxckpt._store.transaction import Transaction, begin_own
@@ -50,16 +54,13 @@ from jaxckpt._store.transaction import Transaction, begin_own
 class _Terms(msgspec.Struct, frozen=True):
     """What process 0 decides for a local save."""
 
+    save_id: str
     kept: KeptStep
     state_bytes: list[int]
     """Length of the state of each process."""
 
     rounds: list[Round]
     """The rounds that send the copies."""
-
-
-def _decode_terms(begun: Begun) -> _Terms:
-    return typed_json.decode(begun.terms, _Terms)
 
 
 class ProcessFolders:
@@ -79,11 +80,55 @@ class ProcessFolders:
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> CopiedPlan:
         return plan_local_save(arrays, options, process, self._tier.domains)
 
-    def offer(self, save: PreparedSave) -> list[int]:
-        """The length of this process's state, and the bytes of the objects that it sends over each channel."""
-        return [len(save.state or b""), *(sum(obj.n_bytes for obj in sent) for sent in _plan(save).sent)]
+    def save(self, share: OwnShare) -> PublishResult:
+        save = share.save
+        call, plan = save.call, _plan(save)
+        ahead = None if plan.is_collective else share.stage_ahead()
+        terms, transaction = self._begin(save, ahead if share.in_background else None)
+        with transaction:
+            with call.rendezvous("saving") as rendezvous:
+                rounds = round_calls(plan.channels, terms.rounds, call.index) if plan.is_collective else None
+                with rendezvous.joined_by_all(), rounds or contextlib.nullcontext():
+                    if rounds is not None:
+                        sending = functools.partial(self._send_copies, save, terms, rounds)
+                        ahead = share.stage_ahead(with_others=sending)
+                    assert ahead is not None
+                    written = share.write(data_folder(terms.save_id), ahead)
+                published = self.publish(rendezvous, save, terms.save_id, transaction, written)
+            with call.phases.timed("publish"):
+                transaction.close()
+                self._tier.record_saved(self._step, terms.save_id)
+                if self._flush is not None:
+                    self._flush.set_source(terms.save_id, plan.own)
+        return published
 
-    def begin(self, save: PreparedSave, save_id: str, offers: Sequence[list[int]]) -> tuple[str, Transaction | None]:
+    def _begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[_Terms, Transaction]:
+        """Agree on the save, make room for it, and begin the transaction of this process."""
+        call, phases = save.call, save.call.phases
+        with call.rendezvous("preparing to save") as rendezvous:
+            if ahead is not None:
+                with phases.timed("device_to_host"):
+                    ahead.fill()
+            sent_bytes = [sum(obj.n_bytes for obj in sent) for sent in _plan(save).sent]
+            offers = gather_agreed(rendezvous, save.fingerprint, [len(save.state or b""), *sent_bytes])
+            text = ""
+            if offers:
+                with phases.timed("plan"):
+                    text = msgspec.json.encode(self._terms(save, offers)).decode()
+            with phases.timed("barrier"):
+                terms = typed_json.decode(rendezvous.broadcast(text), _Terms)
+        with contextlib.ExitStack() as undone, call.rendezvous("looking for the checkpoint's folder") as rendezvous:
+            with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
+                self._tier.delete_other_steps(terms.kept)
+                transaction = begin_own(self.store, terms.save_id, save.plan.stacks)
+                undone.callback(transaction.close)
+            with phases.timed("barrier"):
+                join_exchanges(rendezvous, save)
+            undone.pop_all()
+        return terms, transaction
+
+    def _terms(self, save: PreparedSave, offers: Sequence[list[int]]) -> _Terms:
+        """Process 0. An offer is the length of a process's state, and the bytes that it sends over each channel."""
         channels = _plan(save).channels
         stream_bytes: dict[Pair, int] = {}
         for number, pairs in enumerate(channels):
@@ -91,35 +136,13 @@ class ProcessFolders:
                 state_bytes, *sent_bytes = offers[sender]
                 stream_bytes[sender, receiver] = state_bytes + sent_bytes[number]
         rounds = plan_rounds(channels, stream_bytes, save.options.host_bytes // 8)
-        terms = _Terms(self._tier.choose_kept_step(self._step), [offer[0] for offer in offers], rounds)
-        return msgspec.json.encode(terms).decode(), None
-
-    def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
-        with save.call.watchdog.operation(f"preparing {self.store.url}"):
-            self._tier.delete_other_steps(_decode_terms(begun).kept)
-            return begin_own(self.store, begun.save_id, save.plan.stacks)
-
-    def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
-        """The rounds that send the copies."""
-        return round_calls(_plan(save).channels, _decode_terms(begun).rounds, save.call.index)
-
-    def staged(
-        self,
-        save: PreparedSave,
-        begun: Begun | None,
-        own: Generator[StagedObject],
-        calls: CollectiveCalls[Any, Any] | None,
-    ) -> Generator[StagedObject]:
-        """Also the objects that other processes send. Their states are written immediately."""
-        if begun is None or calls is None:
-            return own
-        return self._send_copies(save, begun, own, calls)
+        return _Terms(uuid.uuid4().hex, self._tier.choose_kept_step(self._step), [offer[0] for offer in offers], rounds)
 
     def _send_copies(
-        self, save: PreparedSave, begun: Begun, own: Generator[StagedObject], calls: RoundCalls
+        self, save: PreparedSave, terms: _Terms, calls: RoundCalls, own: Generator[StagedObject]
     ) -> Generator[StagedObject]:
+        """The own objects, and those that other processes send. Their states are written immediately."""
         process, plan = save.call.index, _plan(save)
-        state_bytes = _decode_terms(begun).state_bytes
         outgoing: dict[int, Outgoing] = {}
         incoming: dict[int, _IncomingCopies] = {}
         sent: dict[Object, list[Outgoing]] = {}
@@ -132,7 +155,9 @@ class ProcessFolders:
                         sent.setdefault(obj, []).append(outgoing[channel])
                 if receiver == process:
                     has_state = save.state is not None
-                    incoming[channel] = _IncomingCopies(sender, state_bytes[sender], plan.received[channel], has_state)
+                    incoming[channel] = _IncomingCopies(
+                        sender, terms.state_bytes[sender], plan.received[channel], has_state
+                    )
         with contextlib.closing(own):
             for planned in calls:
                 stream = outgoing[planned.channel] if process in planned.senders else None
@@ -146,25 +171,25 @@ class ProcessFolders:
                     yield staged
                 received = calls.run_next(None if stream is None else stream.take(planned.n_bytes))
                 if received is not None:
-                    yield from self._keep(save, begun, incoming[planned.channel], received)
+                    yield from self._keep(save, terms.save_id, incoming[planned.channel], received)
             yield from own
 
     def _keep(
-        self, save: PreparedSave, begun: Begun, incoming: _IncomingCopies, received: Bytes
+        self, save: PreparedSave, save_id: str, incoming: _IncomingCopies, received: Bytes
     ) -> Generator[StagedObject]:
         """Write a complete state to this process's data folder. Yields complete objects."""
         for data in incoming.stream.add(received):
             if incoming.has_state:
                 incoming.has_state = False
-                name = f"{begun.data}/{manifests.state_file_name(incoming.sender)}"
+                name = f"{data_folder(save_id)}/{manifests.state_file_name(incoming.sender)}"
                 self.store.put(name, data.tobytes(), sync=save.options.sync)
             else:
                 yield _staged_copy(next(incoming.objects), data, save.plan.stacks)
 
     def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+        self, rendezvous: Rendezvous, save: PreparedSave, save_id: str, transaction: Transaction, share: Share
     ) -> PublishResult:
-        assert transaction is not None, "each process has its own"
+        """Publish the manifest in every process after all have written their shares."""
         call, phases = save.call, save.call.phases
         with phases.timed("barrier"):
             shares = gather_shares(rendezvous, share)
@@ -173,7 +198,7 @@ class ProcessFolders:
             call.cancellation.check()
             call.cancellation.end()
             manifest = compose_manifest(
-                begun.save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step
+                save_id, save.plan, save.draft, shares, save.request.metadata, save.request.step
             )
             packed = base64.b64encode(zlib.compress(manifests.encode(manifest))).decode()
         else:
@@ -188,12 +213,7 @@ class ProcessFolders:
             transaction.commit(content, sync=save.options.sync)
         with phases.timed("barrier"):
             rendezvous.barrier()  # until all have published, the loss of one folder could lose the only manifest
-        return PublishResult(stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest(), manifest.created)
-
-    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
-        self._tier.record_saved(self._step, begun.save_id)
-        if self._flush is not None:
-            self._flush.set_source(begun.save_id, _plan(save).own)
+        return PublishResult(save_id, stored_bytes(manifest), 0, hashlib.sha256(content).hexdigest(), manifest.created)
 
 
 class _IncomingCopies:

@@ -109,7 +109,7 @@ slowest 1 % of its steps take 0.1 ms instead of 2, and a save of 1 GiB takes 0.5
 waits for a device, as long as before. 5 and 10 are no better for the loop. A program cannot raise a priority again, so
 these threads do nothing else."""
 
-BACKGROUND_THREADS = max(2, min(8, THREADS // 4))
+BACKGROUND_THREADS = max(1, min(8, THREADS // 4))
 """Threads for background saves. Each competes with the training loop for Python's lock. On 16 cores and an H100, with
 steps of 0.09 ms and saves of 4 GiB, 16 threads leave the loop 40 % of its speed, the slowest 1 % of steps take 1.8 ms,
 and a save ends after 0.57 s; 8 threads: 67 %, 0.8 ms, 0.45 s; 4: 79 %, 0.5 ms, 0.79 s; 2: 81 %, 0.5 ms, 1.7 s."""

@@ -26,7 +26,7 @@ from jaxckpt._runs.step_notes import recorded_metrics
 from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.describe import missing_subtrees
 from jaxckpt._save.prepare import require_on_done
-from jaxckpt._save.request import Begun, PlanCache, PreparedSave, SaveRequest
+from jaxckpt._save.request import PlanCache, PreparedSave, SaveRequest
 from jaxckpt._save.reuse import ReuseCache
 from jaxckpt._save.running_saves import RunningSave, lift_limits
 from jaxckpt._save.save import start
@@ -154,9 +154,9 @@ class RunStep(SharedPath):
         assert step is not None, "a Checkpointer saves steps"
         self._deletion.handle_published(step, save_id, created)
 
-    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
+    def finish(self, save: PreparedSave, published: PublishResult) -> None:
         self._directory.refused.discard(self._step)
-        super().finish(save, begun, published)
+        super().finish(save, published)
         if self._export is None:
             return
         if save.request.is_last_step:

@@ -47,6 +47,8 @@ class Share(msgspec.Struct, frozen=True):
 class PublishResult(msgspec.Struct, frozen=True):
     """What process 0 sends to the others after it has published the checkpoint."""
 
+    save_id: str
+
     stored_bytes: int
     """Bytes of all objects."""
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from jaxckpt._devices.exchange import transfer_context
 from jaxckpt._devices.shardings import memory_kind, pinned_memory
-from jaxckpt._job.rendezvous import process_names
+from jaxckpt._job.rendezvous import Rendezvous, process_names
+from jaxckpt._model import typed_json
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.staging import is_in_host_memory
 from jaxckpt._save.write_plan import SavePlan
@@ -119,6 +120,29 @@ def _tied(draft: Draft) -> list[tuple[int, str, tuple[int, ...]]]:
     """Number, dtype and shape of the leaves that share a row with an earlier leaf."""
     forms = {leaf.number: (leaf.dtype, leaf.shape) for leaf in draft.arrays} if draft.ties else {}
     return [(number, *forms[first]) for number, first in draft.ties.items()]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """What a process sends before a save begins."""
+
+    fingerprint: Fingerprint
+    numbers: list[int]
+
+
+def gather_agreed(
+    rendezvous: Rendezvous, fingerprint: OwnFingerprint | None, numbers: Sequence[int] = ()
+) -> list[list[int]]:
+    """Some numbers of each process, in process 0; an empty list in the others.
+
+    Raises PeersDisagreeError in process 0 unless all processes save the same.
+    """
+    own, groups = fingerprint.complete() if fingerprint else (Fingerprint({}, []), [])
+    with rendezvous.call.phases.timed("barrier"):
+        texts = rendezvous.gather(msgspec.json.encode(_Message(own, [*numbers])).decode())
+    messages = [typed_json.decode(text, _Message) for text in texts]
+    if len(messages) > 1:
+        require_agreement([message.fingerprint for message in messages], groups)
+    return [message.numbers for message in messages]
 
 
 def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,20 @@ from jax.sharding import Mesh
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.call import Call
-from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Rendezvous
-from jaxckpt._model.file_names import data_folder
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.tree import Container, Structure, Tree
 from jaxckpt._options import Options
-from jaxckpt._save.compose_manifest import PublishResult, Share
+from jaxckpt._save.compose_manifest import PublishResult
 from jaxckpt._save.consistency import OwnFingerprint
 from jaxckpt._save.describe import Draft, first_occurrences
 from jaxckpt._save.reuse import Reuse, ReuseCache
 from jaxckpt._save.running_saves import RunningSave, SaveInfo
-from jaxckpt._save.staging import HeldObjects, StagedObject
+from jaxckpt._save.staging import HeldObjects
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._store.store import Store
-from jaxckpt._store.transaction import Transaction
+
+if TYPE_CHECKING:
+    from jaxckpt._save.write import OwnShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +194,8 @@ class PreparedSave:
         return self.request.destination.store
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """What all processes know when the path has been claimed."""
-
-    save_id: str
-    terms: str
-    """What the destination has decided in process 0."""
-
-    @property
-    def data(self) -> str:
-        """Name of the data folder."""
-        return data_folder(self.save_id)
-
-
 class Destination(Protocol):
-    """Where a save goes. `save` calls these methods in this order, in every process unless stated otherwise."""
+    """Where a save goes, and how it is carried out."""
 
     @property
     def store(self) -> Store:
@@ -222,40 +207,6 @@ class Destination(Protocol):
 
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan: ...
 
-    def offer(self, save: PreparedSave) -> list[int]:
-        """What process 0 needs to know from this process before it begins the save."""
+    def save(self, share: OwnShare) -> PublishResult:
+        """Claim the destination, write this process's share, and publish. Every process, in a lane."""
         ...
-
-    def begin(self, save: PreparedSave, save_id: str, offers: Sequence[list[int]]) -> tuple[str, Transaction | None]:
-        """Decide the terms of the save, and begin the transaction of process 0, if only that process has one. Process
-        0, after all are prepared."""
-        ...
-
-    def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
-        """Begin the transaction of this process, if each process has one. Otherwise check that this process sees what
-        process 0 has begun."""
-        ...
-
-    def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
-        """The exchanges between the processes while they stage their data. In a lane."""
-        ...
-
-    def staged(
-        self,
-        save: PreparedSave,
-        begun: Begun | None,
-        own: Generator[StagedObject],
-        calls: CollectiveCalls[Any, Any] | None,
-    ) -> Generator[StagedObject]:
-        """The objects that this process writes, given those that it stages itself. `begun` and `calls` are None unless
-        the plan is collective. In a lane."""
-        ...
-
-    def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
-    ) -> PublishResult:
-        """Publish the manifest after all have written their share."""
-        ...
-
-    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
-        """Do what follows from the publication, before the save counts as done."""

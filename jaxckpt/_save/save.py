@@ -9,44 +9,35 @@ ahead of the writing, and one that exchanges data between processes begins to st
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
 from jaxckpt._job.call import Call, run_outside
-from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._keywords import explain_keywords
-from jaxckpt._model import typed_json
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
 from jaxckpt._pipeline.control import RateLimiter
-from jaxckpt._pipeline.lanes import finish_first, release_caller
+from jaxckpt._pipeline.lanes import finish_first
 from jaxckpt._pipeline.progress import display_progress, record_event
 from jaxckpt._pipeline.threads import is_shutting_down
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._rules.rename import Renaming
 from jaxckpt._save import running_saves
 from jaxckpt._save.compose_manifest import PublishResult
-from jaxckpt._save.consistency import Fingerprint, require_agreement
-from jaxckpt._save.non_finite import checked
 from jaxckpt._save.prepare import prepare
-from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
+from jaxckpt._save.request import PreparedSave, SaveRequest
 from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
 from jaxckpt._save.shared_path import SharedPath
-from jaxckpt._save.staging import StagedAhead, stage
-from jaxckpt._save.write import write
+from jaxckpt._save.write import OwnShare
 from jaxckpt._sources.format_registry import written_formats
-from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, show_count
 
 
@@ -266,36 +257,15 @@ def run_and_notify(
     return info
 
 
-_OBJECTS_AHEAD = 4
-"""A save whose caller waits stages this many objects ahead of the one that is being written."""
-
-
 def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, repeated: Call | None = None) -> SaveInfo:
-    """Claim the path, write the data and publish the manifest. `repeated` is the call of another attempt."""
+    """Carry out the save. `repeated` is the call of another attempt."""
     save = save if repeated is None else replace(save, call=repeated)
-    call, destination = save.call, save.destination
+    call = save.call
     with (
         call,  # again, because a background save outlives the caller's block
         display_progress("save", running.progress.total_bytes, save.options.progress) as display,
     ):
-        is_collective = save.plan.is_collective
-        ahead = None if is_collective else _stage_ahead(save, running, background)
-        begun, transaction = _begin(save, ahead if background else None)
-        with transaction or contextlib.nullcontext():
-            with call.rendezvous("saving") as rendezvous:
-                exchanging = destination.exchange(save, begun) if is_collective else contextlib.nullcontext()
-                with rendezvous.joined_by_all(), exchanging as exchanges:
-                    # Exchanges are collective, so no process may begin them before all are prepared.
-                    ahead = ahead or _stage_ahead(save, running, background, begun, exchanges)
-                    share, written = write(save, begun.data, ahead, running, display)
-                    call.cancellation.check()
-                published = destination.publish(rendezvous, save, begun, transaction, share)
-            save.reuse.keep(begun.data, save.plan.stacks, written)
-            with save.call.phases.timed("publish"):
-                if transaction is not None:
-                    transaction.close()
-                destination.finish(save, begun, published)
-        info = _info(save, begun.save_id, published)
+        info = _info(save, save.destination.save(OwnShare(save, running, background, display)))
     seconds = running.with_times(info).seconds
     record_event(
         "save",
@@ -311,101 +281,12 @@ def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, re
     return info
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What process 0 needs to know from a process before a save begins."""
-
-    fingerprint: Fingerprint
-    terms: list[int]
-
-
-def _stage_ahead(
-    save: PreparedSave,
-    running: RunningSave,
-    background: bool,
-    begun: Begun | None = None,
-    exchanges: CollectiveCalls[Any, Any] | None = None,
-) -> StagedAhead:
-    """The data that this process writes. When all of it is staged, the leaves are released."""
-    options = save.options
-    own = stage(
-        save.plan,
-        save.draft,
-        save.reuse.originals,
-        exchanges,
-        hold=background,
-        stack_bytes=options.host_bytes // 2,
-        whole_shards=background and options.staging_bytes is None,
-    )
-    own = checked(save, own)
-    held = save.request.held if begun is None else None
-    if held is not None and background:
-        own = held.keep(own)
-    elif held is not None:
-        held.keep_nothing()
-
-    def release() -> None:
-        if background or held is None:
-            save.draft.values.clear()
-        running.is_staged = True
-        if background:
-            release_caller()
-
-    return StagedAhead(
-        save.destination.staged(save, begun, own, exchanges),
-        max_objects=None if background else _OBJECTS_AHEAD,
-        max_bytes=options.staging_bytes if background else options.host_bytes // 2,
-        when_staged=release,
-        check=save.call.cancellation.check,
-    )
-
-
-def _begin(save: PreparedSave, ahead: StagedAhead | None) -> tuple[Begun, Transaction | None]:
-    """Before any data is written, check that all processes save the same tree, create the data folder, and check that
-    all processes see it. Stages data ahead first, so that the caller does not wait for the other processes.
-
-    Returns what all know then, and the transaction of this process, if it has one."""
-    transaction: Transaction | None = None
-    call, phases, destination = save.call, save.call.phases, save.destination
-    try:
-        with call.rendezvous("preparing to save") as rendezvous:
-            if ahead is not None:
-                with phases.timed("device_to_host"):
-                    ahead.fill()
-            own, value_groups = save.fingerprint.complete() if save.fingerprint else (Fingerprint({}, []), [])
-            offer = _Offer(own, destination.offer(save))
-            with phases.timed("barrier"):
-                texts = rendezvous.gather(msgspec.json.encode(offer).decode())
-            begun = Begun(uuid.uuid4().hex, "")
-            if texts:
-                offers = [typed_json.decode(text, _Offer) for text in texts]
-                if len(offers) > 1:
-                    require_agreement([offer.fingerprint for offer in offers], value_groups)
-                with phases.timed("plan"):
-                    terms, transaction = destination.begin(save, begun.save_id, [offer.terms for offer in offers])
-                begun = Begun(begun.save_id, terms)
-            with phases.timed("barrier"):
-                begun = typed_json.decode(rendezvous.broadcast(msgspec.json.encode(begun).decode()), Begun)
-        with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
-            with phases.timed("plan"):
-                transaction = destination.join(save, begun) or transaction
-            with phases.timed("barrier"):
-                rendezvous.gather("")
-                # The others begin their exchanges as soon as all have answered.
-                with call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
-                    rendezvous.broadcast("")
-    except BaseException:
-        if transaction is not None:
-            transaction.close()
-        raise
-    return begun, transaction
-
-
-def _info(save: PreparedSave, save_id: str, published: PublishResult) -> SaveInfo:
+def _info(save: PreparedSave, published: PublishResult) -> SaveInfo:
     plan = save.plan
     states = 0 if save.state is None else save.call.count
     return SaveInfo(
         path=save.store.url,
-        save_id=save_id,
+        save_id=published.save_id,
         leaves=len(save.draft.records),
         total_bytes=sum(plan.process_bytes),
         process_bytes=plan.process_bytes,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import uuid
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
 from jaxckpt._job.call import Call
-from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model import typed_json
-from jaxckpt._model.file_names import MANIFEST, WRITER, is_data_folder
+from jaxckpt._model.file_names import MANIFEST, WRITER, data_folder, is_data_folder
 from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
@@ -28,8 +28,10 @@ from jaxckpt._save.compose_manifest import (
     gather_shares,
     stored_bytes,
 )
-from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
-from jaxckpt._save.staging import StagedObject, exchanges
+from jaxckpt._save.consistency import gather_agreed
+from jaxckpt._save.request import PreparedSave, SaveRequest
+from jaxckpt._save.staging import StagedAhead, exchanges
+from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.load_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
@@ -57,12 +59,54 @@ class SharedPath:
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
         return plan_save(arrays, options, process, processes)
 
-    def offer(self, save: PreparedSave) -> list[int]:
-        return []
+    def save(self, share: OwnShare) -> PublishResult:
+        save = share.save
+        call, is_collective = save.call, save.plan.is_collective
+        ahead = None if is_collective else share.stage_ahead()
+        save_id, transaction = self._begin(save, ahead if share.in_background else None)
+        data = data_folder(save_id)
+        with transaction or contextlib.nullcontext():
+            with call.rendezvous("saving") as rendezvous:
+                # Exchanges are collective, so no process may begin them before all are prepared.
+                exchanging = exchanges(save.plan, save.draft) if is_collective else contextlib.nullcontext()
+                with rendezvous.joined_by_all(), exchanging as calls:
+                    written = share.write(data, ahead or share.stage_ahead(calls))
+                published = self.publish(rendezvous, save, save_id, transaction, written)
+            share.keep(data)
+            with call.phases.timed("publish"):
+                if transaction is not None:
+                    transaction.close()
+                self.finish(save, published)
+        return published
 
-    def begin(self, save: PreparedSave, save_id: str, offers: Sequence[list[int]]) -> tuple[str, Transaction | None]:
-        with save.call.watchdog.operation(f"preparing {self.store.url}"):
-            return "", self.claim(save.plan.stacks, save_id)
+    def _begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
+        """Before any data is written, check that all processes save the same tree, create the data folder, and check
+        that all processes see it. Stages data ahead first, so that the caller does not wait for the other processes.
+
+        Returns the id of the save, and the transaction of process 0."""
+        transaction: Transaction | None = None
+        call, phases = save.call, save.call.phases
+        try:
+            with call.rendezvous("preparing to save") as rendezvous:
+                if ahead is not None:
+                    with phases.timed("device_to_host"):
+                        ahead.fill()
+                save_id = uuid.uuid4().hex
+                if gather_agreed(rendezvous, save.fingerprint):
+                    with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
+                        transaction = self.claim(save.plan.stacks, save_id)
+                with phases.timed("barrier"):
+                    save_id = rendezvous.broadcast(save_id)
+            with call.rendezvous("looking for the checkpoint's folder") as rendezvous:
+                with phases.timed("plan"), call.watchdog.operation(f"looking for {self.store.url}"):
+                    require_shared(self.store, data_folder(save_id), call.index)
+                with phases.timed("barrier"):
+                    join_exchanges(rendezvous, save)
+        except BaseException:
+            if transaction is not None:
+                transaction.close()
+            raise
+        return save_id, transaction
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
         """Check that the path may be written, and begin a transaction there, with every stack's zarr.json. Process 0.
@@ -71,43 +115,24 @@ class SharedPath:
         """
         return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
 
-    def join(self, save: PreparedSave, begun: Begun) -> Transaction | None:
-        with save.call.watchdog.operation(f"looking for {self.store.url}"):
-            require_shared(self.store, begun.data, save.call.index)
-        return None
-
-    def exchange(self, save: PreparedSave, begun: Begun) -> CollectiveCalls[Any, Any]:
-        """The leaves that are stored in another layout (`mesh=`)."""
-        return exchanges(save.plan, save.draft)
-
-    def staged(
-        self,
-        save: PreparedSave,
-        begun: Begun | None,
-        own: Generator[StagedObject],
-        calls: CollectiveCalls[Any, Any] | None,
-    ) -> Generator[StagedObject]:
-        return own
-
     def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Transaction | None, share: Share
+        self, rendezvous: Rendezvous, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
     ) -> PublishResult:
+        """Publish the manifest after all processes have written their shares. Every process."""
         phases, request = save.call.phases, save.request
         with phases.timed("barrier"):
             shares = gather_shares(rendezvous, share)
-        result = PublishResult(0, 0, "", "")  # replaced by the result of process 0
+        result = PublishResult(save_id, 0, 0, "", "")  # replaced by the result of process 0
         if transaction is None:
             save.call.cancellation.end()  # process 0 may publish from now on
         else:
             with phases.timed("publish"):
-                manifest = compose_manifest(
-                    begun.save_id, save.plan, save.draft, shares, request.metadata, request.step
-                )
+                manifest = compose_manifest(save_id, save.plan, save.draft, shares, request.metadata, request.step)
                 content = encode(manifest)
             self.commit(save.call, transaction, manifest.decoded_stacks, content, sync=save.options.sync)
             linked_bytes = sum(share.linked_bytes for share in shares)
             digest = hashlib.sha256(content).hexdigest()
-            result = PublishResult(stored_bytes(manifest), linked_bytes, digest, manifest.created)
+            result = PublishResult(save_id, stored_bytes(manifest), linked_bytes, digest, manifest.created)
             unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
             for reason, n_bytes in unlinked.items():
                 log_unlinked(self.store.url, n_bytes, reason)
@@ -126,9 +151,10 @@ class SharedPath:
         with call.phases.timed("publish"), call.watchdog.operation(f"publishing {self.store.url}"):
             transaction.commit(manifest, sync=sync)
 
-    def finish(self, save: PreparedSave, begun: Begun, published: PublishResult) -> None:
+    def finish(self, save: PreparedSave, published: PublishResult) -> None:
+        """Do what follows from the publication, before the save counts as done. Every process."""
         if save.call.index == 0:
-            self.record_published(save.request.step, begun.save_id, published.created)
+            self.record_published(save.request.step, published.save_id, published.created)
 
     def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
         """Do what follows from the publication of a checkpoint, which may be a step of a run. Process 0.
@@ -178,6 +204,13 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
             " give a new or empty folder"
         )
     return None
+
+
+def join_exchanges(rendezvous: Rendezvous, save: PreparedSave) -> None:
+    """Wait until all processes are prepared. The others begin their exchanges as soon as all have answered."""
+    rendezvous.gather("")
+    with save.call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
+        rendezvous.broadcast("")
 
 
 def require_shared(store: Store, data: str, process: int) -> None:

@@ -6,80 +6,135 @@ import contextlib
 import hashlib
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
 from jaxckpt._pipeline.control import Phases, RateLimiter
+from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.watchdog import Watchdog
 from jaxckpt._save.compose_manifest import Share
+from jaxckpt._save.non_finite import checked
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
 from jaxckpt._save.running_saves import RunningSave
-from jaxckpt._save.staging import StagedAhead, StagedObject
+from jaxckpt._save.staging import StagedAhead, StagedObject, stage
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.store import ArrayWriter
 
-BACKGROUND_FACTOR = 4
-"""An object of a save that nothing waits for takes this multiple of its bytes from the budget, so that fewer threads
-write at the same time: on 2 cores one instead of two, on 16 cores 8 of 16."""
-
-WrittenObjects = list[tuple[Object, WrittenObject]]
+_OBJECTS_AHEAD = 4
+"""A save whose caller waits stages this many objects ahead of the one that is being written."""
 
 
-def write(
-    save: PreparedSave, data: str, ahead: StagedAhead, running: RunningSave, display: Report
-) -> tuple[Share, WrittenObjects]:
-    """Write this process's objects as their data arrives, and its state. Returns its share, for process 0, and each
-    object with its record."""
-    with save.call.phases.timed("write"):
-        written = _write_objects(save, data, ahead, running, display)
-        state = None
-        if save.state is not None:
-            name = f"{data}/{manifests.state_file_name(save.call.index)}"
-            with save.call.watchdog.operation(f"writing to {save.store.url}"):
-                save.store.put(name, save.state, sync=save.options.sync)
-            state = len(save.state), hashlib.sha256(save.state).hexdigest()
-    objects = [(obj.stack, obj.index_key, record.length, record.digest, record.content) for obj, record in written]
-    linked_bytes = sum(record.length for _, record in written if record.linked)
-    unlinked = Counter[str]()
-    for _, record in written:
-        if record.unlinked:
-            unlinked[record.unlinked] += record.length
-    return Share(
-        objects, linked_bytes, state, save.call.phases.manifest_seconds(), socket.gethostname(), unlinked
-    ), written
+@dataclass(slots=True)
+class OwnShare:
+    """The share of this process in a save that is carried out: stage it, write it, keep what a later save may reuse."""
 
+    save: PreparedSave
+    running: RunningSave
+    in_background: bool
+    """Whether the caller waits only until everything is staged."""
 
-def _write_objects(
-    save: PreparedSave, data: str, ahead: StagedAhead, running: RunningSave, display: Report
-) -> WrittenObjects:
-    """Write the objects as they arrive, and sync their folders. Returns each object with its record."""
-    store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
-    with watchdog.operation(f"reading the checkpoint before {store.url}"):
-        reuse = save.reuse.with_stored_base()
-    writer = _Writer(save, reuse, data, running.rate_limiter)
-    budget = Budget(save.options.host_bytes)
-    written: WrittenObjects = []
-    moved = pipeline(_timed(ahead, phases), writer.n_bytes, writer.begin, budget, join=True)
-    with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
-        for staged, record in moved:
-            save.call.cancellation.check()
-            ahead.mark_written(staged)
-            running.add_done_bytes(staged.obj.n_bytes)
-            display(staged.obj.n_bytes)
-            written.append((staged.obj, record))
-    if save.options.sync:
-        with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
-            indices: dict[int, list[tuple[int, ...]]] = {}
-            for obj, _ in written:
-                indices.setdefault(obj.stack, []).append(obj.index)
-            for stack, stack_indices in indices.items():
-                store.sync_folders(data, save.plan.stacks[stack], stack_indices)
-    return written
+    display: Report
+    _written: list[tuple[Object, WrittenObject]] = field(default_factory=list["tuple[Object, WrittenObject]"])
+
+    def stage_ahead(
+        self,
+        calls: CollectiveCalls[Any, Any] | None = None,
+        with_others: Callable[[Generator[StagedObject]], Generator[StagedObject]] | None = None,
+    ) -> StagedAhead:
+        """The data that this process writes. When all of it is staged, the leaves are released.
+
+        Makes the `calls` in which the processes exchange leaves. `with_others` adds the data that other processes send.
+        """
+        save, options, in_background = self.save, self.save.options, self.in_background
+        own = stage(
+            save.plan,
+            save.draft,
+            save.reuse.originals,
+            calls,
+            hold=in_background,
+            stack_bytes=options.host_bytes // 2,
+            whole_shards=in_background and options.staging_bytes is None,
+        )
+        own = checked(save, own)
+        held = None if save.plan.is_collective else save.request.held
+        if held is not None and in_background:
+            own = held.keep(own)
+        elif held is not None:
+            held.keep_nothing()
+
+        def release() -> None:
+            if in_background or held is None:
+                save.draft.values.clear()
+            self.running.is_staged = True
+            if in_background:
+                release_caller()
+
+        return StagedAhead(
+            own if with_others is None else with_others(own),
+            max_objects=None if in_background else _OBJECTS_AHEAD,
+            max_bytes=options.staging_bytes if in_background else options.host_bytes // 2,
+            when_staged=release,
+            check=save.call.cancellation.check,
+        )
+
+    def write(self, data: str, ahead: StagedAhead) -> Share:
+        """Write the objects as their data arrives, and the state, into a data folder. Returns what process 0 needs."""
+        save, state = self.save, None
+        with save.call.phases.timed("write"):
+            self._write_objects(data, ahead)
+            if save.state is not None:
+                name = f"{data}/{manifests.state_file_name(save.call.index)}"
+                with save.call.watchdog.operation(f"writing to {save.store.url}"):
+                    save.store.put(name, save.state, sync=save.options.sync)
+                state = len(save.state), hashlib.sha256(save.state).hexdigest()
+        save.call.cancellation.check()
+        unlinked = Counter[str]()
+        for _, record in self._written:
+            if record.unlinked:
+                unlinked[record.unlinked] += record.length
+        return Share(
+            [(obj.stack, obj.index_key, found.length, found.digest, found.content) for obj, found in self._written],
+            sum(record.length for _, record in self._written if record.linked),
+            state,
+            save.call.phases.manifest_seconds(),
+            socket.gethostname(),
+            unlinked,
+        )
+
+    def _write_objects(self, data: str, ahead: StagedAhead) -> None:
+        """Write the objects as they arrive, and sync their folders."""
+        save, written = self.save, self._written
+        store, phases, watchdog = save.store, save.call.phases, save.call.watchdog
+        with watchdog.operation(f"reading the checkpoint before {store.url}"):
+            reuse = save.reuse.with_stored_base()
+        writer = _Writer(save, reuse, data, self.running.rate_limiter)
+        budget = Budget(save.options.host_bytes)
+        moved = pipeline(_timed(ahead, phases), writer.n_bytes, writer.begin, budget, join=True)
+        with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
+            for staged, record in moved:
+                save.call.cancellation.check()
+                ahead.mark_written(staged)
+                self.running.add_done_bytes(staged.obj.n_bytes)
+                self.display(staged.obj.n_bytes)
+                written.append((staged.obj, record))
+        if save.options.sync:
+            with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
+                indices: dict[int, list[tuple[int, ...]]] = {}
+                for obj, _ in written:
+                    indices.setdefault(obj.stack, []).append(obj.index)
+                for stack, stack_indices in indices.items():
+                    store.sync_folders(data, save.plan.stacks[stack], stack_indices)
+
+    def keep(self, data: str) -> None:
+        """After the publication, keep the records of the objects for the next save."""
+        self.save.reuse.keep(data, self.save.plan.stacks, self._written)
 
 
 def _timed(staged: Iterable[StagedObject | None], phases: Phases) -> Iterator[StagedObject | None]:
@@ -106,8 +161,7 @@ class _Writer:
 
     def n_bytes(self, staged: StagedObject) -> int:
         """What an object takes from the budget: the host memory for writing it, in addition to its data."""
-        factor = self._array_writer(staged.obj.stack).memory_factor
-        return staged.obj.n_bytes * max(factor, BACKGROUND_FACTOR if self.save.call.watchdog.in_background else 1)
+        return staged.obj.n_bytes * self._array_writer(staged.obj.stack).memory_factor
 
     def _array_writer(self, stack: int) -> ArrayWriter:
         if stack not in self.array_writers:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ def test_a_failed_read_keeps_no_memory(tmp_path: Path, call: Any) -> None:
             with pytest.raises(DataError) as raised:
                 call(tmp_path / "c")
             del raised
-        assert not [found for found in gc.get_objects() if isinstance(found, DataError)]
+        ends = time.monotonic() + 10
+        while any(isinstance(found, DataError) for found in gc.get_objects()):  # the lane may still be ending its call
+            assert time.monotonic() < ends
     finally:
         gc.enable()
 
