@@ -135,6 +135,28 @@ def measure(loop: Loop, contender: Contender, tree: Any) -> Lap:
     return Lap(blocked, speed, p50, p99, p99_9, published * rate - len(taken), published, cpu)
 
 
+def speed_beside_a_writer(loop: Loop, folder: Path) -> float:
+    """The loop's speed beside another process that writes all the time, compared with the loop alone. On two cores that
+    share their memory, no save in the background can leave it more: this process shares no lock with the loop."""
+    alone = loop.run_for(0.5)
+    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(folder / "floor",), daemon=True)
+    writer.start()
+    while not (folder / "floor").exists():
+        time.sleep(0.05)
+    beside = loop.run_for(1.0)
+    writer.kill()
+    writer.join()
+    (folder / "floor").unlink()
+    return (len(beside) / sum(beside)) / (len(alone) / sum(alone))
+
+
+def _write(path: Path) -> None:
+    os.nice(3)
+    with path.open("wb", buffering=0) as file:
+        while True:
+            os.pwrite(file.fileno(), bytes(64 << 20), 0)
+
+
 def _load_data(seconds: float) -> None:
     """A worker of a data loader: it computes half of the time."""
     while True:
@@ -178,7 +200,12 @@ def main() -> None:
                         one.remove()
                         if number:  # the first compiles and warms up
                             laps[one.name].append(lap)
+                floor = [speed_beside_a_writer(loop, Path(folder)) for _ in range(arguments.rounds)]
                 report(workload.title, seconds, arguments.loaders, laps)
+                print(f"beside a process that only writes, the loop runs at {statistics.median(floor):.0%}", flush=True)
+                results.append(
+                    {"workload": key, "step": seconds, "loaders": arguments.loaders, "beside_a_writer": floor}
+                )
                 results += [
                     {"workload": key, "step": seconds, "loaders": arguments.loaders, "contender": name}
                     | {"laps": [asdict(lap) for lap in found]}
