@@ -342,4 +342,4 @@ def _join_chunks(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> 
     return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in chunks]))
 
 
-FORMAT = Format("dcp", recognizes, open_dcp, owned_names, order=-1)
+FORMAT = Format("dcp", recognizes, open_dcp, owned_names, index_names=(_METADATA, _COMMON, _CONFIG), order=-1)

@@ -38,7 +38,7 @@ from jaxckpt._formats.index_files import (
     read_json,
     several_indices_error,
 )
-from jaxckpt._formats.model_folder import complete_series, merged, preferred
+from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.shards import FileData
 from jaxckpt._model.dtypes import DTYPES
@@ -335,5 +335,6 @@ FORMAT = Format(
     owned_names,
     write_safetensors,
     (".safetensors",),
+    index_names=tuple(stem + end for stem in STEMS for end in (".safetensors", INDEX)),
     save_to=_save_to,
 )

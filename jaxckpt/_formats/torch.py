@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from jaxckpt._formats.index_files import require_length
-from jaxckpt._formats.model_folder import complete_series, merged, preferred
+from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
 from jaxckpt._formats.shards import FileData
@@ -330,4 +330,4 @@ def _reject_conjugated(tensor: Any, metadata: list[Any]) -> Any:
     return tensor
 
 
-FORMAT = Format("torch", recognizes, open_torch)
+FORMAT = Format("torch", recognizes, open_torch, index_names=tuple(f"{stem}.bin" for stem in STEMS))

@@ -28,7 +28,7 @@ from jaxckpt._run_folder.run_paths import (
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.compose import step_record
 from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
-from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
+from jaxckpt._sources.format_registry import ForeignStep, Format, formats, index_names, missing_formats_hint
 from jaxckpt._sources.signatures import describe, first_bytes
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, url_of
@@ -194,9 +194,7 @@ def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckp
         if form is None or form.open is None:
             return None
         checkpoint = _open_as(form.open, path, names)
-    if files is not None and isinstance(checkpoint, ForeignCheckpoint):
-        return with_files(checkpoint, files)
-    return checkpoint
+    return with_files(checkpoint, files) if isinstance(checkpoint, ForeignCheckpoint) else checkpoint
 
 
 def located(location: str | os.PathLike[str], options: Options) -> tuple[str, BucketFiles | None]:
@@ -205,7 +203,7 @@ def located(location: str | os.PathLike[str], options: Options) -> tuple[str, Bu
     if local is not None:
         return local, None
     store = store_at(location, options)
-    files, path = BucketFiles.at(cast("Bucket", store))
+    files, path = BucketFiles.at(cast("Bucket", store), index_names())
     return path, files
 
 
@@ -227,7 +225,7 @@ def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str |
     with in_bucket(files):
         names = names_at(path)
         if names is None:
-            return None
+            return _UNLISTED if files is not None and files.url.startswith("http") else None
         if what := describe(path, names):
             return f"it {what}"
         if not names:
@@ -239,6 +237,12 @@ def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str |
         # Otherwise an unfinished save of jaxckpt.
         inside = [] if any(map(is_data_folder, names)) else _checkpoints_inside(path)
     return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}" if inside else None
+
+
+_UNLISTED = (
+    "nothing is at this URL, or it is a folder, which HTTP does not list: give the URL of one of its files, or copy the"
+    " folder; a public bucket can be listed under its gs:// or s3:// URL"
+)
 
 
 def _checkpoints_inside(path: str) -> list[str]:
