@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import os
 import stat
 import urllib.parse
@@ -273,11 +274,12 @@ class BucketFiles:
         return self._unchanged(path, *self.root.read_range(self.key(path), start, stop))
 
     def _unchanged(self, path: str, content: bytes | None, generation: bytes) -> bytes:
-        """What was read of a file. Raises DataError if it is missing, or not the file that was read before."""
+        """What was read of a file. Raises DataError if it is missing, StorageError if it is not the file that was read
+        before."""
         if content is None:
             raise DataError(f"{path} is missing")
         if generation and self._generations.setdefault(path, generation) != generation:
-            raise DataError(f"{path} was replaced after it was opened: open it again")
+            raise StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
         note_progress()
         return content
 

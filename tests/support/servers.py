@@ -386,6 +386,10 @@ class Bucket:
         """The existing keys, requested directly from the server."""
         return sorted(key.decode() for key in self._open(f"{self.url}/{below}").list().result())
 
+    def write(self, key: str, content: bytes) -> None:
+        """Write a key, directly on the server."""
+        self._open(f"{self.url}/").write(key, content).result()
+
     def copy_from(self, source: str, url: str) -> None:
         """Copy a checkpoint key by key, without conditions and without the proxy."""
         found, copy = ts.KvStore.open(f"{source}/").result(), self._open(f"{url}/")
