@@ -86,11 +86,22 @@ def convert_checked(what: str, value: Any, kind: type[T]) -> T:
 
 
 def path_inside(folder: str, name: str, where: str) -> str:
-    """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
+    """The path of a file that an index names. Raises DataError if the name leads out of the folder, or no file can have
+    it."""
     names = name.split("/")
     if not all(names) or {".", ".."} & {*names} or "\0" in name:
         raise DataError(f"{where} names the file {name[:200]!r}, which would be outside its folder")
+    longest = max(len(part.encode(errors="replace")) for part in names)
+    if longest > _MAX_NAME_BYTES or len(name) > _MAX_KEY_CHARACTERS or re.search(r"[\ud800-\udfff]", name):
+        raise DataError(f"{where} names the file {name[:200]!r}, a name that no file can have")
     return os.path.join(folder, *names)
+
+
+_MAX_NAME_BYTES = 255
+"""The longest name of a file or folder, on all common file systems."""
+
+_MAX_KEY_CHARACTERS = 1024
+"""The longest key of a bucket, in bytes; longer than any name in an index."""
 
 
 class Index(msgspec.Struct, frozen=True):

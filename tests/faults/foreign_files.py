@@ -18,8 +18,8 @@ from jaxckpt.errors import NotACheckpointError, TreeError, UnsupportedError
 
 _EXPECTED = (jaxckpt.CorruptError, NotACheckpointError, UnsupportedError, TreeError, jaxckpt.errors.InputError)
 _WORDS = [b"\0" * 8, b"\xff" * 8, b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\x80\x02", b"\xdd\xff\xff\xff\xff",
-          b"[" * 99, b"-1", b"1e999", b"NaN", b"..", b"/", b"{}", b"[]", b'""', b"null", b"9" * 30, b"|O", b">f4", b"V2",
-          ]  # fmt: skip
+          b"[" * 99, b"-1", b"1e999", b"NaN", b"..", b"/", b"{}", b"[]", b'""', b"null", b"9" * 30, b"|O", b">f4",
+          b"V2"]  # fmt: skip
 
 
 class Range:
