@@ -111,7 +111,8 @@ def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[s
             )
         tensors, metadata, size = _parse_header(path, text)
         if not file.has_size(size):
-            raise DataError(f"{path} is {file.size} bytes long, expected {size} from its header")
+            remedy = ": it was truncated; download or copy it again" if file.size < size else ""
+            raise DataError(f"{path} is {file.size} bytes long, expected {size} from its header{remedy}")
     return tensors, metadata
 
 

@@ -26,6 +26,7 @@ from recorded import DATA, REAL, require_same, wanted
 from servers import Bucket, Exchange
 
 import jaxckpt
+from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt._options import Options
 from jaxckpt._store.bucket import Bucket as BucketStore
 from jaxckpt.errors import DataError, InputError, JaxckptError, NotACheckpointError, StorageError
@@ -407,10 +408,15 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # otherwise requests at the same time wait for a second
+    daemon_threads = True
+
+
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
     handler = functools.partial(_Handler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -428,5 +434,14 @@ def test_files_over_http(web: str, tmp_path: Path) -> None:
             jaxckpt.open(f"{web}/{path}", options=QUICK)
     with pytest.raises(StorageError, match=r"302.*redirects to another URL, as Hugging Face does, download the file"):
         jaxckpt.open(f"{web}/moved/x.safetensors", options=QUICK)
+    assert jaxckpt.load_numpy(f"{web}/ours")["scale"].tolist() == [1] * 64
+    entries = [entry for path in ("hf", "x.npz", "ours") for entry in list_checkpoints(f"{web}/{path}")]
+    assert [(entry.name, entry.format) for entry in entries] == [
+        ("hf", "safetensors"),
+        ("x.npz", "npz"),
+        ("ours", "jaxckpt"),
+    ]
+    with pytest.raises(NotACheckpointError, match="or it is a folder, which HTTP does not list"):
+        list_checkpoints(f"{web}/missing")
     with pytest.raises(StorageError, match="read-only"):
         jaxckpt.save(f"{web}/new", {"w": 1}, options=QUICK)
