@@ -62,10 +62,6 @@ class Format:
     suffixes: tuple[str, ...] = ()
     """Suffixes of paths to which `convert` writes this format by default."""
 
-    index_names: tuple[str, ...] = ()
-    """The files in its folder that name the others. Over HTTP, where folders cannot be listed, a folder counts as
-    holding those of them that exist."""
-
     steps_in: Callable[[str, Collection[str]], Sequence[ForeignStep]] = lambda path, names: ()
     """The steps in a run's folder, oldest first. `open` opens the folder as its newest step. None for a single
     checkpoint."""
@@ -80,6 +76,10 @@ class Format:
 
     order: int = 0
     """Formats of lower order are tried first: those that share names of files with a more general format."""
+
+    index_names: tuple[str, ...] = ()
+    """The files in its folder that name the others. Over HTTP, where folders cannot be listed, a folder counts as
+    holding those of them that exist."""
 
 
 @functools.cache
