@@ -302,7 +302,7 @@ class Bucket:
 
     def size(self, key: str) -> int:
         """The bytes of a key. One request if the server answers with its size, otherwise dozens: tensorstore does not
-        ask for it. Raises DataError if the key does not exist."""
+        ask for it. Raises DataError if the key does not exist, StorageError if it changes in the meantime."""
         beyond = self._read_range(key, _MAX_SIZE, _MAX_SIZE + 1)
         if isinstance(beyond, ts.KvStore.ReadResult):
             raise DataError(f"{self.url}/{key} is missing")
@@ -314,12 +314,17 @@ class Bucket:
         while high - low > _PROBE_BYTES:
             for offset, probe in zip(offsets, self._have_bytes(key, offsets), strict=True):
                 low, high = (max(low, offset), high) if probe else (low, min(high, offset))
+            if low >= high:
+                raise self._changed(key)
             step = max(1, (high - low) // _PROBES)
             offsets = list(range(low + step, high, step))
         end = self._read_range(key, low, high + 1)
         if not isinstance(end, _Beyond) or end.size is None:
-            raise DataError(f"{self.url}/{key} changed while it was being read")
+            raise self._changed(key)
         return end.size
+
+    def _changed(self, key: str) -> StorageError:
+        return StorageError(errno.ESTALE, f"{self.url}/{key} was replaced or deleted while it was read: open it again")
 
     def _have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Whether a key has a byte at each offset."""

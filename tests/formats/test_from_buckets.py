@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import itertools
@@ -368,6 +369,24 @@ def test_a_file_that_is_replaced_while_it_is_read(s3: Bucket, tmp_path: Path, ki
         if next(count) <= last:
             break
     assert seen == {"old", "new", "refused"}
+
+
+@pytest.mark.parametrize("content", [None, b"x" * 100], ids=["deleted", "shorter"])
+def test_a_file_that_changes_while_its_size_is_found(gs: Bucket, content: bytes | None) -> None:
+    store = BucketStore.at(gs.url, QUICK)
+    for last in (2, 15, 29, 40, 50):
+        store.put("x", b"x" * 200_000)
+        count = itertools.count(1)
+
+        def replace(exchange: Exchange, count: Iterator[int] = count, last: int = last) -> None:
+            if next(count) == last:
+                gs.write("x", content)
+            exchange.send(exchange.forward())
+
+        gs.proxy.clear()
+        gs.proxy.on(".*", replace)
+        with contextlib.suppress(StorageError, DataError):
+            assert store.size("x") in (200_000, 100)
 
 
 # Over HTTP ------------------------------------------------------------------------------------------------

@@ -398,8 +398,8 @@ class Bucket:
         """The existing keys, requested directly from the server."""
         return sorted(key.decode() for key in self._open(f"{self.url}/{below}").list().result())
 
-    def write(self, key: str, content: bytes) -> None:
-        """Write a key, directly on the server."""
+    def write(self, key: str, content: bytes | None) -> None:
+        """Write or delete a key, directly on the server."""
         self._open(f"{self.url}/").write(key, content).result()
 
     def copy_from(self, source: str, url: str) -> None:
