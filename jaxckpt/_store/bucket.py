@@ -298,7 +298,8 @@ class Bucket:
                 if not str(error).startswith("OUT_OF_RANGE"):
                     raise
                 size = _SIZE.search(str(error))
-                return _Beyond(int(size[1]) if size else None)
+                # A server has no byte of an empty object, and answers as for any offset beyond the end.
+                return _Beyond(int(size[1]) if size else 0 if start == 0 else None)
 
     def size(self, key: str) -> int:
         """The bytes of a key. One request if the server answers with its size, otherwise dozens: tensorstore does not

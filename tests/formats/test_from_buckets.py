@@ -371,6 +371,16 @@ def test_a_file_that_is_replaced_while_it_is_read(s3: Bucket, tmp_path: Path, ki
     assert seen == {"old", "new", "refused"}
 
 
+def test_an_empty_file(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "meta").write_text("shape { dim: 0 } data_type: kFloat")
+    (tmp_path / "w" / "out").write_bytes(b"")
+    url = upload(tmp_path, f"{bucket.url}/oneflow")
+    found = jaxckpt.formats.oneflow_ranks({0: url}, specs=P())
+    assert jaxckpt.load_numpy(found)["w"].shape == (0,)
+    assert sum(bucket.proxy.counted().values()) < 40
+
+
 @pytest.mark.parametrize("content", [None, b"x" * 100], ids=["deleted", "shorter"])
 def test_a_file_that_changes_while_its_size_is_found(gs: Bucket, content: bytes | None) -> None:
     store = BucketStore.at(gs.url, QUICK)
