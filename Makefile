@@ -53,6 +53,7 @@ gpu:
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults tests/test_soak.py --campaign --override-ini timeout=3600
+	$(BIN)/python -m pytest --virtual-hosts
 
 # The longest checks start first. The output of each check is printed when it ends.
 PROGRAMS := $(wildcard examples/*.ipynb examples/*.py)

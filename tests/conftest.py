@@ -94,11 +94,13 @@ def storage_testbench() -> Iterator[stores.Server]:
 
 
 @pytest.fixture
-def s3(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+def s3(
+    moto: stores.Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[servers.Bucket]:
     """A new s3:// path behind a proxy, which counts the requests and can make them fail."""
     import servers
 
-    with servers.bucket(moto, monkeypatch) as found:
+    with servers.bucket(moto, monkeypatch, virtual_hosts=request.config.getoption("--virtual-hosts")) as found:
         yield found
 
 
@@ -125,10 +127,17 @@ STARTS_A_CHILD = {"run_python", "run_processes", "moto", "storage_testbench", "b
 _unmarked: str | None = None  # the current test, if it does not have the mark
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--virtual-hosts"):
+        items[:] = [item for item in items if isinstance(item, pytest.Function) and _uses_s3(item)]
     for item in items:
         if isinstance(item, pytest.Function) and STARTS_A_CHILD.intersection(item.fixturenames):
             item.add_marker("child")
+
+
+def _uses_s3(item: pytest.Function) -> bool:
+    of_bucket = item.callspec.params.get("bucket") if hasattr(item, "callspec") else None
+    return "s3" in item.fixturenames or of_bucket == "s3"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -159,4 +168,7 @@ sys.addaudithook(_refuse_a_child)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--campaign", action="store_true", help="all rounds of tests/faults, and docs/reliability.md from them"
+    )
+    parser.addoption(
+        "--virtual-hosts", action="store_true", help="only tests of S3, whose server refuses the bucket in the path"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -137,6 +138,10 @@ def list_checkpoints(path: str) -> list[Entry]:
 
     Raises NotACheckpointError without any.
     """
+    if path.startswith(("http://", "https://")):  # where folders cannot be listed
+        with contextlib.suppress(CorruptError):  # the entry reports it
+            open_checkpoint(path)
+        return _entries({path: True}, {})
     store = store_at(path, Options())
     checkpoint: Checkpoint | None = None
     not_found: NotACheckpointError | None = None

@@ -116,7 +116,8 @@ class _Program(click.Group):
             paths = ctx.meta.get("paths", [])
             message, exit_code = _message(error, paths)
             if exit_code == NOT_FOUND:
-                message += next(filter(None, map(similar_path_hint, paths)), "")
+                named = [path for path in paths if path in message] or paths
+                message += next(filter(None, map(similar_path_hint, named)), "")
             click.echo(printable(f"jaxckpt: {message}", keep="\n"), err=True)
             raise click.exceptions.Exit(exit_code) from error
         return result

@@ -231,4 +231,6 @@ def _states(path: str) -> Mapping[Any, Tree]:
     return dict(states)
 
 
-FORMAT = Format("colossalai", recognizes, open_colossalai, owned_names, order=-1)
+FORMAT = Format(
+    "colossalai", recognizes, open_colossalai, owned_names, index_names=("pytorch_model.bin.index.json",), order=-1
+)

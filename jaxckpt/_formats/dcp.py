@@ -37,6 +37,8 @@ _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 
 def recognizes(path: str, names: Collection[str]) -> bool:
+    if not names:
+        return os.path.basename(path) == _METADATA
     return any(name == _METADATA or name.endswith(".distcp") or _SHARD.fullmatch(name) for name in names)
 
 
@@ -49,7 +51,8 @@ def owned_names(path: str, names: Collection[str]) -> set[str]:
 
 
 def open_dcp(path: str) -> ForeignCheckpoint:
-    """A folder that torch.distributed.checkpoint wrote. Raises DataError, StorageError."""
+    """A folder that torch.distributed.checkpoint wrote, or its .metadata. Raises DataError, StorageError."""
+    path = os.path.dirname(path) if os.path.basename(path) == _METADATA else path
     names = list_names(path)
     if _METADATA in names:
         return compose(path, _with_common_state(path, names, _tree_of(path)), "dcp")
@@ -342,4 +345,4 @@ def _join_chunks(name: str, chunks: Sequence[tuple[Box, ForeignArray, str]]) -> 
     return ForeignArray(first.dtype, shape, tiled(name, shape, [(box, array.data) for box, array, _ in chunks]))
 
 
-FORMAT = Format("dcp", recognizes, open_dcp, owned_names, order=-1)
+FORMAT = Format("dcp", recognizes, open_dcp, owned_names, index_names=(_METADATA, _COMMON, _CONFIG), order=-1)

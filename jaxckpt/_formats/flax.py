@@ -86,4 +86,4 @@ def _placeholder(node: Any) -> Tree | None:
     return None
 
 
-FORMAT = Format("flax", recognizes, open_flax, steps_in=steps_in)
+FORMAT = Format("flax", recognizes, open_flax, index_names=_MODELS, steps_in=steps_in)

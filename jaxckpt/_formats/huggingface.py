@@ -18,8 +18,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from jaxckpt._formats.index_files import MAX_INDEX_BYTES, reads_files
 from jaxckpt._formats.maxtext import maxtext_rules
 from jaxckpt._formats.model_families import CONSTANTS, FAMILIES, Tower
@@ -123,7 +121,7 @@ def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Co
             raise DataError(f"{path} has no {name}: give the folder of a model of Hugging Face")
         try:
             return typed_json.decode(read_small(where, MAX_INDEX_BYTES), dict[str, Any])
-        except (DataError, msgspec.MsgspecError) as error:
+        except (DataError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is not a MsgspecError
             raise DataError(f"{where} cannot be read as a model's configuration: {error}") from error
 
 

@@ -16,7 +16,8 @@ from jaxckpt._model import typed_json
 from jaxckpt._model.manifest import require_distinct
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
-from jaxckpt._store.foreign_files import exists, is_file, list_names, opened, read_small
+from jaxckpt._sources.open_source import located
+from jaxckpt._store.foreign_files import BucketFiles, exists, is_file, list_names, opened, read_small
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError, show_path
 
@@ -27,17 +28,23 @@ MAX_INDEX_BYTES = 1 << 28
 """The largest index file in JSON."""
 
 
-def path_on_disk(path: str | os.PathLike[str], what: str) -> str:
-    """The absolute path of a local file or folder. Raises InputError for other values, and for a URL of another scheme
-    than file://. `what` names the argument."""
-    local = local_path(path, what)
-    if local is None:
-        raise InputError(f"{what} must be a local path, found the URL {os.fspath(path)!r}: copy its files here first")
-    return local
+def located_together(places: Mapping[str, str | os.PathLike[str]]) -> tuple[list[str], BucketFiles | None]:
+    """Paths or URLs as paths of `foreign_files`, and the files of the bucket of those that are URLs. `places` has them
+    by names for messages. Raises InputError for other values, and if they are in several buckets."""
+    paths: list[str] = []
+    bucket = None
+    for what, place in places.items():
+        local_path(place, what)  # checks it
+        path, files = located(place, Options())
+        if files is not None and bucket is not None and files.url != bucket.url:
+            raise InputError(f"{what} is at {files.url}, others at {bucket.url}: copy all of them to one place")
+        bucket = bucket or files
+        paths.append(path)
+    return paths, bucket
 
 
 def reads_files(function: Callable[P, T]) -> Callable[P, T]:
-    """A public function that reads local files and takes no options. It raises StorageError if their storage hangs."""
+    """A public function that reads files and takes no options. It raises StorageError if their storage hangs."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
@@ -79,11 +86,22 @@ def convert_checked(what: str, value: Any, kind: type[T]) -> T:
 
 
 def path_inside(folder: str, name: str, where: str) -> str:
-    """The path of a file that an index names. Raises DataError if the name leads out of the folder."""
+    """The path of a file that an index names. Raises DataError if the name leads out of the folder, or no file can have
+    it."""
     names = name.split("/")
     if not all(names) or {".", ".."} & {*names} or "\0" in name:
         raise DataError(f"{where} names the file {name[:200]!r}, which would be outside its folder")
+    longest = max(len(part.encode(errors="replace")) for part in names)
+    if longest > _MAX_NAME_BYTES or len(name) > _MAX_KEY_CHARACTERS or re.search(r"[\ud800-\udfff]", name):
+        raise DataError(f"{where} names the file {name[:200]!r}, a name that no file can have")
     return os.path.join(folder, *names)
+
+
+_MAX_NAME_BYTES = 255
+"""The longest name of a file or folder, on all common file systems."""
+
+_MAX_KEY_CHARACTERS = 1024
+"""The longest key of a bucket, in bytes; longer than any name in an index."""
 
 
 class Index(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from jaxckpt._formats.index_files import convert_checked, from_json, path_on_disk, reads_files
+from jaxckpt._formats.index_files import convert_checked, from_json, located_together, reads_files
 from jaxckpt._formats.protobuf import Message, Schema
 from jaxckpt._formats.rank_files import (
     MAX_RANKS,
@@ -42,9 +42,9 @@ from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
 from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import Format
-from jaxckpt._store.foreign_files import OpenFile, is_folder, list_names, opened, read_head, read_small
+from jaxckpt._store.foreign_files import OpenFile, in_bucket, is_folder, list_names, opened, read_head, read_small
 from jaxckpt.errors import DataError, InputError, show_path
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def mindspore_ranks(
 
     Args:
         files: The file of each rank, .ckpt or .safetensors, as {rank: path}; or the folder with the folders rank_0,
-            rank_1, …, each with one file.
+            rank_1, …, each with one file. Paths or URLs.
         strategy: The strategy file of the job (`strategy_ckpt_save_file`), protobuf or JSON, for one pipeline stage or
             merged; or a folder with the files of all stages. Each rank holds the whole of an array that is not in it.
             The axes of its device matrices are named "d0", "d1", … from the left; that of pipeline stages is "stage".
@@ -125,14 +125,23 @@ def mindspore_ranks(
     """
     if strategy is not None and (mesh is not None or specs is not None):
         raise InputError("a strategy determines the mesh and the specs: pass either strategy= or mesh= and specs=")
-    paths = paths_of(files) if isinstance(files, Mapping) else paths_in(files, _RANK_FOLDER)
-    rank_values = {rank: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for rank, p in paths.items()}
+    if isinstance(files, Mapping):
+        paths, bucket = paths_of(files)
+    else:
+        (folder,), bucket = located_together({"the folder of the ranks": files})
+        with in_bucket(bucket):
+            paths = paths_in(folder, _RANK_FOLDER)
+    with in_bucket(bucket):
+        rank_values = {n: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for n, p in paths.items()}
     if strategy is None:
         leaf_paths = {name: escape_key(name) for values in rank_values.values() for name in values}
         tree = assemble(rank_values, leaf_paths, mesh, specs)
     else:
-        tree = _assemble_by_strategy(rank_values, read_strategy(path_on_disk(strategy, "strategy")))
-    return compose(common_url(paths), tree, "mindspore", files=paths.values())
+        (path,), its_bucket = located_together({"strategy": strategy})
+        with in_bucket(its_bucket):
+            layouts = read_strategy(path)
+        tree = _assemble_by_strategy(rank_values, layouts)
+    return with_files(compose(common_url(paths), tree, "mindspore", files=paths.values()), bucket)
 
 
 # Strategies -----------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import Any
 
 from jaxckpt.errors import DataError, show_path
 
-_STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
+STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
 _NUMBERED = re.compile(r"(.*\D)(\d+)-of-(\d+)(\.\w+)")
 
 
 def preferred(names: Collection[str], suffix: str) -> str | None:
     """The name that these libraries read by default, not a variant such as "model.fp16.safetensors"."""
-    return next((name for stem in _STEMS if (name := stem + suffix) in names), None)
+    return next((name for stem in STEMS if (name := stem + suffix) in names), None)
 
 
 def complete_series(names: Collection[str]) -> Sequence[str] | None:

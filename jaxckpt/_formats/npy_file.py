@@ -35,7 +35,9 @@ def open_npy(path: str) -> ForeignCheckpoint:
             where = f"{path}: the array at byte {at}"
             record = read_npy_header(where, handle.read(MAX_HEADER_BYTES + 12, at))
             start, at = at + record.start, at + record.start + record.n_bytes
-            if at > size:
+            if record.dtype.hasobject:  # its length is not recorded
+                at = size
+            elif at > size:
                 raise DataError(f"{where} ends at byte {at}, but the file has {size}")
             strides = f_strides(record.shape) if record.fortran else None
             arrays.append(array_of(record, partial(_data, path, start, record.shape, strides)))

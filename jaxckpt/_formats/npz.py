@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt._formats.export import arrays_of, names_of, raw, recorded_paths, tree_of_names
-from jaxckpt._formats.index_files import path_on_disk, reads_files
+from jaxckpt._formats.index_files import located_together, reads_files
 from jaxckpt._formats.npy import MAX_HEADER_BYTES, NpyHeader, array_of, read_npy_header
 from jaxckpt._formats.shards import FileData, c_strides, f_strides
 from jaxckpt._formats.zips import READ_BYTES, Member, first_name, opened_archive
@@ -25,10 +25,10 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
-from jaxckpt._store.foreign_files import OpenFile, is_visible_file, opened
+from jaxckpt._store.foreign_files import OpenFile, in_bucket, is_visible_file, opened
 from jaxckpt.errors import DataError, InputError, show_path
 
 MAX_TEXT_BYTES = 1 << 20
@@ -65,7 +65,7 @@ def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
     cannot be read, except that arrays of dtype V2 are bfloat16, as for `jax.numpy.load`.
 
     Args:
-        path: A local file.
+        path: The file, or its URL.
         dtype: The dtype of these arrays, such as "float8_e4m3fn" or "int4". Other arrays keep their dtype.
 
     Returns:
@@ -77,7 +77,9 @@ def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    return open_npz(path_on_disk(path, "path"), dtype)
+    (place,), bucket = located_together({"path": path})
+    with in_bucket(bucket):
+        return with_files(open_npz(place, dtype), bucket)
 
 
 def read_npz(path: str, void: str | None = None) -> dict[str, ForeignArray | str | bytes]:

@@ -28,10 +28,11 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.tree import Structure, Tree, nested_dicts, unflatten
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, InMemoryData, with_files
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._store.foreign_files import (
     exists,
+    in_bucket,
     is_folder,
     list_names,
     names_in,
@@ -111,7 +112,7 @@ def oneflow_ranks(
     path.
 
     Args:
-        files: The path that each rank gave to `flow.save`, a file or a folder, as {rank: path}.
+        files: The path that each rank gave to `flow.save`, a file or a folder, or its URL, as {rank: path}.
         mesh: The mesh on which the ranks were numbered, in row-major order: axis sizes such as {"data": 2, "model": 4},
             or a Mesh or AbstractMesh, of which only the axis sizes count. By default one axis "rank" with the number of
             files.
@@ -140,11 +141,12 @@ def oneflow_ranks(
         >>> jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks(ranks, specs={"w": jax.P("rank")}))
         {'w': array([0., 0., 1., 1.], dtype=float32)}
     """
-    paths = paths_of(files)
+    paths, bucket = paths_of(files)
     rank_values: dict[int, dict[str, Any]] = {}
     structures: list[Structure] = []
     for rank, path in paths.items():
-        leaves, structure = flatten(_saved(path))
+        with in_bucket(bucket):
+            leaves, structure = flatten(_saved(path))
         rank_values[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
     whole = assemble(rank_values, {path: path for values in rank_values.values() for path in values}, mesh, specs)
@@ -152,7 +154,7 @@ def oneflow_ranks(
         tree = unflatten(structures[0], [whole[path] for path in next(iter(rank_values.values()))])
     else:  # stages of a pipeline
         tree = nested_dicts(whole)
-    return compose(common_url(paths), tree, "oneflow", files=paths.values())
+    return with_files(compose(common_url(paths), tree, "oneflow", files=paths.values()), bucket)
 
 
 def _saved(path: str) -> Tree:

@@ -11,12 +11,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
-from jaxckpt._formats.huggingface import Config, huggingface_rules, read_config, tensor_names
-from jaxckpt._formats.index_files import reads_files
+from jaxckpt._formats.huggingface import huggingface_rules, read_config, tensor_names
+from jaxckpt._formats.index_files import convert_checked, reads_files
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box
@@ -31,7 +32,9 @@ from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
-from jaxckpt.errors import InputError, MismatchError, Problem
+from jaxckpt.errors import DataError, InputError, MismatchError, Problem
+
+_Number = TypeVar("_Number", int, float)
 
 _CONFIG = "adapter_config.json"
 _START = "base_model.model."
@@ -119,7 +122,7 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
         elif match is None:
             problems.append(Problem(path, "is not a tensor of LoRA that jaxckpt can merge"))
         elif match[2] == "A":
-            other, is_transposed = path.replace("lora_A", "lora_B"), bool(config.get("fan_in_fan_out"))
+            other, is_transposed = path.replace("lora_A", "lora_B"), bool(config.fan_in_fan_out)
             b, rank = lora.array(other) if other in lora.paths else None, value.shape[0]
             sides = tensor.shape[::-1] if is_transposed else tensor.shape
             if b is None or len(sides) != 2 or (b.shape, value.shape) != ((sides[0], rank), (rank, sides[1])):
@@ -167,7 +170,26 @@ def _tensors(adapter: str | os.PathLike[str]) -> str:
     return os.path.join(os.fspath(adapter), "adapter_model.safetensors")
 
 
-def _adapter_config(adapter: str | os.PathLike[str]) -> Config:
+_Rank = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Alpha = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+
+
+class _Adapter(msgspec.Struct, frozen=True):
+    """The configuration of an adapter, as far as it is used."""
+
+    r: _Rank
+    lora_alpha: _Alpha
+    rank_pattern: dict[str, _Rank] | None = None
+    """The rank of the modules whose names end with a match of a regular expression."""
+
+    alpha_pattern: dict[str, _Alpha] | None = None
+    use_rslora: bool | None = None
+    fan_in_fan_out: bool | None = None
+    target_modules: str | list[str] | None = None
+    """A regular expression, or the ends of names."""
+
+
+def _adapter_config(adapter: str | os.PathLike[str]) -> _Adapter:
     """The configuration of an adapter. Raises InputError if jaxckpt does not support it."""
     config = read_config(adapter, _CONFIG)
     if config.get("peft_type") != "LORA":
@@ -177,31 +199,40 @@ def _adapter_config(adapter: str | os.PathLike[str]) -> Config:
         wrong.append("bias")
     if wrong:
         raise InputError(f"{_CONFIG} of {os.fspath(adapter)} has {', '.join(wrong)}, which jaxckpt does not support")
-    return config
+    where = os.path.join(os.fspath(adapter), _CONFIG)
+    record = convert_checked(where, config, _Adapter)
+    targets = [record.target_modules] if isinstance(record.target_modules, str) else []
+    for pattern in (*(record.rank_pattern or ()), *(record.alpha_pattern or ()), *targets):
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise DataError(
+                f"{where} has the regular expression {pattern[:80]!r}, which is invalid: {error}"
+            ) from error
+    return record
 
 
-def _scale(module: str, config: Config, rank: int | None = None) -> float:
+def _scale(module: str, config: _Adapter, rank: int | None = None) -> float:
     """The factor of B A, for a module; without a rank, that of the configuration."""
-    rank = rank or int(_setting(module, config, "rank_pattern", "r"))
-    alpha = float(_setting(module, config, "alpha_pattern", "lora_alpha"))
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    rank = rank or _setting(module, config.rank_pattern, config.r)
+    alpha = _setting(module, config.alpha_pattern, config.lora_alpha)
+    return alpha / (rank**0.5 if config.use_rslora else rank)
 
 
-def _setting(module: str, config: Config, patterns: str, name: str) -> Any:
-    of_modules: Mapping[str, Any] = config.get(patterns) or {}
-    matches = (value for key, value in of_modules.items() if re.fullmatch(rf"(.*\.)?({key})", module))
-    return next(matches, config[name])
+def _setting(module: str, patterns: Mapping[str, _Number] | None, default: _Number) -> _Number:
+    matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    return next(matches, default)
 
 
-def _is_target(module: str, config: Config) -> bool:
+def _is_target(module: str, config: _Adapter) -> bool:
     """Whether the configuration names a module: by the end of its name, or by a regular expression."""
-    targets: Any = config.get("target_modules") or ()
+    targets = config.target_modules or ()
     if targets == "all-linear":
         return not module.endswith(("lm_head", "gate", "router"))
     module = re.sub(r"\{\w+\}|\d+", "0", module)
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
-    ends = (re.sub(r"\d+", "0", str(target)) for target in targets)  # PEFT may name the modules of each layer
+    ends = (re.sub(r"\d+", "0", target) for target in targets)  # PEFT may name the modules of each layer
     return any(module == end or module.endswith(f".{end}") for end in ends)
 
 

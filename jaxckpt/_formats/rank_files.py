@@ -5,6 +5,7 @@ files ─▶ the arrays of each rank ─▶ their boxes, from a mesh and specs o
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._formats.export import tree_of_names
-from jaxckpt._formats.index_files import path_on_disk, reads_files
+from jaxckpt._formats.index_files import located_together, reads_files
 from jaxckpt._formats.npz import read_npz
 from jaxckpt._formats.safetensors import read_header
 from jaxckpt._formats.shards import from_boxes, from_ranks
@@ -26,8 +27,8 @@ from jaxckpt._model.grid import Box, box_at
 from jaxckpt._model.paths import closest_hint, name_of_path, path_of_name
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, Unreadable
-from jaxckpt._store.foreign_files import list_names, read_head
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, Unreadable, with_files
+from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, list_names, read_head
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ def rank_files(
     are read here; arrays are read from the rank files later, box by box. Every process makes this call.
 
     Args:
-        files: The file of each rank: .npz, as written by numpy.savez or savez_compressed, or .safetensors. Arrays with
-            the same name are shards of one array. A "/" in a name makes a dict: "params/w" becomes
-            {"params": {"w": …}}.
+        files: The path or URL of the file of each rank: .npz, as written by numpy.savez or savez_compressed, or
+            .safetensors. Arrays with the same name are shards of one array. A "/" in a name makes a dict: "params/w"
+            becomes {"params": {"w": …}}.
         mesh: The mesh on which the ranks were numbered, in row-major order: axis sizes such as {"data": 2, "model": 4},
             or a Mesh or AbstractMesh, of which only the axis sizes count. By default one axis "rank" with the number of
             files.
@@ -92,10 +93,11 @@ def rank_files(
         >>> jaxckpt.load_numpy(checkpoint)
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
-    paths = paths_of(files)
-    rank_values = {
-        rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
-    }
+    paths, bucket = paths_of(files)
+    with in_bucket(bucket):
+        rank_values = {
+            rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
+        }
     for rank, values in rank_values.items():
         for name, value in values.items():
             if isinstance(value, ForeignArray) and isinstance(value.data, Unreadable):
@@ -103,30 +105,30 @@ def rank_files(
     names = dict.fromkeys(name for values in rank_values.values() for name in values)
     leaf_paths = {leaf.value: leaf.path for leaf in flatten(tree_of_names({name: name for name in names}, {}))[0]}
     tree = tree_of_names(assemble(rank_values, leaf_paths, mesh, specs, offsets, shapes), {})
-    return compose(common_url(paths), tree, "rank files", files=paths.values())
+    return with_files(compose(common_url(paths), tree, "rank files", files=paths.values()), bucket)
 
 
-def paths_of(files: Files) -> dict[int, str]:
-    """The absolute path of each rank's file."""
+def paths_of(files: Files) -> tuple[dict[int, str], BucketFiles | None]:
+    """The path of each rank's file, and the files of their bucket, as of `located_together`."""
     if not files:
         raise InputError("no files are given; expected {rank: path}")
     if not isinstance(files, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"files is of type {type(files).__name__}; expected {{rank: path}}")
     if wrong := [rank for rank in files if type(rank) is not int or not 0 <= rank < MAX_RANKS]:
         raise InputError(f"files has the rank {wrong[0]!r}; expected integers from 0 to {MAX_RANKS - 1}")
-    return {rank: path_on_disk(path, f"the file of rank {rank}") for rank, path in sorted(files.items())}
+    paths, bucket = located_together({f"the file of rank {rank}": files[rank] for rank in sorted(files)})
+    return dict(zip(sorted(files), paths, strict=True)), bucket
 
 
-def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict[int, str]:
+def paths_in(folder: str, rank_name: re.Pattern[str]) -> dict[int, str]:
     """The single file in each rank's folder. `rank_name` matches folder names, with the rank in group 1."""
-    folder = path_on_disk(folder, "the folder of the ranks")
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         raise NotACheckpointError(f"the folder {folder} does not exist")
     files: dict[int, str] = {}
     problems: list[str] = []
     for name in list_names(folder):
         match, inner = rank_name.fullmatch(name), os.path.join(folder, name)
-        if match is None or not os.path.isdir(inner):
+        if match is None or not is_folder(inner):
             continue
         inside = [file for file in list_names(inner) if file.endswith((".ckpt", ".safetensors"))]
         if len(inside) != 1:
@@ -140,12 +142,15 @@ def paths_in(folder: str | os.PathLike[str], rank_name: re.Pattern[str]) -> dict
         )
     if not files:
         raise NotACheckpointError(f"{folder} has no folder rank_0, rank_1, …")
-    return paths_of(files)
+    if beyond := [rank for rank in files if rank >= MAX_RANKS]:
+        raise InputError(f"{files[beyond[0]]} is of rank {beyond[0]}; at most {MAX_RANKS} ranks are read")
+    return files
 
 
 def common_url(paths: Mapping[int, str]) -> str:
     """The path of the single file, or the common parent folder of all files, for messages."""
-    return next(iter(paths.values())) if len(paths) == 1 else os.path.commonpath(paths.values())
+    names = zip(*(path.split("/") for path in paths.values()), strict=False)
+    return "/".join(same[0] for same in itertools.takewhile(lambda same: len({*same}) == 1, names)) or "/"
 
 
 RankValues = Mapping[int, Mapping[str, ForeignArray | str | bytes]]

@@ -38,7 +38,7 @@ from jaxckpt._formats.index_files import (
     read_json,
     several_indices_error,
 )
-from jaxckpt._formats.model_folder import complete_series, merged, preferred
+from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
 from jaxckpt._formats.pickles import unreadable
 from jaxckpt._formats.shards import FileData
 from jaxckpt._model.dtypes import DTYPES
@@ -111,7 +111,8 @@ def read_header_and_metadata(path: str) -> tuple[dict[str, ForeignArray], dict[s
             )
         tensors, metadata, size = _parse_header(path, text)
         if not file.has_size(size):
-            raise DataError(f"{path} is {file.size} bytes long, expected {size} from its header")
+            remedy = ": it was truncated; download or copy it again" if file.size < size else ""
+            raise DataError(f"{path} is {file.size} bytes long, expected {size} from its header{remedy}")
     return tensors, metadata
 
 
@@ -335,5 +336,6 @@ FORMAT = Format(
     owned_names,
     write_safetensors,
     (".safetensors",),
+    index_names=tuple(stem + end for stem in STEMS for end in (".safetensors", INDEX)),
     save_to=_save_to,
 )

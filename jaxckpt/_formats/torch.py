@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from jaxckpt._formats.index_files import require_length
-from jaxckpt._formats.model_folder import complete_series, merged, preferred
+from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
 from jaxckpt._formats.shards import FileData
@@ -30,7 +30,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Unreadable
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._store.foreign_files import is_folder, list_names, read_head
-from jaxckpt.errors import DataError, UnsupportedError
+from jaxckpt.errors import DataError, NotACheckpointError, UnsupportedError
 
 MAX_REPEATED_BYTES = 1 << 26
 """The largest tensor that repeats elements of its storage by strides of 0. Without a limit, a file of a few bytes could
@@ -214,7 +214,10 @@ def _read_archive(archive: Archive) -> Any:
         raise ValueError("it has no data.pkl")
     prefix = name.removesuffix("data.pkl")
     if f"{prefix}constants.pkl" in archive:
-        raise ValueError("it is a TorchScript program: save its state_dict() with torch.save")
+        raise NotACheckpointError(
+            f"{archive.path} is a TorchScript program: load it with torch.jit.load, and save its state_dict() with"
+            " torch.save"
+        )
 
     def member(name: str) -> Member:
         if f"{prefix}{name}" not in archive:
@@ -330,4 +333,4 @@ def _reject_conjugated(tensor: Any, metadata: list[Any]) -> Any:
     return tensor
 
 
-FORMAT = Format("torch", recognizes, open_torch)
+FORMAT = Format("torch", recognizes, open_torch, index_names=tuple(f"{stem}.bin" for stem in STEMS))

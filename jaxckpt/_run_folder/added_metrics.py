@@ -61,7 +61,7 @@ def read_added_metrics(run: Store, steps: Container[int]) -> AddedMetrics:
             continue
         try:
             metric = typed_json.decode(content, _AddedMetric)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{notes.url}/{name}, a metric that was added to a step, is damaged: {error}") from error
         added.setdefault((step, metric.save_id), {})[metric.name] = metric.value
     return added

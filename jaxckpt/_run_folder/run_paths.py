@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
 from jaxckpt._model import typed_json
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._model.manifest import decode
@@ -142,7 +140,7 @@ def best_rule(run: Store) -> tuple[str, Mode]:
         )
     try:
         return typed_json.decode(note, tuple[str, Mode])
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{run.url}/{RUN}/{BEST} is damaged: {error}. Give a step number") from error
 
 

@@ -232,12 +232,15 @@ class ForeignCheckpoint:
         return None if self.origin is None else self.origin.change_since_open()
 
 
-def with_files(checkpoint: ForeignCheckpoint, files: BucketFiles) -> ForeignCheckpoint:
-    """A checkpoint that was opened in a bucket, so that its data is read from there."""
+def with_files(checkpoint: ForeignCheckpoint, files: BucketFiles | None) -> ForeignCheckpoint:
+    """A checkpoint that was opened in a bucket, so that its data is read from there. None: all its files are local."""
+    if files is None:
+        return checkpoint
     # tensorstore reads the others, or they are in memory.
     others = AsyncArrayData, InMemoryData, Unreadable
     row_data = [[d if isinstance(d, others) else InBucket(d, files) for d in rows] for rows in checkpoint.row_data]
-    return replace(checkpoint, url=url_of(checkpoint.url), row_data=row_data)
+    urls = tuple(map(url_of, checkpoint.files))
+    return replace(checkpoint, url=url_of(checkpoint.url), row_data=row_data, files=urls)
 
 
 def unreadable_reason(source: Source, leaf: LeafRecord) -> str | None:

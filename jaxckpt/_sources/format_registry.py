@@ -77,6 +77,10 @@ class Format:
     order: int = 0
     """Formats of lower order are tried first: those that share names of files with a more general format."""
 
+    index_names: tuple[str, ...] = ()
+    """The files in its folder that name the others. Over HTTP, where folders cannot be listed, a folder counts as
+    holding those of them that exist."""
+
 
 @functools.cache
 def formats() -> tuple[Format, ...]:
@@ -97,6 +101,11 @@ def formats() -> tuple[Format, ...]:
     if not _is_installed():
         _log.warning("jaxckpt is not installed with pip, so it knows no checkpoint formats of other libraries")
     return tuple(sorted(loaded, key=lambda form: (form.order, form.name)))
+
+
+def index_names() -> tuple[str, ...]:
+    """The `Format.index_names` of all formats."""
+    return tuple(dict.fromkeys(name for form in formats() for name in form.index_names))
 
 
 def missing_formats_hint() -> str:

@@ -28,8 +28,8 @@ from jaxckpt._run_folder.run_paths import (
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.compose import step_record
 from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
-from jaxckpt._sources.format_registry import ForeignStep, Format, formats, missing_formats_hint
-from jaxckpt._sources.signatures import describe, first_bytes
+from jaxckpt._sources.format_registry import ForeignStep, Format, formats, index_names, missing_formats_hint
+from jaxckpt._sources.signatures import describe, describe_content, describe_unknown
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, url_of
 from jaxckpt._store.running_writes import await_writes
@@ -194,9 +194,7 @@ def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckp
         if form is None or form.open is None:
             return None
         checkpoint = _open_as(form.open, path, names)
-    if files is not None and isinstance(checkpoint, ForeignCheckpoint):
-        return with_files(checkpoint, files)
-    return checkpoint
+    return with_files(checkpoint, files) if isinstance(checkpoint, ForeignCheckpoint) else checkpoint
 
 
 def located(location: str | os.PathLike[str], options: Options) -> tuple[str, BucketFiles | None]:
@@ -205,7 +203,7 @@ def located(location: str | os.PathLike[str], options: Options) -> tuple[str, Bu
     if local is not None:
         return local, None
     store = store_at(location, options)
-    files, path = BucketFiles.at(cast("Bucket", store))
+    files, path = BucketFiles.at(cast("Bucket", store), index_names())
     return path, files
 
 
@@ -216,7 +214,11 @@ def _open_as(
     try:
         return open_format(path)
     except DataError as error:
-        if (what := describe(path, names or ())) is None:
+        what = describe(path, names or ())
+        if what is None and not names and path.endswith(".json"):  # an index of the files next to it
+            folder = os.path.dirname(path)
+            path, what = folder, describe(folder, names_at(folder) or ())
+        if what is None:
             raise
         raise NotACheckpointError(f"{path} {what} ({error})") from None
 
@@ -227,23 +229,30 @@ def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str |
     with in_bucket(files):
         names = names_at(path)
         if names is None:
-            return None
+            return _UNLISTED if files is not None and files.url.startswith("http") else None
         if what := describe(path, names):
             return f"it {what}"
         if not names:
-            return (
-                None
-                if is_folder(path)
-                else f"it is a file in no format that jaxckpt reads; it begins with {first_bytes(path)}"
-            )
-        # Otherwise an unfinished save of jaxckpt.
-        inside = [] if any(map(is_data_folder, names)) else _checkpoints_inside(path)
-    return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}" if inside else None
+            return None if is_folder(path) else f"it {describe_unknown(path)}"
+        if any(map(is_data_folder, names)):  # an unfinished save of jaxckpt
+            return None
+        inside = _checkpoints_inside(path)
+    if not inside:
+        return f"it {describe_content(names)}"
+    return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
+
+
+_UNLISTED = (
+    "nothing is at this URL, or it is a folder, which HTTP does not list: give the URL of one of its files, or copy the"
+    " folder; a public bucket can be listed under its gs:// or s3:// URL"
+)
 
 
 def _checkpoints_inside(path: str) -> list[str]:
-    """Checkpoints of other libraries up to three levels below a folder, as in the cache of a hub."""
+    """Checkpoints of other libraries up to three levels below a folder, as in the cache of a hub: folders, or if there
+    are none, files."""
     inside: list[str] = []
+    files: list[str] = []
     folders = collections.deque([(path, 0)])
     for _ in range(_MAX_FOLDERS):
         if not folders:
@@ -256,11 +265,16 @@ def _checkpoints_inside(path: str) -> list[str]:
                 inside.append(os.path.relpath(below, path))
             elif names and depth < 2 and not name.startswith("."):
                 folders.append((below, depth + 1))
-    return inside
+            elif names == [] and len(files) < _MAX_FILES and _recognized_format(below, ()) is not None:
+                files.append(os.path.relpath(below, path))
+    return inside or files
 
 
 _MAX_FOLDERS = 100
 """The most folders whose content is searched for checkpoints, for an error."""
+
+_MAX_FILES = 20
+"""The most files that are named in an error, each of which takes requests in a bucket."""
 
 
 def _exists(location: str | os.PathLike[str], options: Options, store: Store) -> bool:

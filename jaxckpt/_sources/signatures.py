@@ -16,6 +16,8 @@ _HEAD_BYTES = 512
 
 _POINTER = "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository, or download the file again"
 _COMPRESSED = "is compressed with {}: decompress it first"
+_MESSAGE = "is the error message of a server, in place of the file: download it again, perhaps after a login"
+_PAGE = "is an HTML page, from a failed download: it may need a login, or another URL"
 _FIRST_BYTES: Mapping[bytes, str] = {
     b"version https://git-lfs.github.com/spec/": _POINTER,
     b"GGUF": "is a GGUF file of llama.cpp: open the model's original safetensors instead",
@@ -25,10 +27,18 @@ _FIRST_BYTES: Mapping[bytes, str] = {
     b"\x28\xb5\x2f\xfd": _COMPRESSED.format("zstd"),
     b"PAR1": "is a Parquet table, which holds no tree of arrays",
     b"MATLAB 5.0": "is a MATLAB file: load it with scipy.io.loadmat, and save the arrays",
-    b"<!doctype html": "is an HTML page, from a failed download: it may need a login, or another URL",
-    b"<html": "is an HTML page, from a failed download: it may need a login, or another URL",
+    b"<!doctype html": _PAGE,
+    b"<html": _PAGE,
     b"<?xml": "is an XML text, such as the error of an object store: download the file again",
-    b'{"error"': "is the error message of a server: download the file again",
+    b"7z\xbc\xaf\x27\x1c": _COMPRESSED.format("7-Zip"),
+    b"Rar!": _COMPRESSED.format("RAR"),
+    b'{"error"': _MESSAGE,
+    b"entry not found": _MESSAGE,
+    b"repository not found": _MESSAGE,
+    b"invalid username or password": _MESSAGE,
+    b"access to model": _MESSAGE,
+    b"access denied": _MESSAGE,
+    b"\0" * 16: "begins with zeros, as a download or copy that never finished: download or copy it again",
 }
 """What a file is, by its first bytes in lowercase or as they are."""
 
@@ -40,6 +50,16 @@ _NAMES: Mapping[str, str] = {
     "*.index": "is the index of a TensorFlow checkpoint: {tensorflow}",
     "saved_model.pb": "is a SavedModel of TensorFlow: {tensorflow}",
     "*.tar": "is a tar archive: extract it, and open what it holds",
+    "*.part": "is an unfinished download: complete it",
+    "*.incomplete": "is an unfinished download: complete it",
+    "*.crdownload": "is an unfinished download: complete it",
+    "config.json": "describes a model, without its weights: give the path of its folder",
+    "model_index.json": "describes a pipeline of models: open the folder of one of them, next to it",
+    "manifest.json": "is a part of a checkpoint: give the path of its folder",
+    "_METADATA": "is a part of a checkpoint of Orbax: give the path of its folder",
+    "_CHECKPOINT_METADATA": "is a part of a checkpoint of Orbax: give the path of its folder",
+    "*.distcp": "is a part of a checkpoint of torch.distributed.checkpoint: give the path of its folder",
+    "zarr.json": "is a part of a Zarr array or group: give the path of its folder",
 }
 """What a file is, by its name."""
 
@@ -64,37 +84,58 @@ _ADVICE = {
 def describe(path: str, names: Collection[str]) -> str | None:
     """What a file or folder is, and the way out; None if that is not known. `names` are those in the folder.
 
-    Of a folder, only the names are looked at, and the heads of small files, which may be pointers.
+    Of a folder, only the names are looked at, and the first bytes of files, which may be pointers or failed downloads.
     """
     if not names:
         return _describe_file(path)
     # Each takes a request in a bucket.
     n_looked_at = 1000 if store_of(path) is None else 3
-    pointers = [name for name in sorted(names)[:n_looked_at] if _head(f"{path}/{name}", 1024).startswith(_LFS)]
-    if pointers:
-        return f"has Git LFS pointers in place of files, such as {pointers[0]}: run `git lfs pull` in its repository"
+    for name in sorted(names, key=lambda name: (not name.endswith(_WEIGHTS), name))[:n_looked_at]:
+        what = _by_first_bytes(_head(f"{path}/{name}"))
+        if what == _POINTER:
+            return f"has Git LFS pointers in place of files, such as {name}: run `git lfs pull` in its repository"
+        if what in (_PAGE, _MESSAGE):
+            return f"holds {name}, which {what}"
     return _by_name(names, _INSIDE)
 
 
-_LFS = b"version https://git-lfs"
+_WEIGHTS = (".safetensors", ".bin", ".msgpack", ".pt", ".pth", ".h5")
+"""The suffixes of files that are looked at first."""
 
 
 def _describe_file(path: str) -> str | None:
     head = _head(path)
     if not head and is_visible_file(path):
         return "is empty"
-    text = head.lstrip()
-    for start, meaning in _FIRST_BYTES.items():
-        if head.startswith(start) or text.lower().startswith(start):
-            return meaning
+    if meaning := _by_first_bytes(head):
+        return meaning
     if head[257:262] == b"ustar":
         return _NAMES["*.nemo" if path.endswith(".nemo") else "*.tar"]
     return _by_name([os.path.basename(path)], _NAMES)
 
 
-def first_bytes(path: str) -> str:
-    """The first bytes of a file, for an error."""
-    return repr(_head(path)[:16])
+def _by_first_bytes(head: bytes) -> str | None:
+    text = head.lstrip().lower()
+    starts = (start for start in _FIRST_BYTES if head.startswith(start) or text.startswith(start))
+    return _FIRST_BYTES.get(next(starts, b""))
+
+
+def describe_unknown(path: str) -> str:
+    """What a file is that no format recognizes, and that `describe` does not know."""
+    head = _head(path)
+    if head.startswith(b"PK"):
+        return "is a zip archive in no format that jaxckpt reads: extract it, and open what it holds"
+    return f"is a file in no format that jaxckpt reads; it begins with {head[:16]!r}"
+
+
+def describe_content(names: Collection[str]) -> str:
+    """What a folder holds that is no checkpoint, and in which no checkpoint is found."""
+    if "config.json" in names:
+        return "has the config.json of a model, but no weights: download them too"
+    held = sorted(names)
+    return f"has no manifest.json, and no file of another library's format: it holds {', '.join(held[:5])}" + (
+        f" and {len(held) - 5} more" if len(held) > 5 else ""
+    )
 
 
 def _by_name(names: Collection[str], table: Mapping[str, str]) -> str | None:
@@ -103,10 +144,10 @@ def _by_name(names: Collection[str], table: Mapping[str, str]) -> str | None:
     return meaning and meaning.format_map(_ADVICE)
 
 
-def _head(path: str, longest: int | None = None) -> bytes:
-    """The first bytes of a file of at most `longest` bytes; none if it cannot be read."""
+def _head(path: str) -> bytes:
+    """The first bytes of a file; none if it cannot be read."""
     try:
         with opened(path) as file:
-            return b"" if longest is not None and file.read(1, longest) else file.read(_HEAD_BYTES, 0)
+            return file.read(_HEAD_BYTES, 0)
     except (DataError, StorageError):
         return b""

@@ -173,14 +173,14 @@ class Bucket:
     # Small files -----------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes | None:
-        return self._get(key)[0]
+        return self.read_whole(key)[0]
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """Requests all files concurrently."""
         begun = [(key, self._keys.read(key)) for key in keys]
         return [self._await_read(key, pending)[0] for key, pending in begun]
 
-    def _get(self, key: str) -> tuple[bytes | None, bytes]:
+    def read_whole(self, key: str) -> tuple[bytes | None, bytes]:
         """(content of a key, its generation for a conditional write)."""
         return self._await_read(key, self._keys.read(key))
 
@@ -269,22 +269,25 @@ class Bucket:
         """All keys below. Costs one request per thousand keys."""
         return self._list("")
 
-    def has_key(self, key: str) -> bool:
-        return self._await("look at", key, self._keys.read(key, byte_range=slice(0, 0))).state == "value"
+    def existing(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys that exist. Requests all concurrently."""
+        reads = {key: self._keys.read(key, byte_range=slice(0, 0)) for key in keys}
+        return [key for key, read in reads.items() if self._await("look at", key, read).state == "value"]
 
-    def read_range(self, key: str, start: int, stop: int) -> bytes | None:
-        """The bytes of a key from `start` to `stop`, fewer only at its end; None if it does not exist."""
+    def read_range(self, key: str, start: int, stop: int) -> tuple[bytes | None, bytes]:
+        """(the bytes of a key from `start` to `stop`, fewer only at its end; None if it does not exist, the generation
+        of the key, empty if nothing was read)."""
         if start >= stop:
-            return b""
+            return b"", b""
         result = self._read_range(key, start, stop)
         if isinstance(result, _Beyond):
             size = self.size(key) if result.size is None else result.size
             if size <= start:
-                return b""
+                return b"", b""
             result = self._read_range(key, start, size)
             if isinstance(result, _Beyond):
                 raise DataError(f"{self.url}/{key} was truncated while it was being read")
-        return result.value if result.state == "value" else None
+        return result.value if result.state == "value" else None, result.stamp.generation
 
     def _read_range(self, key: str, start: int, stop: int) -> ts.KvStore.ReadResult | _Beyond:
         pending = self._keys.read(key, byte_range=slice(start, stop))
@@ -295,11 +298,12 @@ class Bucket:
                 if not str(error).startswith("OUT_OF_RANGE"):
                     raise
                 size = _SIZE.search(str(error))
-                return _Beyond(int(size[1]) if size else None)
+                # A server has no byte of an empty object, and answers as for any offset beyond the end.
+                return _Beyond(int(size[1]) if size else 0 if start == 0 else None)
 
     def size(self, key: str) -> int:
         """The bytes of a key. One request if the server answers with its size, otherwise dozens: tensorstore does not
-        ask for it. Raises DataError if the key does not exist."""
+        ask for it. Raises DataError if the key does not exist, StorageError if it changes in the meantime."""
         beyond = self._read_range(key, _MAX_SIZE, _MAX_SIZE + 1)
         if isinstance(beyond, ts.KvStore.ReadResult):
             raise DataError(f"{self.url}/{key} is missing")
@@ -311,12 +315,17 @@ class Bucket:
         while high - low > _PROBE_BYTES:
             for offset, probe in zip(offsets, self._have_bytes(key, offsets), strict=True):
                 low, high = (max(low, offset), high) if probe else (low, min(high, offset))
+            if low >= high:
+                raise self._changed(key)
             step = max(1, (high - low) // _PROBES)
             offsets = list(range(low + step, high, step))
         end = self._read_range(key, low, high + 1)
         if not isinstance(end, _Beyond) or end.size is None:
-            raise DataError(f"{self.url}/{key} changed while it was being read")
+            raise self._changed(key)
         return end.size
+
+    def _changed(self, key: str) -> StorageError:
+        return StorageError(errno.ESTALE, f"{self.url}/{key} was replaced or deleted while it was read: open it again")
 
     def _have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Whether a key has a byte at each offset."""
@@ -343,7 +352,7 @@ class Bucket:
         key = f"{data}/{WRITER}"
         note = {"state": "writing", "save_id": save_id, "host": socket.gethostname(), "pid": os.getpid()}
         content = json.dumps({**note, "replaces": manifest_identity(previous)}).encode()
-        if not self._write_if_unchanged(key, self._get(key)[1], content):
+        if not self._write_if_unchanged(key, self.read_whole(key)[1], content):
             raise StorageError(errno.EEXIST, f"cannot create {self.url}/{key}: it already exists")
         try:
             self._require_guarantees(data)
@@ -371,7 +380,7 @@ class Bucket:
     def _transition(self, data: str, before: Collection[str], after: str) -> bool:
         """Change the note of a writer from one state to another, unless another process was faster."""
         key = f"{data}/{WRITER}"
-        content, generation = self._get(key)
+        content, generation = self.read_whole(key)
         note = parse_note(content)
         if content is not None and not note:
             raise StorageError(errno.EIO, f"cannot read {self.url}/{key}: it is not a valid writer's note")
@@ -383,7 +392,7 @@ class Bucket:
         pass
 
     def publish(self, data: str, manifest: bytes, previous: bytes | None, *, sync: bool) -> None:
-        current, generation = self._get(MANIFEST)
+        current, generation = self.read_whole(MANIFEST)
         if current != previous:
             raise overtaken_error(self.url)
         # A checkpoint that is already published, and is now republished with fewer leaves, no longer has a writer.
@@ -402,12 +411,12 @@ class Bucket:
     def _update_copy(self, data: str, manifest: bytes) -> None:
         """Replace the second copy of a manifest, if it exists. A copy that was removed, because the checkpoint is
         being deleted, is not created again."""
-        content, generation = self._get(f"{data}/{COPY}")
+        content, generation = self.read_whole(f"{data}/{COPY}")
         if content is not None:
             self._write_if_unchanged(f"{data}/{COPY}", generation, manifest)
 
     def publish_copy(self, data: str, copy: bytes, damaged: bytes | None, *, sync: bool) -> None:
-        current, generation = self._get(MANIFEST)
+        current, generation = self.read_whole(MANIFEST)
         if current != damaged or not self._write_if_unchanged(MANIFEST, generation, copy):
             raise overtaken_error(self.url)
         if self.read(f"{data}/{COPY}") is None:  # the checkpoint was deleted in the meantime
@@ -416,7 +425,7 @@ class Bucket:
 
     def _withdraw(self, manifest: bytes) -> None:
         """Delete the manifest that was just published, unless another one has replaced it."""
-        current, generation = self._get(MANIFEST)
+        current, generation = self.read_whole(MANIFEST)
         if current == manifest:
             self._await("delete", MANIFEST, self._keys.write(MANIFEST, None, if_equal=generation))
 
@@ -439,7 +448,7 @@ class Bucket:
     def unpublish(self, *, sync: bool) -> None:
         """A save that publishes in the meantime is deleted too."""
         for _ in range(_UNPUBLISH_TRIES):
-            content, generation = self._get(MANIFEST)
+            content, generation = self.read_whole(MANIFEST)
             for name in (name for name, key in self._data_keys() if key == COPY):
                 self.remove(f"{name}/{COPY}")
             if content is None:
@@ -570,7 +579,7 @@ class Bucket:
 
     def _race(self, key: str) -> int:
         """Write a key several times concurrently, on condition of its current content. Returns how many succeeded."""
-        generation = self._get(key)[1]
+        generation = self.read_whole(key)[1]
         # Each write has different content, because on S3 the generation is a digest of the content.
         racers = [self._keys.write(key, uuid.uuid4().hex, if_equal=generation) for _ in range(_RACERS)]
         return sum(bool(self._await("write", key, racer).generation) for racer in racers)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import os
 import stat
 import urllib.parse
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -233,21 +234,30 @@ class BucketFiles:
     url: str
     """The start of each path, without a slash at its end."""
 
-    _listings: dict[str, _Tree | None] = field(default_factory=dict[str, "_Tree | None"], repr=False)
-    """By path of a folder; None if the server lists nothing, as over HTTP."""
+    index_names: Collection[str] = ()
+    """The names that are looked for in a folder that cannot be listed, as over HTTP."""
+
+    _listings: dict[str, _Tree] = field(default_factory=dict[str, "_Tree"], repr=False)
+    """By path of a folder."""
+
+    _unlisted: dict[str, list[str]] = field(default_factory=dict[str, "list[str]"], repr=False)
+    """Those of `index_names` in folders that cannot be listed."""
 
     _kinds: dict[str, str | None] = field(default_factory=dict[str, "str | None"], repr=False)
     heads: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     """The first bytes of files by path; all of them if they are fewer than `_HEAD_BYTES`."""
 
+    _generations: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    """The generation of each file that was read, by path."""
+
     @classmethod
-    def at(cls, bucket: Bucket) -> tuple[BucketFiles, str]:
+    def at(cls, bucket: Bucket, index_names: Collection[str] = ()) -> tuple[BucketFiles, str]:
         """The files of the bucket of a store, and the path of its URL among them."""
         scheme, _, rest = bucket.url.partition("://")
         url = f"{scheme}:/" if scheme == "memory" else f"{scheme}://{rest.partition('/')[0]}"
         key = bucket.path.strip("/")
         root = replace(bucket, url=url, path=bucket.path[: len(bucket.path) - len(bucket.path.lstrip("/"))])
-        return cls(root, url), f"{url}/{key}" if key else url
+        return cls(root, url, index_names), f"{url}/{key}" if key else url
 
     def key(self, path: str) -> str:
         return path.removeprefix(self.url).strip("/")
@@ -258,43 +268,55 @@ class BucketFiles:
         return self.root.child(key) if key else self.root
 
     def read_whole(self, path: str) -> bytes:
-        content = self.root.read(self.key(path))
+        return self._unchanged(path, *self.root.read_whole(self.key(path)))
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        return self._unchanged(path, *self.root.read_range(self.key(path), start, stop))
+
+    def _unchanged(self, path: str, content: bytes | None, generation: bytes) -> bytes:
+        """What was read of a file. Raises DataError if it is missing, StorageError if it is not the file that was read
+        before."""
         if content is None:
             raise DataError(f"{path} is missing")
+        if generation and self._generations.setdefault(path, generation) != generation:
+            raise StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
         note_progress()
         return content
 
     def kind(self, path: str) -> str | None:
         """ "file", "folder", or None if nothing has this path."""
         for folder, tree in self._listings.items():
-            if tree is not None and path.startswith(f"{folder}/"):
+            if path.startswith(f"{folder}/"):
                 node = _node(tree, path[len(folder) + 1 :])
                 return "folder" if isinstance(node, dict) else "file" if node is None else None
         if path not in self._kinds:
-            is_file = self.key(path) != "" and self.root.has_key(self.key(path))
-            self._kinds[path] = "file" if is_file else "folder" if self._tree(path) else None
+            is_file = self.key(path) != "" and bool(self.root.existing([self.key(path)]))
+            self._kinds[path] = "file" if is_file else "folder" if self._names(path) else None
         return self._kinds[path]
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; none if the server lists nothing. Raises StorageError."""
+        """The names in a folder, sorted; of a folder that cannot be listed, those of `index_names`. Raises
+        StorageError."""
         for above, tree in self._listings.items():
-            if tree is not None and f"{folder}/".startswith(f"{above}/"):
+            if f"{folder}/".startswith(f"{above}/"):
                 node = _node(tree, folder[len(above) + 1 :])
                 return sorted(cast("_Tree", node)) if isinstance(node, dict) else []
         if self._kinds.get(folder) == "file":
             return []
-        return sorted(self._tree(folder) or ())
+        return sorted(self._names(folder))
 
-    def _tree(self, folder: str) -> _Tree | None:
-        """Everything below a folder, by one request per thousand keys."""
+    def _names(self, folder: str) -> Collection[str]:
+        """As `names`. A listing has everything below the folder, by one request per thousand keys."""
+        if folder in self._unlisted:
+            return self._unlisted[folder]
         if folder not in self._listings:
             try:
                 keys = self.folder(folder).keys_below()
             except StorageError as error:
                 if error.errno not in UNLISTABLE or not folder.startswith("http"):
                     raise
-                self._listings[folder] = None
-                return None
+                self._unlisted[folder] = self.folder(folder).existing(self.index_names)
+                return self._unlisted[folder]
             self._listings[folder] = tree = {}
             for names in (key.split("/") for key in keys):
                 node = tree
@@ -337,12 +359,12 @@ class _BucketFile(OpenFile):
         head = self._head()
         if offset + count <= len(head) or len(head) < _HEAD_BYTES:
             return head[offset : offset + count]
-        return self._range(offset, offset + count)
+        return self._files.read_range(self.path, offset, offset + count)
 
     def read_into(self, offset: int, buffers: Sequence[Any]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         count = sum(view.nbytes for view in views)
-        data = memoryview(self._range(offset, offset + count))
+        data = memoryview(self._files.read_range(self.path, offset, offset + count))
         if len(data) < count:
             raise DataError(f"{self.path} was truncated while it was being read")
         for view in views:
@@ -351,15 +373,8 @@ class _BucketFile(OpenFile):
 
     def _head(self) -> bytes:
         if self.path not in self._files.heads:
-            self._files.heads[self.path] = self._range(0, _HEAD_BYTES)
+            self._files.heads[self.path] = self._files.read_range(self.path, 0, _HEAD_BYTES)
         return self._files.heads[self.path]
-
-    def _range(self, start: int, stop: int) -> bytes:
-        data = self._files.root.read_range(self._key, start, stop)
-        if data is None:
-            raise DataError(f"{self.path} is missing")
-        note_progress()
-        return data
 
 
 _current: ContextVar[BucketFiles | None] = ContextVar("jaxckpt_bucket_files", default=None)

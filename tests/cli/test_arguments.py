@@ -59,6 +59,11 @@ def test_a_path_that_does_not_exist(here: Path, command: list[str], hint: str) -
         assert similar_path_hint(command[1]) == ""
 
 
+def test_a_destination_is_no_misspelled_source(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert "did you mean" not in run("convert", str(tmp_path / "notes.txt"), "othr", code=4).stderr
+
+
 def test_plan_by_rules(here: Path) -> None:
     specs = ["--specs", 'params/**/kernel=P(None, ("data", "model"))', "--specs", "P()", "--specs", "params=P('data')"]
     found = run_json("plan", "run1/00000300", "--mesh", "data=2,model=4", *specs)

@@ -328,6 +328,9 @@ def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
         ({"a": "1.safetensors", "b": "1.safetensors", "c": "1.safetensors"}, "'c' is in the index but not in the file"),
         ({"b": "2.safetensors"}, "2.safetensors', which is not in its folder"),
         ({"a": "../1.safetensors"}, "outside its folder"),
+        ({"a": "x" * 256}, "a name that no file can have"),
+        ({"a": "x/" * 600 + "x"}, "a name that no file can have"),
+        ({"a": "\ud800"}, "a name that no file can have"),
     ):
         index.write_text(json.dumps({"weight_map": weights}))
         with pytest.raises(jaxckpt.errors.DataError, match=message):

@@ -1,6 +1,8 @@
 """Feed forged checkpoints to the library until the time is up, and record how each one ended.
 
-    python tests/faults/fuzz.py FOLDER SECONDS [SEED]
+    python tests/faults/fuzz.py FOLDER SECONDS [SEED [CHECKPOINT...]]
+
+With CHECKPOINTs, which are small ones of other libraries, the inputs are their files, damaged.
 
 Coverage guides the search if atheris is installed (a wheel for Linux on x86-64); otherwise new kinds of errors do. This
 program runs in a separate process, because the bugs that it looks for can end the process. It writes
@@ -42,12 +44,12 @@ except ImportError:
 class Session:
     """One run: the inputs tried, and their outcomes."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float, checkpoints: list[str]) -> None:
         self.folder = folder
         self.seconds = seconds
         self.outcomes = collections.Counter[str]()
         self.begun = time.monotonic()
-        self.range = hostile.Range(folder)
+        self.range = foreign_files.Range(folder, checkpoints) if checkpoints else hostile.Range(folder)
         self.seeds = self.range.seeds()
         for case in self.seeds:  # warm-up, so that first-time imports and caches do not count as growth
             self.range.attempt(case)
@@ -102,7 +104,7 @@ def guided(session: Session, seed: int) -> None:
 
     def mutator(case: bytes, max_size: int, mutation_seed: int) -> bytes:
         draw = random.Random(mutation_seed)
-        made = atheris.Mutate(case, max_size) if draw.random() < 0.1 else hostile.mutated(case, draw, session.seeds)
+        made = atheris.Mutate(case, max_size) if draw.random() < 0.1 else session.range.mutated(case, draw)
         return made if len(made) <= max_size else case
 
     arguments = [f"-seed={seed or 1}", "-max_len=65536", "-rss_limit_mb=8192", "-timeout=60", "-print_final_stats=0"]
@@ -116,7 +118,7 @@ def unguided(session: Session, seed: int) -> None:
     pool = list(session.seeds)
     seen = set[str]()
     while time.monotonic() - session.begun < session.seconds:
-        case = hostile.mutated(draw.choice(pool), draw, session.seeds)
+        case = session.range.mutated(draw.choice(pool), draw)
         outcome = session.attempt(case[:65536])
         if outcome not in seen or draw.random() < 0.01:
             seen.add(outcome)
@@ -131,6 +133,7 @@ if __name__ == "__main__":
     if seconds < 60:  # instrumenting the library takes 40 s
         atheris = None
     with atheris.instrument_imports(include=["jaxckpt"]) if atheris else contextlib.nullcontext():
+        import foreign_files
         import hostile
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
-    (guided if atheris else unguided)(Session(folder, seconds), seed)
+    (guided if atheris else unguided)(Session(folder, seconds, sys.argv[4:]), seed)

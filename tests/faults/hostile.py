@@ -248,6 +248,7 @@ class Range:
             files = sorted(file for file in path.glob("data-*/**/*") if file.is_file())
             self._originals.append([(file, file.read_bytes()) for file in files])
             self._values.append((text_of(body_of(path)), _read(path)))
+        self._seeds = self.seeds()
 
     def seeds(self) -> list[bytes]:
         return [
@@ -255,6 +256,9 @@ class Range:
             for number, path in enumerate(self._bases)
             for mended in (False, True)
         ]
+
+    def mutated(self, case: bytes, draw: random.Random) -> bytes:
+        return mutated(case, draw, self._seeds)
 
     def attempt(self, case: bytes) -> str:
         """The outcome of reading the case: "right data" or the name of a typed error. Raises on any other outcome."""

@@ -85,6 +85,11 @@ def test_every_bit_comes_back_on_a_mesh(written: Written, run_python: processes.
     run_python(processes.PROGRAMS / "dcp_restore.py", args=folders, word=processes.PASSED)
 
 
+def test_the_metadata_is_the_path_of_its_folder(written: Written) -> None:
+    path = written(2) / "training"
+    assert jaxckpt.open(path / ".metadata").path == str(path)
+
+
 def test_python_objects_and_containers_come_back(written: Written) -> None:
     tree = jaxckpt.load_numpy(written(2) / "dtensors", select=but_opaque)
     assert {name: tree[name] for name in ("step", "lr", "name", "betas", "schedule", "nothing")} == {

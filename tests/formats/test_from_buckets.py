@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
+import itertools
 import json
+import random
+import shutil
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -16,15 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from recorded import DATA, REAL, require_same, wanted
 from servers import Bucket, Exchange
 
 import jaxckpt
+from jaxckpt._cli.listing import list_checkpoints
 from jaxckpt._options import Options
 from jaxckpt._store.bucket import Bucket as BucketStore
-from jaxckpt.errors import DataError, NotACheckpointError, StorageError
+from jaxckpt.errors import DataError, InputError, JaxckptError, NotACheckpointError, StorageError
 
 pytest.importorskip("h5py")  # here, because its import starts a process
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax raises various warnings
@@ -232,6 +238,167 @@ def test_a_public_bucket_that_cannot_be_listed(s3: Bucket, tmp_path: Path) -> No
     assert jaxckpt.load_numpy(url, options=QUICK)["w"].tolist() == [0, 1, 2]
 
 
+# Files of ranks -------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_ranks_are_combined_by_url(web: str, tmp_path: Path) -> None:
+    whole = np.arange(48, dtype=np.float32).reshape(8, 6)
+    (tmp_path / "ranks").mkdir()
+    for rank in range(4):
+        row, column = divmod(rank, 2)
+        part = whole[4 * row : 4 * row + 4, 3 * column : 3 * column + 3]
+        np.savez(tmp_path / "ranks" / f"{rank}.npz", w=part, step=7)
+    split: dict[str, Any] = {"mesh": {"data": 2, "model": 2}, "specs": {"w": P("data", "model")}}
+    for folder in (upload(tmp_path / "ranks", "memory://ranks/npz%20files"), f"{web}/ranks"):
+        found = jaxckpt.formats.rank_files({rank: f"{folder}/{rank}.npz" for rank in range(4)}, **split)
+        assert (found.url, found.files[3]) == (folder, f"{folder}/3.npz")
+        np.testing.assert_array_equal(jaxckpt.load_numpy(found)["w"], whole, strict=True)
+        assert jaxckpt.verify(found).ok
+    mixed = {rank: tmp_path / "ranks" / "0.npz" if rank == 0 else f"{web}/ranks/{rank}.npz" for rank in range(4)}
+    np.testing.assert_array_equal(jaxckpt.load_numpy(jaxckpt.formats.rank_files(mixed, **split))["w"], whole)
+    with pytest.raises(InputError, match=r"rank 1 is at memory:.*, others at http.*: copy all of them to one place"):
+        jaxckpt.formats.rank_files({0: f"{web}/ranks/0.npz", 1: "memory://ranks/npz%20files/1.npz"})
+    with pytest.raises(DataError, match=r"9\.npz is missing"):
+        jaxckpt.formats.rank_files({0: "memory://ranks/9.npz"})
+    one = jaxckpt.formats.npz_file(f"{web}/ranks/0.npz", dtype="float8_e4m3fn")
+    assert jaxckpt.load_numpy(one)["step"] == 7
+
+
+def test_ranks_of_other_libraries_by_url(tmp_path: Path) -> None:
+    local = {rank: DATA / "oneflow" / f"rank{rank}" for rank in range(4)}
+    there = {rank: upload(path, f"memory://oneflow/{path.name}") for rank, path in local.items()}
+    split: dict[str, Any] = {"mesh": {"rank": 4}, "specs": P()}
+    for ranks in ({0: local[0]}, {0: there[0]}):
+        found = jaxckpt.formats.oneflow_ranks(ranks, **{**split, "mesh": {"rank": 1}})
+        np.testing.assert_equal(jaxckpt.load_numpy(found), jaxckpt.load_numpy(local[0]))
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        safetensors.numpy.save_file({"w": np.arange(3) + 3 * rank}, tmp_path / f"rank_{rank}" / "w.safetensors")
+    layout = {"dev_matrix": [2], "tensor_map": [0]}
+    (tmp_path / "strategy.json").write_text(json.dumps({"parallel_layout_item": {"w": layout}}))
+    url = upload(tmp_path, "memory://mindspore/run")
+    found = jaxckpt.formats.mindspore_ranks(url, strategy=f"{url}/strategy.json")
+    assert jaxckpt.load_numpy(found)["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+# Damage ---------------------------------------------------------------------------------------------------
+
+
+def damaged(content: bytes, files: list[Path], chance: random.Random) -> bytes | None:
+    """A damaged copy of a file; None if it is lost."""
+    match chance.choice(("cut", "cut", "flip", "flip", "grow", "swap", "lost")):
+        case "cut":
+            return content[: chance.choice((chance.randrange(len(content) + 1), 64 * (len(content) // 128)))]
+        case "flip" if content:
+            at = chance.randrange(min(len(content), chance.choice((300, len(content)))))
+            return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+        case "grow":
+            return content + bytes(chance.choice((1, 70_000)))
+        case "swap":
+            return chance.choice(files).read_bytes()
+        case _:
+            return None
+
+
+def outcome(path: Any) -> Any:
+    """The tree at a path, or the type of the error."""
+    try:
+        return jaxckpt.load_numpy(path)
+    except JaxckptError as error:
+        return type(error)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", REAL)
+def test_damage_ends_in_a_bucket_as_in_a_folder(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """With an error of the same type, or the same bits: some formats have no checksums."""
+    chance = random.Random(name)
+    copy = tmp_path / Path(name).name
+    (shutil.copytree if (DATA / name).is_dir() else shutil.copy)(DATA / name, copy)
+    store = BucketStore.at(f"memory://hurt/{name}", Options())
+    url = upload(copy, f"{store.url}/{copy.name}")
+    files = sorted(path for path in copy.rglob("*") if path.is_file()) if copy.is_dir() else [copy]
+    for _ in range(800 if request.config.getoption("campaign") else 8):
+        file = chance.choice(files)
+        key, whole = str(file.relative_to(tmp_path)), file.read_bytes()
+        content = damaged(whole, files, chance)
+        if content is None:
+            file.unlink()
+            store.remove(key)
+        else:
+            file.write_bytes(content)
+            store.put(key, content)
+        np.testing.assert_equal(outcome(url), outcome(copy))
+        file.write_bytes(whole)
+        store.put(key, whole)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "pt"])
+def test_a_file_that_is_replaced_while_it_is_read(s3: Bucket, tmp_path: Path, kind: str) -> None:
+    """After each request in turn. The old values, the new ones, or an error; never some of each."""
+    path, trees = tmp_path / f"x.{kind}", [{"w": np.full(50_000, value, np.float32)} for value in (1, 2)]
+    contents: list[bytes] = []
+    for tree in trees:
+        if kind == "pt":
+            torch = pytest.importorskip("torch")
+            torch.save({"w": torch.from_numpy(tree["w"])}, path)
+        else:
+            np.savez(path, **tree) if kind == "npz" else safetensors.numpy.save_file(tree, path)
+        contents.append(path.read_bytes())
+    url, store = f"{s3.url}/x.{kind}", BucketStore.at(s3.url, QUICK)
+    seen: set[str] = set()
+    for last in (*range(1, 12), *range(12, 99, 9)):
+        store.put(path.name, contents[0])
+        count = itertools.count(1)
+
+        def replace(exchange: Exchange, count: Iterator[int] = count, last: int = last) -> None:
+            answer = exchange.forward()
+            if next(count) == last:
+                s3.write(path.name, contents[1])
+            exchange.send(answer)
+
+        s3.proxy.clear()
+        s3.proxy.on(".*", replace)
+        try:
+            w = jaxckpt.load_numpy(url, options=QUICK)["w"]
+            assert len({*w.tolist()}) == 1
+            seen.add("old" if w[0] == 1 else "new")
+        except StorageError as error:
+            seen.add("refused" if "was replaced after it was opened: open it again" in str(error) else str(error))
+        s3.proxy.clear()
+        if next(count) <= last:
+            break
+    assert seen == {"old", "new", "refused"}
+
+
+def test_an_empty_file(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "meta").write_text("shape { dim: 0 } data_type: kFloat")
+    (tmp_path / "w" / "out").write_bytes(b"")
+    url = upload(tmp_path, f"{bucket.url}/oneflow")
+    found = jaxckpt.formats.oneflow_ranks({0: url}, specs=P())
+    assert jaxckpt.load_numpy(found)["w"].shape == (0,)
+    assert sum(bucket.proxy.counted().values()) < 40
+
+
+@pytest.mark.parametrize("content", [None, b"x" * 100], ids=["deleted", "shorter"])
+def test_a_file_that_changes_while_its_size_is_found(gs: Bucket, content: bytes | None) -> None:
+    store = BucketStore.at(gs.url, QUICK)
+    for last in (2, 15, 29, 40, 50):
+        store.put("x", b"x" * 200_000)
+        count = itertools.count(1)
+
+        def replace(exchange: Exchange, count: Iterator[int] = count, last: int = last) -> None:
+            if next(count) == last:
+                gs.write("x", content)
+            exchange.send(exchange.forward())
+
+        gs.proxy.clear()
+        gs.proxy.on(".*", replace)
+        with contextlib.suppress(StorageError, DataError):
+            assert store.size("x") in (200_000, 100)
+
+
 # Over HTTP ------------------------------------------------------------------------------------------------
 
 
@@ -270,10 +437,15 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # otherwise requests at the same time wait for a second
+    daemon_threads = True
+
+
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
     handler = functools.partial(_Handler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -284,11 +456,21 @@ def test_files_over_http(web: str, tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "ours", tree)
     for name, format in (("x.safetensors", None), ("x.npz", None), ("hf", "safetensors")):
         jaxckpt.convert(tmp_path / "ours", tmp_path / name, format=format)
-    for path in ("x.safetensors", "x.npz", "hf/model.safetensors.index.json"):
+    for path in ("x.safetensors", "x.npz", "hf/model.safetensors.index.json", "hf"):
         np.testing.assert_equal(jaxckpt.load_numpy(f"{web}/{path}", options=QUICK)["layer1"], tree["layer1"])
-    with pytest.raises(NotACheckpointError):
-        jaxckpt.open(f"{web}/hf", options=QUICK)
+    for path in ("missing.npz", "ours/data"):
+        with pytest.raises(NotACheckpointError, match="or it is a folder, which HTTP does not list: give"):
+            jaxckpt.open(f"{web}/{path}", options=QUICK)
     with pytest.raises(StorageError, match=r"302.*redirects to another URL, as Hugging Face does, download the file"):
         jaxckpt.open(f"{web}/moved/x.safetensors", options=QUICK)
+    assert jaxckpt.load_numpy(f"{web}/ours")["scale"].tolist() == [1] * 64
+    entries = [entry for path in ("hf", "x.npz", "ours") for entry in list_checkpoints(f"{web}/{path}")]
+    assert [(entry.name, entry.format) for entry in entries] == [
+        ("hf", "safetensors"),
+        ("x.npz", "npz"),
+        ("ours", "jaxckpt"),
+    ]
+    with pytest.raises(NotACheckpointError, match="or it is a folder, which HTTP does not list"):
+        list_checkpoints(f"{web}/missing")
     with pytest.raises(StorageError, match="read-only"):
         jaxckpt.save(f"{web}/new", {"w": 1}, options=QUICK)

@@ -266,6 +266,13 @@ def test_other_quantization_methods_are_an_error(quantized: dict[str, Any], tmp_
         jaxckpt.rules.huggingface_rules(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"model_type": "\xff"}', b"[" * 100_000, b"[]"])
+def test_a_damaged_configuration_is_an_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(jaxckpt.errors.DataError, match=r"config\.json cannot be read as a model's configuration"):
+        jaxckpt.rules.huggingface_rules(tmp_path)
+
+
 def test_blocks_that_older_versions_of_compressed_tensors_wrote_as_text(tmp_path: Path) -> None:
     config = json.loads((DATA / "llama" / "config.json").read_text())
     for structure in ([8, 4], "8x4"):

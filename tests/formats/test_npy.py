@@ -59,6 +59,13 @@ def test_a_dtype_that_numpy_does_not_record_is_named(tmp_path: Path) -> None:
         jaxckpt.load_numpy(jaxckpt.formats.npz_file(path, dtype="bfloat16"))
 
 
+def test_an_array_of_objects_is_not_damage(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object))
+    report = jaxckpt.verify(tmp_path / "x.npy")
+    assert report.ok
+    assert "pickled Python objects" in report.unsupported[0].reason
+
+
 def test_npy_files(tmp_path: Path) -> None:
     for array in (W, W.T, np.array(3), W.astype(ml_dtypes.bfloat16), W.astype(">i8"), np.zeros((0, 3))):
         np.save(tmp_path / "x.npy", array)

@@ -106,6 +106,22 @@ def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         jaxckpt.formats.merge_lora(BASES / "llama", adapter)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("r", 0), ("r", "8"), ("r", None), ("lora_alpha", [1]), ("lora_alpha", 10**400), ("rank_pattern", ["q"]),
+     ("alpha_pattern", {"q": None}), ("rank_pattern", {"(": 2}), ("target_modules", "(q"), ("target_modules", [1])],
+)  # fmt: skip
+def test_a_damaged_adapter_config_is_an_error(name: str, value: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(DATA / "peft" / "llama", tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, name: value}))
+    base = DATA / "transformers" / "llama"
+    calls = (lambda: jaxckpt.rules.lora_rules(folder, base=base), lambda: jaxckpt.formats.merge_lora(base, folder))
+    for call in calls:
+        with pytest.raises(jaxckpt.errors.DataError, match=r"adapter_config\.json (is damaged|has the regular)"):
+            call()
+
+
 def test_convert_merges_an_adapter(tmp_path: Path) -> None:
     adapter = DATA / "peft" / "llama"
     run("convert", str(BASES / "llama"), str(tmp_path / "m.safetensors"), "--merge-lora", str(adapter))

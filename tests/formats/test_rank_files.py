@@ -367,7 +367,7 @@ def test_verify_compares_the_checksums_of_plain_members(tmp_path: Path) -> None:
     [
         (5, "the file of rank 0 must be a non-empty str or PathLike, found 5"),
         ("a\0b", "must be a non-empty str"),
-        ("s3://bucket/rank0.npz", "the file of rank 0 must be a local path, found the URL 's3://bucket/rank0.npz'"),
+        ("s3://ab/rank0.npz", "names the bucket 'ab', but names of buckets have 3 to 63"),
         (Path("s3://bucket/rank0.npz"), "lost a slash"),
     ],
 )

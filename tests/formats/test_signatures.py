@@ -36,6 +36,15 @@ FILES = {
     "model.ckpt-0.index": (b"\0\0\0", r"index of a TensorFlow checkpoint: .*tf\.train\.load_checkpoint"),
     "model.ckpt-0.data-00000-of-00001": (b"\0\0\0", "part of a TensorFlow checkpoint"),
     "t.parquet": (b"PAR1xxxx", "Parquet"),
+    "z.zip": (b"PK\3\4" + b"\0" * 30, "zip archive in no format that jaxckpt reads: extract it"),
+    "m.7z": (b"7z\xbc\xaf\x27\x1c", "compressed with 7-Zip"),
+    "k.safetensors": (b"Invalid username or password.", "error message of a server.*after a login"),
+    "k.pt": (b"Entry not found", "error message of a server"),
+    "zeros.safetensors": (b"\0" * 5000, "begins with zeros, as a download or copy that never finished"),
+    "w.safetensors.incomplete": (b"\x40\0\0\0\0\0\0\0{}", "unfinished download: complete it"),
+    "config.json": (b'{"model_type": "llama"}', "describes a model, without its weights: give the path of its folder"),
+    "_METADATA": (b"{}", "part of a checkpoint of Orbax: give the path of its folder"),
+    "__0_0.distcp": (b"\1\2", r"part of a checkpoint of torch\.distributed\.checkpoint: give the path"),
     "notes.txt": (b"some text", "in no format that jaxckpt reads; it begins with b'some text'"),
 }
 
@@ -68,6 +77,8 @@ def test_a_cloned_repository_without_its_large_files(name: str, tmp_path: Path) 
         (["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], r"DeepSpeed.*zero_to_fp32\.py"),
         (["global_step10", "latest", "zero_to_fp32.py"], "DeepSpeed"),
         (["model.gguf"], "GGUF"),
+        (["config.json", "tokenizer.json"], "has the config.json of a model, but no weights"),
+        (["notes.txt", "b"], r"has no manifest\.json, and no file of another library's format: it holds b, notes\.txt"),
     ],
 )
 def test_a_folder_is_named_by_its_files(names: list[str], message: str, tmp_path: Path) -> None:
@@ -75,6 +86,28 @@ def test_a_folder_is_named_by_its_files(names: list[str], message: str, tmp_path
         (tmp_path / name).write_text("x")
     with pytest.raises(NotACheckpointError, match=message):
         jaxckpt.open(tmp_path)
+
+
+def test_a_folder_of_files_names_them(tmp_path: Path) -> None:
+    """As `ls` does."""
+    for name in ("iter_10/mp_rank_00/model.npz", "iter_10/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        np.savez(tmp_path / name, w=np.ones(3)) if name.endswith("npz") else (tmp_path / name).write_text("x")
+    with pytest.raises(NotACheckpointError, match=r"open one of them: iter_10/mp_rank_00/model\.npz"):
+        jaxckpt.open(tmp_path)
+
+
+def test_a_page_in_place_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html><html>" + b" " * 5000)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotACheckpointError, match=r"holds model\.safetensors, which is an HTML page"):
+        jaxckpt.open(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    for path in (tmp_path, index):
+        with pytest.raises(NotACheckpointError, match=r"holds model-00001.*, which is an HTML page"):
+            jaxckpt.open(path)
 
 
 def test_archives(tmp_path: Path) -> None:
@@ -90,8 +123,9 @@ def test_archives(tmp_path: Path) -> None:
 def test_torchscript(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3)), tmp_path / "m.pt")
-    with pytest.raises(jaxckpt.errors.DataError, match=r"TorchScript program: save its state_dict\(\)"):
-        jaxckpt.open(tmp_path / "m.pt")
+    for call in (jaxckpt.open, jaxckpt.verify):
+        with pytest.raises(NotACheckpointError, match=r"TorchScript program: .* save its state_dict\(\)"):
+            call(tmp_path / "m.pt")
 
 
 def test_files_of_others_in_a_bucket() -> None:

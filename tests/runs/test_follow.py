@@ -132,8 +132,8 @@ def test_best_needs_a_rule(tmp_path: Path) -> None:
     jaxckpt.Checkpointer(tmp_path, keep_best=("accuracy", "max"))
     with pytest.raises(jaxckpt.errors.NotACheckpointError, match=r"no step in .* has a value of the metric 'accuracy'"):
         jaxckpt.open(f"{tmp_path}@best")
-    for content in ('["accuracy"]', '["accuracy", "most"]', "{"):
-        (tmp_path / "_run/best.json").write_text(content)
+    for content in (b'["accuracy"]', b'["accuracy", "most"]', b"{", b'["\xff", "max"]'):
+        (tmp_path / "_run/best.json").write_bytes(content)
         with pytest.raises(jaxckpt.errors.DataError, match=r"best\.json is damaged"):
             jaxckpt.open(f"{tmp_path}@best")
 

@@ -318,9 +318,10 @@ def test_wrong_and_damaged_metrics_are_errors(tmp_path: Path) -> None:
     run.add_metrics(1, {"a/b ü": 1.5})
     (file,) = (tmp_path / "_run").glob("metric-*")
     assert json.loads(file.read_text())["name"] == "a/b ü"
-    file.write_text("{")
-    with pytest.raises(errors.DataError, match="a metric that was added to a step, is damaged"):
-        run.metrics(1)
+    for content in (b"{", b'{"name":"\xff"}'):
+        file.write_bytes(content)
+        with pytest.raises(errors.DataError, match="a metric that was added to a step, is damaged"):
+            run.metrics(1)
 
 
 # Metadata of the run ---------------------------------------------------------------------------------------

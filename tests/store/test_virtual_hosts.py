@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import http.server
 import logging
 import socket
 import threading
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import servers
 import stores
 
 import jaxckpt
@@ -22,61 +21,11 @@ from jaxckpt.errors import CheckpointExistsError, InputError, StorageError
 QUICK = jaxckpt.Options(retry_seconds=2)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """Forwards http://BUCKET.s3.localhost/KEY to a server as /BUCKET/KEY, and refuses a bucket in the path."""
-
-    protocol_version = "HTTP/1.1"
-    behind = ""
-    paths: list[str]
-
-    def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        name, dot, _ = (self.headers.get("Host") or "").partition(".s3.localhost")
-        self.paths.append(self.path)
-        status, headers, content = (
-            400,
-            list[tuple[str, str]](),
-            b"<Error><Code>PathStyleRequestNotAllowed</Code></Error>",
-        )
-        if dot:
-            connection = http.client.HTTPConnection(self.behind, timeout=60)
-            headers_on = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "expect")}
-            connection.request(self.command, f"/{name}{self.path}", body, headers_on)
-            found = connection.getresponse()
-            status, headers, content = found.status, found.getheaders(), found.read()
-            connection.close()
-        self.send_response_only(status)
-        length = str(len(content))
-        for key, value in headers:
-            if key.lower() == "content-length" and self.command == "HEAD":
-                length = value
-            elif key.lower() not in ("connection", "transfer-encoding", "content-length"):
-                self.send_header(key, value)
-        if status not in (204, 304):
-            self.send_header("Content-Length", length)
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _answer
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hosted(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
-    """The endpoint of such a server, without a bucket, and the paths that were requested of it."""
-    monkeypatch.setattr(_bucket, "_verified_stores", set[str]())
-    paths: list[str] = []
-    handler = type("Handler", (_Handler,), {"behind": urlsplit(moto.endpoint).netloc, "paths": paths})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        host = f"s3.localhost:{server.server_address[1]}"
-        for name, value in stores.environment("s3", f"http://{host}").items():
-            monkeypatch.setenv(name, value)
-        yield host, paths
-        server.shutdown()
+def hosted(moto: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Bucket]:
+    """A bucket of such a server. With `--virtual-hosts`, all tests use such a one."""
+    with servers.bucket(moto, monkeypatch, virtual_hosts=True) as bucket:
+        yield bucket
 
 
 def tree(seed: int) -> dict[str, object]:
@@ -90,15 +39,12 @@ def same(found: dict[str, object], seed: int) -> bool:
 @pytest.mark.child
 @pytest.mark.parametrize("source", ["environment", "options"])
 def test_everything_works_with_the_bucket_in_the_host(
-    hosted: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, source: str
+    hosted: servers.Bucket, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    host, paths = hosted
-    endpoint, options = f"http://{{bucket}}.{host}", QUICK
-    if source == "environment":
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    else:
-        options = jaxckpt.Options(retry_seconds=2, storage={"endpoint": endpoint})
-    url = f"s3://{stores.BUCKET}/hosted-{source}"
+    url, options = hosted.url, QUICK
+    if source == "options":
+        monkeypatch.delenv("AWS_ENDPOINT_URL")
+        options = jaxckpt.Options(retry_seconds=2, storage={"endpoint": hosted.proxy.endpoint})
     jaxckpt.save(f"{url}/one", tree(1), options=options)
     if source == "options":
         assert same(jaxckpt.restore(f"{url}/one", options=options), 1)
@@ -116,12 +62,11 @@ def test_everything_works_with_the_bucket_in_the_host(
     assert run.steps() == [2, 3]
     assert same(run.restore(), 3)
     assert run.metrics(3) == {"loss": 1 / 3}
-    assert paths
-    assert not [path for path in paths if path.startswith(f"/{stores.BUCKET}")]
 
 
 @pytest.mark.child
-def test_path_style_is_refused_there(hosted: tuple[str, list[str]]) -> None:
+def test_path_style_is_refused_there(hosted: servers.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", hosted.proxy.endpoint.replace("{bucket}.", ""))
     with pytest.raises(StorageError, match=r"PathStyleRequestNotAllowed.*\(HTTP 400\)"):
         jaxckpt.save(f"s3://{stores.BUCKET}/refused", tree(1), options=QUICK)
 

@@ -263,6 +263,10 @@ class Proxy:
     """
 
     upstream: str
+    virtual_hosts: bool = False
+    """Whether it takes the bucket only from the host name, as http://BUCKET.s3.localhost/KEY, and refuses it in the
+    path."""
+
     requests: list[Request] = field(default_factory=list[Request])
     spoiled: int = 0
     """Number of requests that matched a rule."""
@@ -277,7 +281,8 @@ class Proxy:
         self._server.proxy = self
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        host = "{bucket}.s3.localhost" if self.virtual_hosts else "127.0.0.1"
+        self.endpoint = f"http://{host}:{self._server.server_address[1]}"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -338,6 +343,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.proxy.virtual_hosts:
+            bucket, dot, _ = self.headers["Host"].partition(".s3.localhost")
+            if not dot:
+                Exchange(self, body).send(Answer(400, [], b"<Error><Code>PathStyleRequestNotAllowed</Code></Error>"))
+                return
+            self.path = f"/{bucket}{self.path}"
+            del self.headers["Host"]
         request = Request(*_asked(self.command, self.path, self.headers), len(body))
         spoil = self.server.proxy._met(request)
         exchange = Exchange(self, body)
@@ -386,6 +398,10 @@ class Bucket:
         """The existing keys, requested directly from the server."""
         return sorted(key.decode() for key in self._open(f"{self.url}/{below}").list().result())
 
+    def write(self, key: str, content: bytes | None) -> None:
+        """Write or delete a key, directly on the server."""
+        self._open(f"{self.url}/").write(key, content).result()
+
     def copy_from(self, source: str, url: str) -> None:
         """Copy a checkpoint key by key, without conditions and without the proxy."""
         found, copy = ts.KvStore.open(f"{source}/").result(), self._open(f"{url}/")
@@ -408,11 +424,11 @@ class Bucket:
 
 
 @contextlib.contextmanager
-def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch, *, virtual_hosts: bool = False) -> Iterator[Bucket]:
     """Direct the URLs of this process and its children to a proxy in front of a server."""
     # A proxy may have the port of an earlier one, behind which the server supported conditional writes.
     monkeypatch.setattr("jaxckpt._store.bucket._verified_stores", set[str]())
-    with Proxy(server.endpoint) as proxy:
+    with Proxy(server.endpoint, virtual_hosts) as proxy:
         for name, value in environment(server.scheme, proxy.endpoint).items():
             monkeypatch.setenv(name, value)
         yield Bucket(f"{server.scheme}://{server.fresh_bucket()}/{uuid.uuid4().hex[:8]}", proxy)
