@@ -16,7 +16,7 @@ from jaxckpt.errors import InputError, StorageError
 
 @pytest.mark.child
 def test_a_bucket_that_is_busy_for_one_step(bucket: Bucket) -> None:
-    options = jaxckpt.Options(retry_seconds=0.5)
+    options = jaxckpt.Options(storage={"retry_seconds": 0.5})
     events: list[tuple[str, int]] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, _, **counts: events.append((event, counts)))  # pyright: ignore
     busy = False
