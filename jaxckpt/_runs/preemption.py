@@ -25,8 +25,8 @@ _MAX_ADVANCE = 1000
 """How many numbers JAX is asked about for one step, at most."""
 
 _REPEAT_SECONDS = 1.0
-"""A SIGTERM so soon after the first is the same notice: a scheduler may signal Python and its launcher, which passes the
-signal on to Python."""
+"""A SIGTERM so soon after the first is the same notice: a scheduler may signal Python and its launcher, which passes
+the signal on to Python."""
 
 
 class _Handler:
