@@ -108,6 +108,7 @@ _GUESSES = {
 """The same for arguments of PyTorch, and for those that no library has."""
 
 _OF_FUNCTION = {
+    ("Options", "retry_seconds"): 'pass storage={"retry_seconds": …}',
     ("convert", "dtype"): (
         "convert does not cast: use a jaxckpt.rules.Rule with dtype=, or convert a copy saved with save(dtype=)"
     ),

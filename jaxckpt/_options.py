@@ -64,66 +64,45 @@ class Options:
         chunk_bytes: Approximate largest size of a chunk, the unit that is read and checksummed; by default 512 KiB, and
             for pieces of a leaf over 16 MiB 1/32 of them, up to 2 MiB.
         compression: Codec of the chunks. None by default, because trained weights hardly compress. "blosc" groups the
-            bits of a chunk's elements by their position and then compresses them with zstd: for bfloat16 and float32
-            this gives fewer bytes than "zstd" in no more time (docs/performance.md).
+            bits of a chunk's elements by their position before zstd: for bfloat16 and float32, fewer bytes than "zstd"
+            in no more time (docs/performance.md).
         io: The engine that reads and writes arrays. "auto": jaxckpt's own engine for uncompressed chunks on a file
-            system, which needs half the CPU time, and tensorstore for everything else. "tensorstore": tensorstore for
-            everything. Each engine reads the other's files, and both check them equally strictly.
-        read: How a restore reads data that several processes need. "each": each process reads it. "shared": one
-            process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
-            read once in the whole job; all processes then need the same `host_bytes`. This is faster if storage limits
-            the speed of the restore (docs/many-processes.md).
-        host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; by
-            default 128 MiB per core, up to 4 GiB and 1/32 of the machine's memory, but at least 256 MiB. Larger leaves
-            are moved in boxes. `save_async` may also use `staging_bytes`. An object is at least as large as a chunk, so
-            that less than four times `chunk_bytes`, by default 2 MiB, changes nothing in a save.
+            system, which needs half the CPU time, otherwise tensorstore. "tensorstore": always tensorstore. Each reads
+            the other's files, equally strictly.
+        read: How a restore reads data that several processes need. "each": each process reads it. "shared": one reads
+            it and sends it over the devices' interconnect, which is faster if storage is the limit; all processes then
+            need the same `host_bytes` (docs/many-processes.md).
+        host_bytes: Approximate host memory in bytes of a save or restore in addition to the arrays, but at least four
+            times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the machine's memory, at least 256
+            MiB. Larger leaves are moved in boxes.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.
         max_bytes_per_second: Limit on the rate at which each process writes in `save_async` and reads in `verify`, for
-            example to leave bandwidth for data loading. A process that writes 10 GB at 100 MB/s takes at least 100 s.
-            Each object is written at full speed, after a pause. None: no limit. `save` is not limited. `when_busy`
-            decides what a save does that comes before a slow one has ended.
+            example to leave bandwidth for data loading. `save` is not limited. None: no limit. `when_busy` decides what
+            happens if the next save comes before a slow one has ended.
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
-        reuse: Which unchanged objects a save on a file system links (hard links) instead of writing them again. "auto":
-            objects of a Checkpointer with the same bytes as in its last save or, for its first save, as in the newest
-            step. Nothing is read from accelerators if all leaves of an object are the same jax.Array objects as before.
-            Other objects, and all in host memory, which other libraries may change, are compared by a 128-bit digest,
-            which the manifest also records. It is computed in the first save, and later only if a sample of the object
-            has not changed since the last save. "content": every save computes the digests of all objects; `save` does
-            too, and compares with the checkpoint that it overwrites. "identity": only objects whose leaves are all the
-            same jax.Array objects on accelerators. None: every object is written, as always on object stores.
+        reuse: Which unchanged objects a save links (hard links) on a file system. "auto": those of a Checkpointer whose
+            arrays or bytes equal its last save. "content": all of equal bytes, in `save` too. "identity": those of the
+            same jax.Array objects on accelerators. None: no objects (docs/reuse.md).
         non_finite: What a save does if floats in its arrays are NaN or infinite. "ignore": nothing. "warn": it logs the
-            path of each such leaf (WARNING). "error": it raises a TreeError that names the leaf, and publishes nothing.
-            Each process checks what it writes, which takes about 0.5 s of CPU time per GB. Objects that are linked
-            (`reuse`) were checked when they were written.
-        cast: Which casts to a different dtype are allowed. "safe": those that lose no value; with `dtype=`, floats may
-            also lose precision and range, except to float4_e2m1fn, which has no NaN. A restore also casts single
-            numbers, and leaves of whole numbers of up to 64 KiB, to a dtype that holds only some values of the saved
-            dtype, if it holds all that are stored. "unsafe": all NumPy casts. By leaf, as for `dtype=`: a pytree prefix
-            of these, such as `{"opt": {"count": "unsafe"}}`, or a function of (path, leaf); "safe" for all other
-            leaves.
+            path of each such leaf. "error": it raises a TreeError that names them, and publishes nothing. Checking
+            takes about 0.5 s of CPU time per GB.
+        cast: Which casts to a different dtype are allowed. "safe": those that lose no value, and with `dtype=` also
+            precision and range of floats. "unsafe": all NumPy casts. By leaf: a pytree prefix such as
+            `{"opt": {"count": "unsafe"}}`, or a function of (path, leaf) (docs/resharding.md).
         indivisible: What happens if the mesh axes do not divide a dimension. "error": SpecError. "replicate": the
             dimension is not split over devices.
-        timeout_seconds: How long a process waits for another before it raises `PeerTimeoutError`, which names the other
-            process. A process that is still working sends heartbeats and does not time out; one that stops during a
-            save or a restore times out after 60 s at most. 300 s by default, because a process may also reach its call
-            late, for example from a long compilation. If a process stops before its call, JAX aborts the others after
-            100 s (`heartbeat_timeout_seconds` of `jax.distributed.initialize`). With half of that, 50 s, they raise
-            this error first; all processes must then start each call within 50 s of each other
-            (docs/many-processes.md). A call also waits this long while storage moves no data, for example because a
-            network file system has lost its server. It then raises `StorageError`, and the other processes raise
-            `PeerFailedError`.
-        storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
-            environment: `{"endpoint": "https://…", "aws_region": "…", "aws_credentials": {"type": "profile",
-            "profile": "…"}}`. `{bucket}` in the host of the endpoint stands for the bucket, for servers that take it
-            only from there (virtual-hosted style). Not shown in the repr, because it may contain secrets.
-        retry_seconds: Approximately how long each request to an object store is retried before a `StorageError`, even
-            if the server accepts the request and never answers. `timeout_seconds` limits transfers of arrays.
-        progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (logger "jaxckpt", level INFO;
-            stderr if that is off). A function is called with a `Progress` as bytes move: in the caller's thread while
-            the call waits, otherwise in the background thread. None shows nothing.
+        timeout_seconds: How long a process waits for another to start its call before it raises `PeerTimeoutError`, and
+            for storage that moves no data before it raises `StorageError`. A process that works sends heartbeats, and
+            does not time out. 50 names a dead process before JAX ends the job (docs/many-processes.md).
+        storage: Settings of an object store (docs/object-stores.md): members of tensorstore's kvstore spec, such as
+            `{"endpoint": "https://…"}`, and `"retry_seconds"`, for about how long each request is retried, 60 by
+            default. Not shown in the repr, because it may contain secrets.
+        progress: True draws a bar on a terminal, and otherwise logs a line every 10 s (INFO; stderr if that is off). A
+            function is called with a `Progress` as bytes move: in the caller's thread while the call waits, otherwise
+            in the background thread. None shows nothing.
 
     Examples:
         >>> import jaxckpt
@@ -147,7 +126,6 @@ class Options:
     indivisible: Literal["error", "replicate"] = "error"
     timeout_seconds: float = 300.0
     storage: Mapping[str, Any] | None = field(default=None, repr=False)
-    retry_seconds: float = 60.0
     progress: bool | Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
@@ -156,8 +134,7 @@ class Options:
             if value is not None or name in ("object_bytes", "host_bytes"):
                 object.__setattr__(self, name, require_whole_number(value, f"Options.{name}", minimum=1))
         require_rate(self.max_bytes_per_second, "Options.max_bytes_per_second")
-        for name in ("timeout_seconds", "retry_seconds"):
-            object.__setattr__(self, name, require_seconds(getattr(self, name), f"Options.{name}"))
+        object.__setattr__(self, "timeout_seconds", require_seconds(self.timeout_seconds, "Options.timeout_seconds"))
         for name, allowed in (
             ("when_busy", ("wait", "skip")),
             ("compression", COMPRESSIONS),
@@ -179,6 +156,7 @@ class Options:
             )
         if self.storage is not None and not isinstance(self.storage, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"Options.storage must be a mapping, found a {type(self.storage).__name__}")
+        retry_seconds((self.storage or {}).get("retry_seconds"))
         if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
             raise InputError(f"Options.progress must be True, False, None or a function, found {self.progress!r}")
         if self.compression == "blosc" and (self.chunk_bytes or 0) > _MAX_BLOSC_CHUNK_BYTES:
@@ -237,6 +215,11 @@ def require_seconds(value: object, what: str) -> float:
     if isinstance(value, bool) or not number > 0:
         raise InputError(f"{what} must be a number above zero, found {reprlib.repr(value)}")
     return float(number)
+
+
+def retry_seconds(value: object) -> float:
+    """How long each request to an object store is retried: a member of `Options.storage`. Raises InputError."""
+    return 60.0 if value is None else require_seconds(value, "Options.storage['retry_seconds']")
 
 
 _DEFAULT = Options()

@@ -107,7 +107,7 @@ def test_no_public_callable_takes_any_keyword(name: str) -> None:
         ("Run.follow", "poll", "did you mean poll_seconds?"),
         ("Run.follow", "timeout", "did you mean timeout_seconds?"),
         ("Options", "bandwidth", "use max_bytes_per_second"),
-        ("Options", "retry", "did you mean retry_seconds?"),
+        ("Options", "retry_seconds", 'pass storage={"retry_seconds": …}'),
         ("Checkpointer", "every_minutes", "use every_seconds=60 * minutes of jaxckpt.Checkpointer"),
         ("save", "keep_last", "it is an argument of jaxckpt.Checkpointer"),
     ],

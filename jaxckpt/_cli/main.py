@@ -86,8 +86,24 @@ class _Command(click.Command):
         return super().parse_args(ctx, args)
 
 
+def _has_option(command: click.Command | None, name: str) -> bool:
+    return command is not None and any(name in parameter.opts for parameter in command.params)
+
+
 class _Program(click.Group):
     """Turns every error into a message and an exit code."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            takers = [word for word in (*args, *self.commands) if _has_option(self.commands.get(word), name)]
+            if not takers:
+                raise
+            example = f"jaxckpt {takers[0]} {name}"
+            message = f"{name} is an option of commands: write it after the command, as in {example}"
+            raise click.UsageError(message, ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         # Python has no object for a stream that was closed when the program started, as by >&- in a shell.

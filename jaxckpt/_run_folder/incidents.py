@@ -79,7 +79,9 @@ class IncidentLog:
                 earlier = read_incidents(self._run)
             except DataError:
                 earlier = []
-            incidents = [*earlier, *self._unwritten[:written]][-_MOST:]
+            # A write whose answer was lost may have succeeded.
+            new = [incident for incident in self._unwritten[:written] if incident not in earlier]
+            incidents = [*earlier, *new][-_MOST:]
             self._run.create_child(RUN).replace(INCIDENTS, msgspec.json.encode(incidents))
         except JaxckptError:  # the next call tries again
             return

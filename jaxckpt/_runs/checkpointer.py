@@ -108,7 +108,7 @@ class Checkpointer(Run):
         background: Save with `save_async`. If False, save with `save`, which then also waits for deletions, as does the
             first restore.
         on_failure: What follows if the storage fails while a step is saved: no space, no permission, an I/O error, or
-            an error of the server after `Options.retry_seconds`. "raise": the next `save` of a due step raises the
+            an error of the server after its retries. "raise": the next `save` of a due step raises the
             error and does not save its step; calling it again does. "continue": training continues without the step.
             "retry": the step is tried again, after 0.1 s and then twice the time before, up to 60 s, for about four
             minutes, or until the next step is due, which is saved in its place. This process's share of the data stays

@@ -24,6 +24,10 @@ from jaxckpt._save.running_saves import lift_limits
 _MAX_ADVANCE = 1000
 """How many numbers JAX is asked about for one step, at most."""
 
+_REPEAT_SECONDS = 1.0
+"""A SIGTERM so soon after the first is the same notice: a scheduler may signal Python and its launcher, which passes
+the signal on to Python."""
+
 
 class _Handler:
     """One installation of a listener as the handler of SIGTERM. If the program replaces it, there is another one."""
@@ -47,7 +51,7 @@ class _Handler:
         previous = self._previous
         while isinstance(previous, _Handler) and previous.listener.is_closed:
             previous = previous._previous
-        return signal.SIG_DFL if previous is None else previous
+        return signal.SIG_DFL if previous is None or isinstance(previous, _Repeats) else previous
 
     def is_above(self, listener: PreemptionListener) -> bool:
         """Whether this handler notifies a listener, itself or by those that it replaced."""
@@ -57,6 +61,20 @@ class _Handler:
                 return True
             handler = handler._previous
         return False
+
+
+class _Repeats:
+    """The handler of SIGTERM after the first, until the listener's end, if there was none before the listener's. It
+    ignores the same notice."""
+
+    def __init__(self, listener: PreemptionListener) -> None:
+        self.listener = listener
+        self._end = time.monotonic() + _REPEAT_SECONDS
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if time.monotonic() >= self._end and signal.getsignal(number) is self:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 class PreemptionListener:
@@ -150,6 +168,8 @@ class PreemptionListener:
             elif not closed and is_outer and (job := connected_job()) is not None:
                 start_thread(job.post_preemption_notice, "jaxckpt-preemption")  # JAX then chooses the last step
             self.close()  # a second signal has its previous effect
+            if not closed and signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _Repeats(self))
             if callable(previous):
                 try:
                     previous(number, frame)
@@ -212,13 +232,11 @@ class PreemptionListener:
         """Stop listening."""
         handler = signal.getsignal(signal.SIGTERM)
         # Another thread cannot install a handler. This one then stays, and passes the signal on to the previous one.
-        if (
-            not self.is_closed
-            and isinstance(handler, _Handler)
-            and handler.listener is self
-            and threading.current_thread() is threading.main_thread()
-        ):
-            signal.signal(signal.SIGTERM, handler.previous())
+        if threading.current_thread() is threading.main_thread():
+            if not self.is_closed and isinstance(handler, _Handler) and handler.listener is self:
+                signal.signal(signal.SIGTERM, handler.previous())
+            elif isinstance(handler, _Repeats) and handler.listener is self:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.is_closed = True
 
     def report_end(self, reason: str, *, seconds: float = 0.05) -> str | None:

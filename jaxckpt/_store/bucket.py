@@ -40,7 +40,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.object_index import ReadRange
 from jaxckpt._model.paths import closest_hint
 from jaxckpt._model.stacks import Stack
-from jaxckpt._options import Options
+from jaxckpt._options import Options, retry_seconds
 from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.progress import log_kept, log_swept
@@ -72,7 +72,7 @@ _MAX_RETRIES = 100_000
 _UNPUBLISH_TRIES = 10
 
 _ANSWER_SECONDS = 2.0
-"""How long the last try of a request may take in addition to `Options.retry_seconds`."""
+"""How long the last try of a request may take in addition to `Options.storage['retry_seconds']`."""
 
 _SILENT_SECONDS, _QUICK_SECONDS = 3.0, 0.5
 """For `_SILENT_SECONDS` after a server has been silent for the full time, each request may take `_QUICK_SECONDS`.
@@ -158,9 +158,11 @@ class Bucket:
 
     @classmethod
     def at(cls, url: str, options: Options) -> Self:
-        spec = _spec_of(url, options.storage or {})
+        storage = dict(options.storage or {})
+        seconds = retry_seconds(storage.pop("retry_seconds", None))
+        spec = _spec_of(url, storage)
         path = spec.pop("path", "")
-        return cls(url, json.dumps(spec), path, options.retry_seconds, options.host_bytes // 4)
+        return cls(url, json.dumps(spec), path, seconds, options.host_bytes // 4)
 
     def require_writable(self) -> None:
         if json.loads(self.spec)["driver"] == "http":
@@ -717,7 +719,7 @@ class Bucket:
                 _silent_until[server] = now + _SILENT_SECONDS
             raise StorageError(
                 errno.ETIMEDOUT,
-                f"the server has not answered for about Options.retry_seconds={self.retry_seconds:g}"
+                f"the server has not answered for about Options.storage['retry_seconds']={self.retry_seconds:g}"
                 f"{self._settings_hint()}",
             ) from None
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
@@ -739,7 +741,7 @@ class Bucket:
         if server not in _last_answers and server not in _warned:
             _warned.add(server)
             log.warning(
-                "%s: no answer for %g s. Requests are retried for about Options.retry_seconds=%g%s",
+                "%s: no answer for %g s. Requests are retried for about Options.storage['retry_seconds']=%g%s",
                 self.url,
                 _WARNING_SECONDS,
                 self.retry_seconds,

@@ -116,6 +116,18 @@ def test_invalid_arguments_of_convert(here: Path, tmp_path: Path, args: list[str
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--no-progress", "verify", "run1"], "as in jaxckpt verify --no-progress\n"),
+        (["--no-progress", "ls", "run1"], "as in jaxckpt cat --no-progress\n"),
+        (["--nothing", "ls", "run1"], "No such option '--nothing'"),
+    ],
+)
+def test_an_option_of_a_command_before_it(args: list[str], message: str) -> None:
+    assert message in run(*args, code=2).stderr
+
+
 REPEATED = [
     (name, option)
     for name, command in main.commands.items()

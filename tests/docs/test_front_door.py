@@ -39,3 +39,9 @@ def test_a_page_begins_with_what_its_reader_can_do_after_it(path: Path) -> None:
 
 def test_the_docs_are_short() -> None:
     assert sum(len(path.read_text().split()) for path in PAGES) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/index.md"])
+def test_the_count_of_faults_is_that_of_the_table(path: str) -> None:
+    (total,) = re.findall(r"\| \*\*all\*\* \|  \| \*\*([\d,]+)\*\*", (ROOT / "docs/reliability.md").read_text())
+    assert f"In [{total} fault injections]" in (ROOT / path).read_text()

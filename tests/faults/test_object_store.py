@@ -26,7 +26,7 @@ import jaxckpt
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "5")
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
 
-OPTIONS = jaxckpt.Options(retry_seconds=2, object_bytes=2048, chunk_bytes=512)
+OPTIONS = jaxckpt.Options(storage={"retry_seconds": 2}, object_bytes=2048, chunk_bytes=512)
 LIMIT_SECONDS = 100
 
 # For each fault: the function, and the number of consecutive requests that it affects.

@@ -35,7 +35,7 @@ from jaxckpt.errors import DataError, InputError, JaxckptError, NotACheckpointEr
 pytest.importorskip("h5py")  # here, because its import starts a process
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax raises various warnings
 
-QUICK = jaxckpt.Options(retry_seconds=2)
+QUICK = jaxckpt.Options(storage={"retry_seconds": 2})
 
 
 def upload(path: Path, url: str) -> str:

@@ -966,7 +966,7 @@ def test_sizes_in_bytes_are_whole_numbers(name: str, size: Any) -> None:
     "wrong",
     [
         {"timeout_seconds": "30"}, {"timeout_seconds": True}, {"timeout_seconds": float("nan")},
-        {"timeout_seconds": -1}, {"timeout_seconds": None}, {"retry_seconds": [1]}, {"sync": "no"}, {"sync": 0},
+        {"timeout_seconds": -1}, {"timeout_seconds": None}, {"sync": "no"}, {"sync": 0},
         {"sync": None}, {"cast": True}, {"when_busy": None}, {"compression": ["zstd"]}, {"indivisible": 1},
         {"storage": [("a", 1)]}, {"progress": "yes"}, {"progress": 1},
     ],
@@ -980,7 +980,7 @@ def test_options_of_the_wrong_type(wrong: dict[str, Any]) -> None:
 def test_options_of_numpy_are_plain_numbers(tmp_path: Path) -> None:
     given: Any = {
         "object_bytes": np.int64(1 << 20), "chunk_bytes": np.uint32(1 << 12), "host_bytes": np.int32(1 << 24),
-        "staging_bytes": np.int16(1 << 13), "timeout_seconds": np.float32(30), "retry_seconds": np.int8(5),
+        "staging_bytes": np.int16(1 << 13), "timeout_seconds": np.float32(30),
     }  # fmt: skip
     options = jaxckpt.Options(**given)
     assert {type(getattr(options, name)) for name in given} == {int, float}

@@ -16,7 +16,7 @@ from jaxckpt.errors import InputError, StorageError
 
 @pytest.mark.child
 def test_a_bucket_that_is_busy_for_one_step(bucket: Bucket) -> None:
-    options = jaxckpt.Options(retry_seconds=0.5)
+    options = jaxckpt.Options(storage={"retry_seconds": 0.5})
     events: list[tuple[str, int]] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, _, **counts: events.append((event, counts)))  # pyright: ignore
     busy = False
@@ -34,6 +34,19 @@ def test_a_bucket_that_is_busy_for_one_step(bucket: Bucket) -> None:
     assert (incident.step, incident.kind) == (2, "failed save")
     assert "StorageError" in incident.reason
     assert [counts["step"] for event, counts in events if event == "/jaxckpt/failed_save"] == [2]  # type: ignore[call-overload]
+
+
+@pytest.mark.child
+def test_an_incident_whose_write_seemed_to_fail_is_listed_once(bucket: Bucket) -> None:
+    options = jaxckpt.Options(storage={"retry_seconds": 0.5})
+    with jaxckpt.Checkpointer(bucket.url, on_failure="continue", background=False, options=options) as checkpoints:
+        bucket.proxy.on("PUT incidents.json", servers.applied(503))
+        bucket.proxy.on("PUT .*", servers.status(503))
+        assert not checkpoints.save(1, {"w": np.zeros(9)})
+        bucket.proxy.clear()
+        assert [incident.step for incident in checkpoints.incidents()] == [1]
+        assert checkpoints.save(2, {"w": np.ones(9)})
+    assert [incident.step for incident in jaxckpt.Run(bucket.url).incidents()] == [1]
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:

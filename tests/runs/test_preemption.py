@@ -217,6 +217,35 @@ def test_a_step_whose_save_failed_is_not_reported_as_saved(
     assert checkpoints.steps() == [1, 2]
 
 
+@pytest.mark.child
+def test_a_repeated_signal_is_the_same_notice_and_a_later_one_ends_the_process(tmp_path: Path) -> None:
+    """A launcher passes the signal on, although the scheduler has also sent it to Python."""
+    program = """
+import os, signal, sys, time
+import jaxckpt
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)
+
+for name in "ab":
+    run = f"{sys.argv[1]}/{name}"
+    with jaxckpt.Checkpointer(run, every=100, on_preemption="continue") as checkpoints:
+        checkpoints.save(1, {"x": 1})
+        terminate()
+        terminate()
+        checkpoints.save(2, {"x": 2})
+        terminate()
+        print(checkpoints.steps(), flush=True)
+        if name == "b":
+            time.sleep(1)
+            terminate()
+            print("survived")
+"""
+    done = finish(program, str(tmp_path))
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "[2]\n[2]\n"), str(done)
+
+
 def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_reported_as_saved(
     run_python: RunPython, tmp_path: Path
 ) -> None:

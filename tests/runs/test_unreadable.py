@@ -19,7 +19,7 @@ from servers import Bucket
 import jaxckpt
 from jaxckpt.errors import CorruptError, InputError, StorageError
 
-FAST = jaxckpt.Options(sync=False, retry_seconds=1)
+FAST = jaxckpt.Options(sync=False, storage={"retry_seconds": 1})
 
 
 def state(step: int) -> dict[str, Any]:

@@ -196,13 +196,13 @@ def test_the_reason_of_a_failed_save_is_reported_even_if_cleanup_fails(bucket: B
 
     bucket.proxy.on("PUT object", refused)
     with pytest.raises(jaxckpt.errors.StorageError, match=r"cannot write .*/c/"):
-        jaxckpt.save(bucket.url, TREE, options=jaxckpt.Options(retry_seconds=0.5))
+        jaxckpt.save(bucket.url, TREE, options=jaxckpt.Options(storage={"retry_seconds": 0.5}))
 
 
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.6, 1.0])
 def test_a_flipped_answer_never_deletes_existing_data(bucket: Bucket, place: float) -> None:
     """Each GET of a replacing save is damaged in turn. Afterward, the old or the new checkpoint exists."""
-    options = jaxckpt.Options(retry_seconds=1)
+    options = jaxckpt.Options(storage={"retry_seconds": 1})
     jaxckpt.save(bucket.url, {"x": np.arange(9)}, options=options)
     for number in range(100):
         bucket.proxy.clear()

@@ -26,7 +26,7 @@ from servers import Bucket, Exchange
 import jaxckpt
 from jaxckpt._store import bucket as _bucket
 
-QUICK = jaxckpt.Options(retry_seconds=2)
+QUICK = jaxckpt.Options(storage={"retry_seconds": 2})
 
 
 def tree(seed: int) -> dict[str, Any]:
@@ -206,7 +206,9 @@ def test_a_write_counts_even_if_its_answer_was_lost(
 def test_a_conditional_write_counts_even_if_every_answer_is_an_error(bucket: Bucket, kind: str) -> None:
     for seed in range(2):
         bucket.proxy.on(kind, servers.applied(503))
-        jaxckpt.save(bucket.url, tree(seed), overwrite=seed > 0, options=jaxckpt.Options(retry_seconds=0.3))
+        jaxckpt.save(
+            bucket.url, tree(seed), overwrite=seed > 0, options=jaxckpt.Options(storage={"retry_seconds": 0.3})
+        )
         bucket.proxy.clear()
         assert same(jaxckpt.restore(bucket.url, options=QUICK), tree(seed))
         assert len(data_folders(bucket)) == 1
@@ -214,7 +216,7 @@ def test_a_conditional_write_counts_even_if_every_answer_is_an_error(bucket: Buc
 
 def test_a_rival_that_publishes_between_two_tries_wins(bucket: Bucket) -> None:
     """The first try published, but its answer was lost. Another save replaces the checkpoint before the second try."""
-    rival = jaxckpt.Options(retry_seconds=3)
+    rival = jaxckpt.Options(storage={"retry_seconds": 3})
 
     def replaced(exchange: Exchange) -> None:
         exchange.forward()
@@ -273,7 +275,7 @@ def test_a_server_whose_listings_are_stale_is_refused(bucket: Bucket, listings: 
     assert same(jaxckpt.restore(f"{bucket.url}/one", options=QUICK), tree(1))
 
 
-IMPATIENT = jaxckpt.Options(retry_seconds=0.2, timeout_seconds=1)
+IMPATIENT = jaxckpt.Options(storage={"retry_seconds": 0.2}, timeout_seconds=1)
 LIMIT_SECONDS = 15
 """Far above the limits of `IMPATIENT`, because the machine may be busy, and far below what tensorstore's tries take: at
 30 s each, 90 s."""
@@ -361,7 +363,7 @@ def test_an_error_names_the_url_and_no_secret(
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    options = jaxckpt.Options(retry_seconds=0.5)
+    options = jaxckpt.Options(storage={"retry_seconds": 0.5})
     bucket.proxy.on(".*", REFUSALS[refusal])
     with pytest.raises(jaxckpt.errors.StorageError) as caught:
         _attempt(operation, bucket.url, options)
@@ -391,7 +393,7 @@ def test_a_refused_connection_is_reported_plainly(bucket: Bucket, monkeypatch: p
     for name in ("AWS_ENDPOINT_URL", "TENSORSTORE_GCS_HTTP_URL"):
         monkeypatch.setenv(name, f"http://user:hidden@127.0.0.1:{processes.free_port()}")
     with pytest.raises(jaxckpt.errors.StorageError) as caught:
-        jaxckpt.save(bucket.url, tree(1), options=jaxckpt.Options(retry_seconds=0.5))
+        jaxckpt.save(bucket.url, tree(1), options=jaxckpt.Options(storage={"retry_seconds": 0.5}))
     assert bucket.url in str(caught.value)
     assert "hidden" not in _traceback_text(caught.value)
 

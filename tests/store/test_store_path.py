@@ -183,11 +183,11 @@ def test_an_invalid_storage_option_is_an_input_error(storage: dict[str, Any]) ->
 
 
 def test_storage_is_not_shown_and_retries_are_limited() -> None:
-    options = jaxckpt.Options(storage={"secret": "HUSH"}, retry_seconds=float("inf"))
+    options = jaxckpt.Options(storage={"secret": "HUSH", "retry_seconds": float("inf")})
     assert "HUSH" not in repr(options)
     with pytest.raises(jaxckpt.errors.InputError):
         jaxckpt.open("memory://x", options=options)
     with pytest.raises(jaxckpt.errors.NotACheckpointError):
-        jaxckpt.open("memory://nothing", options=jaxckpt.Options(retry_seconds=float("inf")))
-    with pytest.raises(jaxckpt.errors.InputError, match="retry_seconds must be a number above zero, found '5'"):
-        jaxckpt.Options(retry_seconds="5")  # type: ignore[arg-type]
+        jaxckpt.open("memory://nothing", options=jaxckpt.Options(storage={"retry_seconds": float("inf")}))
+    with pytest.raises(jaxckpt.errors.InputError, match=r"\['retry_seconds'\] must be a number above zero, found '5'"):
+        jaxckpt.Options(storage={"retry_seconds": "5"})

@@ -18,7 +18,7 @@ import jaxckpt
 from jaxckpt._store import bucket as _bucket
 from jaxckpt.errors import CheckpointExistsError, InputError, StorageError
 
-QUICK = jaxckpt.Options(retry_seconds=2)
+QUICK = jaxckpt.Options(storage={"retry_seconds": 2})
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_everything_works_with_the_bucket_in_the_host(
     url, options = hosted.url, QUICK
     if source == "options":
         monkeypatch.delenv("AWS_ENDPOINT_URL")
-        options = jaxckpt.Options(retry_seconds=2, storage={"endpoint": hosted.proxy.endpoint})
+        options = jaxckpt.Options(storage={"retry_seconds": 2, "endpoint": hosted.proxy.endpoint})
     jaxckpt.save(f"{url}/one", tree(1), options=options)
     if source == "options":
         assert same(jaxckpt.restore(f"{url}/one", options=options), 1)
@@ -104,11 +104,11 @@ def test_a_wrong_endpoint_is_warned_of_soon_and_named_in_the_error(
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(_bucket, "_WARNING_SECONDS", 0.3)
         with caplog.at_level(logging.WARNING, "jaxckpt"), pytest.raises(StorageError) as caught:
-            jaxckpt.save("s3://checkpoints/run", {"w": 1}, options=jaxckpt.Options(retry_seconds=1))
+            jaxckpt.save("s3://checkpoints/run", {"w": 1}, options=jaxckpt.Options(storage={"retry_seconds": 1}))
     for text in (str(caught.value), caplog.text):
         assert "the endpoint is AWS_ENDPOINT_URL or Options.storage['endpoint'], the region AWS_REGION" in text
         assert "hidden" not in text
-    assert caplog.text.count("Requests are retried for about Options.retry_seconds=1") == 1
+    assert caplog.text.count("Requests are retried for about Options.storage['retry_seconds']=1") == 1
     if setting == "endpoint":
         assert "no-such-host.invalid" in str(caught.value)
 
