@@ -41,6 +41,7 @@ from jaxckpt._cli.arguments import (
     select_option,
     similar_path_hint,
     specs_option,
+    workers_option,
 )
 from jaxckpt._cli.terminal import printable
 from jaxckpt.errors import (
@@ -263,6 +264,7 @@ def cat() -> None:
     click.option(
         "--rate", type=parse_rate, metavar="SIZE", help="Read at most SIZE per second, with a unit, such as 50MiB."
     ),
+    workers_option,
     progress_option,
 )
 def verify() -> None:
@@ -280,6 +282,7 @@ def verify() -> None:
     rules_option,
     back_to_option,
     click.option("--leaves-only", is_flag=True, help="Exit with 0 if all leaves are equal, even if containers differ."),
+    workers_option,
     progress_option,
 )
 def diff() -> None:
@@ -348,6 +351,7 @@ def plan() -> None:
     click.option("--merge-lora", metavar="ADAPTER", help="Merge a LoRA adapter of PEFT (a folder) into SOURCE."),
     indivisible_option,
     overwrite_option,
+    workers_option,
     progress_option,
 )
 def convert() -> None:
@@ -369,6 +373,7 @@ def convert() -> None:
     click.option("--format", metavar=f"[{'|'.join(FORMATS)}]", shell_complete=complete_format, help="As for convert."),
     select_option,
     overwrite_option,
+    workers_option,
     progress_option,
 )
 def average() -> None:
