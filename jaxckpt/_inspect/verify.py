@@ -158,7 +158,7 @@ def verify(
             `stat` for each file, or on an object store one request for each object's last byte.
         manifest_sha256: As for `restore`. Of a run, the newest step is checked.
         executor: Any `concurrent.futures.Executor`, whose workers read the data; the report is the same. `options`
-            apply to each worker, except the rate, which is that of all together. See docs/converting.md.
+            apply to each worker, except the rate, which is that of all together. See docs/verify-and-diff.md.
         options: `progress`, `max_bytes_per_second` and the storage options; see `Options`.
 
     Returns:
