@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import random
 import resource
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 Burst = tuple[float, float]
 """When the storage fails: its begin and its end, in steps of the training. The fractions are of `STEP_SECONDS`."""
@@ -33,6 +36,18 @@ def fill(ballast: Path) -> Callable[[bool], None]:
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
+
+    return refuse
+
+
+def failing_calls(switch: Path) -> Callable[[bool], None]:
+    """Lets every system call of this process that changes a file fail (EIO), or none: `failing_calls.c` looks at the
+    file `switch` before each call."""
+    with switch.open("r+b") as file:
+        error_code = mmap.mmap(file.fileno(), 1)
+
+    def refuse(refused: bool) -> None:
+        error_code[0] = errno.EIO if refused else 0
 
     return refuse
 
@@ -93,3 +108,41 @@ def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
     run = jaxckpt.Run(directory)
     reported = {incident.step for incident in run.incidents()}
     return sorted({*range(1, steps + 1)} - {*run.steps()} - reported)
+
+
+STEPS, FAILURES = 24, 5
+
+
+def train(
+    directory: str, policy: str, seed: int, refuse: Callable[[bool], None], options: Any, *, is_long: bool, **more: Any
+) -> str:
+    """Train for `STEPS` steps, and say what has become of them: what is wrong, "all accounted for", or "stopped" if
+    the last burst `is_long`."""
+    import numpy as np
+
+    import jaxckpt
+
+    plan = short_bursts(seed, STEPS)
+    if is_long:
+        plan = [*plan[: len(plan) // 2], (STEPS / 2, LONG)]
+    background, step = seed % 4 != 3 or is_long, 0
+    policies: dict[str, Any] = {"on_failure": policy, "max_failures": FAILURES, "keep_last": 50, **more}
+    try:
+        with jaxckpt.Checkpointer(directory, background=background, options=options, **policies) as checkpoints:
+            for step in Training(plan, refuse).steps(STEPS):
+                checkpoints.save(step, {"w": np.full(5000, step), "step": step})
+    except jaxckpt.errors.StorageError as error:
+        reported = [incident.step for incident in jaxckpt.Run(directory).incidents()]
+        notes = " ".join(error.__notes__)
+        if "max_failures" not in notes:
+            return f"{error}: {notes}"
+        if len(reported) < FAILURES or step > (reported[-1] or 0) + 3:
+            return f"stopped at step {step}: {reported}"
+        return "stopped"
+    if missing := unaccounted(directory, STEPS):
+        return f"neither published nor reported: {missing}"
+    for number in jaxckpt.Run(directory).steps():
+        saved = jaxckpt.load_numpy(f"{directory}/{number:08d}")
+        if saved["step"] != number or set(saved["w"].tolist()) != {number}:
+            return f"step {number} has other values"
+    return "all accounted for"
