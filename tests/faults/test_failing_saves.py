@@ -40,7 +40,7 @@ def with_failing_calls(folder: Path) -> dict[str, str]:
     "a file system that is full, refuses writes or breaks (EIO), in bursts shorter than three saves, and longer ones",
     "training continues; each step is published or reported; a longer burst stops it at max_failures",
     quick=4,
-    full=340,
+    full=260,
 )
 @pytest.mark.parametrize("kind", ["full", "refused", "broken"])
 def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
@@ -64,10 +64,29 @@ def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.fault(
     27,
+    "the storage, or the local folders, of a job with local steps, likewise",
+    "training continues; each step is published, saved locally or reported; a longer burst stops it at max_failures",
+    quick=2,
+    full=160,
+)
+def test_training_goes_on_with_local_steps(fault: Fault, tmp_path: Path) -> None:
+    rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
+    env = with_failing_calls(tmp_path)
+    for start in range(0, len(rounds), 40):
+        given = rounds[start : start + 40]
+        done = finish(PROGRAMS / "failing_storage.py", tmp_path, "local", json.dumps(given), timeout=280, env=env)
+        assert done.returncode == 0, str(done)
+        for (policy, seed, is_long), said in zip(given, done.stdout.splitlines(), strict=True):
+            expected = "stopped" if is_long else "all accounted for"
+            fault.saw(said) if said == expected else fault.silent(f"{policy}, {seed}: {said}")
+
+
+@pytest.mark.fault(
+    27,
     "an object store that answers with 503, likewise",
     "training continues; each step is published or reported; a longer burst stops it at max_failures",
     quick=1,
-    full=40,
+    full=30,
 )
 def test_training_goes_on_with_a_bucket(fault: Fault, s3: Bucket) -> None:
     is_busy = False
@@ -93,7 +112,7 @@ def test_training_goes_on_with_a_bucket(fault: Fault, s3: Bucket) -> None:
     "likewise, of one of 3 processes",
     "training continues in all; each step is published or reported",
     quick=4,
-    full=40,
+    full=30,
 )
 def test_training_goes_on_in_all_processes(fault: Fault, tmp_path: Path, run_processes: RunProcesses) -> None:
     rounds = [(POLICIES[number % 2], fault.seed + number) for number in fault.rounds()]

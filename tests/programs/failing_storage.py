@@ -1,7 +1,8 @@
 """Training on storage that fails in bursts. One line for each round: what is wrong, or "all accounted for".
 
-Arguments: a directory, "full" (ENOSPC, on a small file system), "refused" (EFBIG) or "broken" (EIO, by failing_calls.c), and
-the rounds as JSON: each has a policy, a seed, and whether the last burst is long.
+Arguments: a directory; "full" (ENOSPC, small file system), "refused" (EFBIG), "broken" (EIO, by failing_calls.c) or
+"local" (likewise, with local steps); and the rounds as JSON: each has a policy, a seed, and whether the last burst is
+long.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import bursts
 import numpy as np
@@ -26,10 +28,14 @@ if __name__ == "__main__":
     match kind:
         case "full":
             refuse = bursts.fill(folder / "ballast")
-        case "broken":
+        case "broken" | "local":
             refuse = bursts.failing_calls(Path(os.environ["FAILING_CALLS"]))
         case _:
             refuse = bursts.refuse_files
     for policy, seed, is_long in json.loads(sys.argv[3]):
-        shutil.rmtree(folder / "run", ignore_errors=True)
-        print(bursts.train(str(folder / "run"), policy, seed, refuse, OPTIONS, is_long=is_long), flush=True)
+        more: dict[str, Any] = {}
+        for name in ("run", "local"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        if kind == "local":
+            more = {"every": 2, "local": jaxckpt.LocalTier(folder / "local", every=1, copies=0)}
+        print(bursts.train(str(folder / "run"), policy, seed, refuse, OPTIONS, is_long=is_long, **more), flush=True)
