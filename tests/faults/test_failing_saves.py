@@ -45,8 +45,8 @@ def with_failing_calls(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("kind", ["full", "refused", "broken"])
 def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
     rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
-    for start in range(0, len(rounds), 40):
-        given = rounds[start : start + 40]
+    for start in range(0, len(rounds), 20):
+        given = rounds[start : start + 20]
         if kind == "full":
             printed = in_a_mount(tmp_path, "size=8m", "failing_storage", kind, json.dumps(given))
         else:
@@ -72,8 +72,8 @@ def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
 def test_training_goes_on_with_local_steps(fault: Fault, tmp_path: Path) -> None:
     rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
     env = with_failing_calls(tmp_path)
-    for start in range(0, len(rounds), 40):
-        given = rounds[start : start + 40]
+    for start in range(0, len(rounds), 20):
+        given = rounds[start : start + 20]
         done = finish(PROGRAMS / "failing_storage.py", tmp_path, "local", json.dumps(given), timeout=280, env=env)
         assert done.returncode == 0, str(done)
         for (policy, seed, is_long), said in zip(given, done.stdout.splitlines(), strict=True):

@@ -22,6 +22,7 @@ import jaxckpt
 OPTIONS = jaxckpt.Options(sync=False)
 if __name__ == "__main__":
     folder, kind = Path(sys.argv[1]), sys.argv[2]
+    shutil.rmtree(folder / "warm", ignore_errors=True)
     with jaxckpt.Checkpointer(folder / "warm", options=OPTIONS) as warm:  # imports everything
         warm.save(1, {"w": np.zeros(3)})
         warm.restore()

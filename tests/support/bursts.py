@@ -110,6 +110,8 @@ class Training:
                 while refused and published is not None and self._published == published:
                     if self._ended.wait(0.001):
                         return
+                if refused and self.step >= times[1]:
+                    break  # the training was faster: a late burst could end after the last step
                 self._refuse(refused)
                 published = self._published
 
@@ -148,7 +150,7 @@ def train(
                 checkpoints.save(step, state, on_done=training.note_published)
     except jaxckpt.errors.StorageError as error:
         reported = [incident.step for incident in jaxckpt.Run(directory).incidents()]
-        notes = " ".join(error.__notes__)
+        notes = " ".join(getattr(error, "__notes__", ()))
         if "max_failures" not in notes:
             return f"{error}: {notes}"
         if len(reported) < FAILURES or step > (reported[-1] or 0) + 3:
