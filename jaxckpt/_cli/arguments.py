@@ -248,6 +248,13 @@ progress_option = click.option(
     help="Show no progress: neither a bar nor, without a terminal, lines.",
 )
 
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let N processes read and write. Helps if one does not use all of the storage's speed.",
+)
+
 indivisible_option = click.option(
     "--indivisible",
     type=click.Choice(("error", "replicate")),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import re
+import signal
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +28,9 @@ from jaxckpt._rules.rule_set import Rules
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import InputError, show_path
 
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
 
 def progress_options(progress: bool) -> Options:
     """Options that draw a progress bar if stderr is a terminal. Otherwise a long command prints a line every
@@ -42,6 +47,28 @@ def progress_options(progress: bool) -> Options:
             click.echo(printable(f"jaxckpt: {progress}"), err=True)
 
     return Options(progress=draws_bars() or print_line)
+
+
+@contextlib.contextmanager
+def worker_processes(workers: int | None) -> Generator[Executor | None]:
+    """The executor for `--workers`. Its processes end with the block, after an error without the work that is left."""
+    if workers is None:
+        yield None
+        return
+    # Imported here, because most commands do without. A forked process would have the locks of this one's threads.
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    executor = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_ignore_interrupts)
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal. The command ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def rules_of(path: str, rules: str | None, back_to: str | None) -> Rules | None:

@@ -41,6 +41,7 @@ from jaxckpt._cli.arguments import (
     select_option,
     similar_path_hint,
     specs_option,
+    workers_option,
 )
 from jaxckpt._cli.terminal import printable
 from jaxckpt.errors import (
@@ -280,6 +281,7 @@ def cat() -> None:
     click.option(
         "--rate", type=parse_rate, metavar="SIZE", help="Read at most SIZE per second, with a unit, such as 50MiB."
     ),
+    workers_option,
     progress_option,
 )
 def verify() -> None:
@@ -297,6 +299,7 @@ def verify() -> None:
     rules_option,
     back_to_option,
     click.option("--leaves-only", is_flag=True, help="Exit with 0 if all leaves are equal, even if containers differ."),
+    workers_option,
     progress_option,
 )
 def diff() -> None:
@@ -365,6 +368,7 @@ def plan() -> None:
     click.option("--merge-lora", metavar="ADAPTER", help="Merge a LoRA adapter of PEFT (a folder) into SOURCE."),
     indivisible_option,
     overwrite_option,
+    workers_option,
     progress_option,
 )
 def convert() -> None:
@@ -386,6 +390,7 @@ def convert() -> None:
     click.option("--format", metavar=f"[{'|'.join(FORMATS)}]", shell_complete=complete_format, help="As for convert."),
     select_option,
     overwrite_option,
+    workers_option,
     progress_option,
 )
 def average() -> None:

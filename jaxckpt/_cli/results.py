@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from jaxckpt._cli.arguments import SpecRule
-from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree
+from jaxckpt._cli.inputs import progress_options, rules_of, spec_tree, worker_processes
 from jaxckpt._cli.terminal import (
     Column,
     number_column,
@@ -42,9 +42,10 @@ _SHOWN_ROWS = 40
 # Verifying ------------------------------------------------------------------------------------------------
 
 
-def verify(path: str, quick: bool, rate: int | None, progress: bool, as_json: bool) -> bool:
+def verify(path: str, quick: bool, rate: int | None, workers: int | None, progress: bool, as_json: bool) -> bool:
     options = replace(progress_options(progress), max_bytes_per_second=rate)
-    report = verify_checkpoint(path, quick=quick, options=options)
+    with worker_processes(workers) as executor:
+        report = verify_checkpoint(path, quick=quick, executor=executor, options=options)
     if as_json:
         problems = [pick_attributes(problem, "leaf box object reason") for problem in report.problems]
         figures = pick_attributes(report, "path ok leaves objects checked_bytes unfinished_steps")
@@ -67,13 +68,16 @@ def diff(
     rules: str | None,
     back_to: str | None,
     leaves_only: bool,
+    workers: int | None,
     progress: bool,
     as_json: bool,
 ) -> bool:
     from jaxckpt._inspect.diff import diff as diff_checkpoints  # imports JAX
 
     rename = rules_of(a, rules, back_to)
-    delta = diff_checkpoints(a, b, select=select or None, rename=rename, options=progress_options(progress))
+    options = progress_options(progress)
+    with worker_processes(workers) as executor:
+        delta = diff_checkpoints(a, b, select=select or None, rename=rename, executor=executor, options=options)
     if as_json:
         print_json(_delta_record(delta))
     else:

@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from jaxckpt._cli.arguments import SpecRule, renames, require_mesh
-from jaxckpt._cli.inputs import progress_options, require_writable, rules_of, spec_tree
+from jaxckpt._cli.inputs import progress_options, require_writable, rules_of, spec_tree, worker_processes
 from jaxckpt._cli.terminal import print_done, printable, replacing_file
 from jaxckpt._cli.tree_view import describe
 from jaxckpt._convert.convert import convert as convert_checkpoint
@@ -46,6 +46,7 @@ def convert(
     merge_lora: str | None,
     indivisible: Literal["error", "replicate"],
     overwrite: bool,
+    workers: int | None,
     progress: bool,
     as_json: bool,
 ) -> None:
@@ -53,18 +54,20 @@ def convert(
     if rules and rename:
         raise click.UsageError("--rules gives every leaf its name: it cannot be used together with --rename")
     renaming = rules_of(source, rules, back_to) or renames(rename) or None
-    convert_checkpoint(
-        source if merge_lora is None else merged(source, merge_lora),
-        destination,
-        format=format,
-        mesh=mesh,
-        specs=spec_tree(open_checkpoint(source, rename=renaming), specs, select) if specs else None,
-        select=select or None,
-        rename=renaming,
-        chunk_bytes=chunk_bytes,
-        overwrite=overwrite,
-        options=replace(progress_options(progress), indivisible=indivisible),
-    )
+    with worker_processes(workers) as executor:
+        convert_checkpoint(
+            source if merge_lora is None else merged(source, merge_lora),
+            destination,
+            format=format,
+            mesh=mesh,
+            specs=spec_tree(open_checkpoint(source, rename=renaming), specs, select) if specs else None,
+            select=select or None,
+            rename=renaming,
+            chunk_bytes=chunk_bytes,
+            overwrite=overwrite,
+            executor=executor,
+            options=replace(progress_options(progress), indivisible=indivisible),
+        )
     print_done(f"{source} → {destination}", {"source": source, "destination": destination}, as_json)
 
 
@@ -75,6 +78,7 @@ def average(
     format: str | None,
     select: Sequence[str],
     overwrite: bool,
+    workers: int | None,
     progress: bool,
     as_json: bool,
 ) -> None:
@@ -83,7 +87,9 @@ def average(
     except ValueError:
         raise click.UsageError(f"--weights {weights!r} must be numbers with commas, such as 1,1,-1") from None
     source = averaged(checkpoints, weights=factors, select=select or None)
-    convert_checkpoint(source, destination, format=format, overwrite=overwrite, options=progress_options(progress))
+    options = progress_options(progress)
+    with worker_processes(workers) as executor:
+        convert_checkpoint(source, destination, format=format, overwrite=overwrite, executor=executor, options=options)
     print_done(f"{source.url} → {destination}", {"source": source.url, "destination": destination}, as_json)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,12 +21,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
+from jaxckpt._convert.convert_elsewhere import FilesElsewhere, WrittenElsewhere, require_plain
 from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
 from jaxckpt._devices.shardings import TypedLeaf
+from jaxckpt._formats.average import Average
 from jaxckpt._formats.destination import replacing, require_replaceable
 from jaxckpt._formats.live_export import write_folder
 from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._formats.safetensors import plan_safetensors
+from jaxckpt._inspect.executors import OpenedElsewhere, require_executor
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.grid import Layout, Spec, mesh_layout
@@ -70,6 +74,7 @@ def convert(
     rename: Renaming | None = None,
     chunk_bytes: int | None = None,
     overwrite: bool = False,
+    executor: Executor | None = None,
     options: Options | None = None,
 ) -> None:
     """Convert a checkpoint or a whole run to a different format, mesh or chunk size, or to a subset of its leaves.
@@ -100,6 +105,7 @@ def convert(
         chunk_bytes: As `Options.chunk_bytes`.
         overwrite: Replace an existing `destination`: a checkpoint of any format, a file, or an empty folder. A folder
             that has other files or several steps, or that contains the source, is never deleted.
+        executor: As for `verify`: its workers read and write. For "jaxckpt" and folders of safetensors.
         options: See `Options`.
 
     Raises:
@@ -125,6 +131,9 @@ def convert(
         conversion = _conversion(
             destination, format, mesh, specs, select, rename, chunk_bytes, call.options, overwrite=overwrite
         )
+        if executor is None and isinstance(source, Average):
+            executor = source.executor
+        conversion = _with_executor(conversion, executor, destination)
         find_steps = functools.partial(
             steps_to_convert,
             source,
@@ -153,6 +162,25 @@ class _Conversion:
     rename: Renaming | None
     options: Options
     overwrite: bool
+    executor: Executor | None = None
+
+
+def _with_executor(
+    conversion: _Conversion, executor: Executor | None, destination: str | os.PathLike[str]
+) -> _Conversion:
+    """The conversion by the workers of an executor. Raises InputError."""
+    if executor is None:
+        return conversion
+    require_executor(executor)
+    require_plain(conversion.options)
+    is_file = os.fspath(destination).endswith(".safetensors")
+    if conversion.format not in ("jaxckpt", "safetensors") or is_file:
+        what = "a .safetensors file" if is_file else f"format {conversion.format!r}"
+        raise InputError(
+            f"convert(executor=…) has no effect on {what}, which one process writes: leave it out. Workers write"
+            ' "jaxckpt" and folders of safetensors'
+        )
+    return replace(conversion, executor=executor)
 
 
 def _conversion(
@@ -205,17 +233,26 @@ def _convert(
         call.run(functools.partial(_in_process_0, call, "verifying the source", verify))
         draft = _drafted(narrow, conversion.mesh, conversion.specs, options)
         path = SharedPath.at(destination, options, overwrite=conversion.overwrite)
+        if conversion.executor is not None:
+            opened = OpenedElsewhere.of(source, location, options, conversion.rename, conversion.select)
+            path = WrittenElsewhere(path.store, conversion.executor, opened, overwrite=conversion.overwrite)
+            options = replace(options, progress=None)  # the destination shows it
         manifest = narrow.manifest
         request = SaveRequest(path, options, metadata=manifest.metadata, draft=draft, step=manifest.step)
         start(request, call, background=False).wait()
         return
     target = local_path(destination)
     assert target is not None
-    if call.count > 1 and conversion.format == "safetensors" and not target.endswith(".safetensors"):
+    is_folder = conversion.format == "safetensors" and not target.endswith(".safetensors")
+    if is_folder and (call.count > 1 or conversion.executor is not None):
+        plan_folder = plan_safetensors
+        if conversion.executor is not None:
+            opened = OpenedElsewhere.of(source, location, options, conversion.rename, conversion.select)
+            plan_folder = FilesElsewhere(call, conversion.executor, opened).plan
         verify = functools.partial(_verify_checksums, narrow, options)
         call.run(functools.partial(_in_process_0, call, "verifying the source", verify))
         write = functools.partial(
-            write_folder, call, narrow, target, plan_safetensors, options, overwrite=conversion.overwrite
+            write_folder, call, narrow, target, plan_folder, options, overwrite=conversion.overwrite
         )
         call.run(write)
         return

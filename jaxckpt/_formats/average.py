@@ -6,8 +6,10 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
-from jaxckpt._store.store_path import store_at
+from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, MismatchError, Problem, show_count
 
 
@@ -38,6 +40,7 @@ def average(
     weights: Sequence[float] | None = None,
     select: Select | None = None,
     rename: Renaming | None = None,
+    executor: Executor | None = None,
     options: Options | None = None,
 ) -> ForeignCheckpoint:
     """The weighted sum of checkpoints of any format. Values are computed when they are read.
@@ -51,6 +54,7 @@ def average(
         weights: A factor for each checkpoint, such as (1, 1, -1) for "a + b - c". By default, all are 1 / count.
         select: Only these leaves, such as "params".
         rename: As for `restore`; for every checkpoint.
+        executor: The default of `executor=` of a `convert` of the result: its workers compute the values.
         options: See `Options`.
 
     Raises:
@@ -103,7 +107,27 @@ def average(
     if problems:
         raise MismatchError.of(f"{show_count(len(problems), 'leaf')} cannot be averaged", problems)
     url = " + ".join(f"{factor:g} × {source.url}" for factor, source in zip(factors, sources, strict=True))
-    return compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
+    composed = compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
+    paths = [local_path(place) or place if isinstance(place, str) else place for place in places]
+    again = functools.partial(
+        average, paths, weights=factors, select=select, rename=rename, options=replace(options, progress=None)
+    )
+    own = {field.name: getattr(composed, field.name) for field in fields(ForeignCheckpoint)}
+    return Average(**own, again=again, executor=executor)
+
+
+@dataclass(frozen=True, slots=True)
+class Average(ForeignCheckpoint):
+    """The weighted sum of checkpoints. It pickles as their paths, so that other processes compute values of it."""
+
+    again: Callable[[], ForeignCheckpoint] | None = field(default=None, repr=False, compare=False)
+    """Opens the checkpoints again."""
+
+    executor: Executor | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.again is not None
+        return self.again, ()
 
 
 _LAST = re.compile(r"(.+)@last([1-9]\d*)")

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from jaxckpt._inspect.executors import UNIT_BYTES, OpenedElsewhere, Remembered, grouped, require_executor, spread
 from jaxckpt._job.call import Call
 from jaxckpt._keywords import explain_keywords
-from jaxckpt._model.grid import Box, cut_to_size, whole_box
+from jaxckpt._model.grid import Box, cut_to_size, volume, whole_box
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array
 from jaxckpt._model.select import Select, Selector, parse_select
 from jaxckpt._model.tree import Structure, empty_positions, prune
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lanes import run_alone
-from jaxckpt._pipeline.progress import display_progress
+from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.read_loop import read_box
 from jaxckpt._restore.resolve import AbstractLeaf
@@ -152,6 +156,7 @@ def diff(
     *,
     select: Select | None = None,
     rename: Renaming | None = None,
+    executor: Executor | None = None,
     options: Options | None = None,
 ) -> Delta:
     """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
@@ -167,6 +172,7 @@ def diff(
         path_b: The other checkpoint.
         select: Compare only these leaves, as for `restore`: those of a by their paths after `rename`.
         rename: Renames the leaves of a, as for `restore`.
+        executor: As for `verify`. `rename` must pickle: a mapping, or a function of a module.
         options: See `Options`.
 
     Returns:
@@ -188,9 +194,11 @@ def diff(
         (False, 1, 0.5)
     """
     options = options_or_default(options)
+    require_executor(executor)
     # Each box needs a buffer on both sides. The other half of the memory is for reading.
     options = replace(options, host_bytes=max(1, options.host_bytes // 4))
-    a, b = _Side.at(path_a, options, rename), _Side.at(path_b, options)
+    opened_a, opened_b = source_at(path_a, options), source_at(path_b, options)
+    a, b = _Side.of(renamed_source(opened_a, rename), options), _Side.of(opened_b, options)
     all_leaves = a.leaves | b.leaves
     where = "either checkpoint" if rename is None else "either checkpoint after rename="
     selector = None if select is None else parse_select(select)
@@ -208,10 +216,22 @@ def diff(
     }
     total = sum(leaf.nbytes for pair in pairs.values() for leaf in pair)
     with display_progress("diff", total, options.progress) as advance:
-        for path, box_a, box_b in _boxes(a, b, pairs, options):
-            deltas[path] = _add_differences(deltas[path], box_a, box_b)
-            boxes = zip(pairs[path], (box_a, box_b), strict=True)
-            advance(sum(box.nbytes for leaf, box in boxes if leaf.is_array))
+        if executor is None:
+            for path, box_a, box_b in _boxes(a, b, pairs, options):
+                deltas[path] = _add_differences(deltas[path], box_a, box_b)
+                boxes = zip(pairs[path], (box_a, box_b), strict=True)
+                advance(sum(box.nbytes for leaf, box in boxes if leaf.is_array))
+        else:
+            elsewhere = [
+                OpenedElsewhere.of(opened_a, path_a, options, rename),
+                OpenedElsewhere.of(opened_b, path_b, options),
+            ]
+            compare = functools.partial(
+                _compare, *(Remembered.of(side.open) for side in elsewhere), elsewhere[0].options
+            )
+            compared = spread(executor, compare, _units(pairs), options.timeout_seconds)
+            report = functools.partial(_add_compared, compared, deltas, advance)
+            run_alone(report, options.timeout_seconds)
     return Delta(a.source.url, b.source.url, tuple(deltas.values()), a.structure(selector) == b.structure(selector))
 
 
@@ -226,8 +246,7 @@ class _Side:
     options: Options
 
     @classmethod
-    def at(cls, path: Location, options: Options, rename: Renaming | None = None) -> _Side:
-        source = renamed_source(source_at(path, options), rename)
+    def of(cls, source: Source, options: Options) -> _Side:
         manifest = source.manifest
         return cls(source, {record.path: SavedLeaf(manifest, record) for record in manifest.leaves}, options)
 
@@ -269,6 +288,74 @@ class _Side:
         return [values[number] for number in numbers]
 
 
+_Cut = tuple[str, Box | None]
+"""The path of a leaf, and a box of it; None for the whole leaf."""
+
+
+def _units(pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]]) -> Iterator[tuple[_Cut, ...]]:
+    """What the workers of an executor compare: whole leaves, and boxes of large ones."""
+
+    def cuts() -> Iterator[tuple[_Cut, int]]:
+        for path, (leaf, other) in pairs.items():
+            size = max(leaf.nbytes, other.nbytes)
+            if not (leaf.is_array and other.is_array) or size <= UNIT_BYTES:
+                yield (path, None), size
+                continue
+            stack, itemsize = leaf.stack, size // math.prod(leaf.stored_shape)
+            grids = (stack.object[1:], stack.chunk[1:])
+            for box in cut_to_size(whole_box(leaf.stored_shape), grids, UNIT_BYTES // itemsize):
+                yield (path, box), volume(box) * itemsize
+
+    return grouped(cuts())
+
+
+def _compare(
+    a: Remembered[Source], b: Remembered[Source], options: Options, unit: tuple[_Cut, ...]
+) -> tuple[list[LeafDelta], int]:
+    """The differences of some leaves and boxes, and the bytes that were compared. In a worker."""
+    sides = _Side.of(a.get(), options), _Side.of(b.get(), options)
+    pairs = {path: (sides[0].leaves[path], sides[1].leaves[path]) for path, _ in unit}
+    deltas, n_bytes = {path: LeafDelta(path, "", "") for path in pairs}, 0
+
+    def boxes() -> Iterator[tuple[str, Array, Array]]:
+        yield from _boxes(*sides, {path: pairs[path] for path, cut in unit if cut is None}, options)
+        for path, cut in unit:
+            if cut is not None:
+                for box in cut_to_size(cut, (pairs[path][0].stack.chunk[1:],), _fits(pairs[path], options)):
+                    yield path, sides[0].box(path, box), sides[1].box(path, box)
+
+    for path, box_a, box_b in boxes():
+        deltas[path] = _add_differences(deltas[path], box_a, box_b)
+        both = zip(pairs[path], (box_a, box_b), strict=True)
+        n_bytes += sum(box.nbytes for leaf, box in both if leaf.is_array)
+    return [*deltas.values()], n_bytes
+
+
+def _fits(leaves: tuple[SavedLeaf, SavedLeaf], options: Options) -> int:
+    """Elements of a large leaf that may be in memory."""
+    return max(1, options.host_bytes // (max(leaf.nbytes for leaf in leaves) // math.prod(leaves[0].stored_shape)))
+
+
+def _add_compared(
+    compared: Generator[tuple[tuple[_Cut, ...], tuple[list[LeafDelta], int]]],
+    deltas: dict[str, LeafDelta],
+    advance: Report,
+) -> None:
+    """Add what workers have found to the leaves' differences. In a lane."""
+    with contextlib.closing(compared):
+        for _, (some, n_bytes) in compared:
+            for delta in some:
+                leaf = deltas[delta.path]
+                deltas[delta.path] = replace(
+                    leaf,
+                    size=leaf.size + delta.size,
+                    differing=leaf.differing + delta.differing,
+                    max_abs=max(leaf.max_abs, delta.max_abs),
+                    max_rel=max(leaf.max_rel, delta.max_rel),
+                )
+            advance(n_bytes)
+
+
 def _boxes(
     a: _Side, b: _Side, pairs: Mapping[str, tuple[SavedLeaf, SavedLeaf]], options: Options
 ) -> Iterator[tuple[str, Array, Array]]:
@@ -288,7 +375,7 @@ def _boxes(
             batch_bytes += size
             continue
         stack, shape = leaf.stack, leaf.stored_shape
-        fits = options.host_bytes // (size // math.prod(shape))
+        fits = _fits((leaf, other), options)
         grids = (stack.object[1:], stack.chunk[1:])
         for box in cut_to_size(whole_box(shape), grids, fits):
             yield path, a.box(path, box), b.box(path, box)

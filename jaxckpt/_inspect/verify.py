@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from jaxckpt._inspect.executors import OpenedElsewhere, Remembered, grouped, require_executor, spread
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import object_index, zarr
@@ -25,7 +28,7 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, pipeline
-from jaxckpt._pipeline.progress import Report, display_progress
+from jaxckpt._pipeline.progress import Report, display_progress, report_nothing
 from jaxckpt._pipeline.threads import Task
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._pipeline.watchdog import require_not_stalled
@@ -36,7 +39,7 @@ from jaxckpt._run_folder.run_paths import resolve_step, steps_of, unfinished_ste
 from jaxckpt._run_folder.steps import is_step
 from jaxckpt._sources.foreign import ForeignCheckpoint, unreadable_reason
 from jaxckpt._sources.open_source import Location, foreign_steps_of, source_at
-from jaxckpt._sources.source import NativeCheckpoint
+from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.load_manifest import load_manifest, read_copy
 from jaxckpt._store.storage_errors import retry_stale
 from jaxckpt._store.store import Store
@@ -135,7 +138,12 @@ def _affected_leaves(problems: list[Problem]) -> str:
 
 @explain_keywords
 def verify(
-    path: Location, *, quick: bool = False, manifest_sha256: str | None = None, options: Options | None = None
+    path: Location,
+    *,
+    quick: bool = False,
+    manifest_sha256: str | None = None,
+    executor: Executor | None = None,
+    options: Options | None = None,
 ) -> VerifyReport:
     """Read every byte of a checkpoint and check it against the checksums, digests and lengths that were saved with it.
 
@@ -149,6 +157,8 @@ def verify(
         quick: Check only that each object exists and has the expected size, and that the small files are unchanged: one
             `stat` for each file, or on an object store one request for each object's last byte.
         manifest_sha256: As for `restore`. Of a run, the newest step is checked.
+        executor: Any `concurrent.futures.Executor`, whose workers read the data; the report is the same. `options`
+            apply to each worker, except the rate, which is that of all together. See docs/verify-and-diff.md.
         options: `progress`, `max_bytes_per_second` and the storage options; see `Options`.
 
     Returns:
@@ -168,27 +178,32 @@ def verify(
         True
     """
     options, quick = options_or_default(options), require_bool(quick, "quick")
-    return run_alone(lambda: _verify_path(path, quick, options, manifest_sha256), options.timeout_seconds)
+    require_executor(executor)
+    return run_alone(lambda: _verify_path(path, quick, options, manifest_sha256, executor), options.timeout_seconds)
 
 
-def _verify_path(path: Location, quick: bool, options: Options, manifest_sha256: str | None) -> VerifyReport:
+def _verify_path(
+    path: Location, quick: bool, options: Options, manifest_sha256: str | None, executor: Executor | None
+) -> VerifyReport:
     """As `verify`. In a lane."""
     if isinstance(path, str | os.PathLike) and manifest_sha256 is None:  # otherwise one manifest is expected
         store = store_at(path, options)
         steps = steps_of(store) or ()
         if urls := [step.url for step in steps] or [step.path for step in foreign_steps_of(path, options)]:
-            report = _verify_steps(os.fspath(path), urls, quick, options)
+            report = _verify_steps(os.fspath(path), urls, quick, options, executor)
             return replace(report, unfinished_steps=unfinished_steps(store) if steps else ())
-    return _verify(path, quick, options, manifest_sha256=manifest_sha256)
+    return _verify(path, quick, options, executor, manifest_sha256=manifest_sha256)
 
 
-def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options) -> VerifyReport:
+def _verify_steps(
+    path: str, steps: Sequence[str], quick: bool, options: Options, executor: Executor | None
+) -> VerifyReport:
     """One report on all steps of a run, without steps that are deleted in the meantime."""
     reports: list[tuple[str, VerifyReport]] = []
     for step in steps:
         with contextlib.suppress(NotACheckpointError):
             name = step.rpartition("/")[2]
-            reports.append((name, _verify(step, quick, options, name)))
+            reports.append((name, _verify(step, quick, options, executor, name)))
     return VerifyReport(
         path=path,
         quick=quick,
@@ -205,7 +220,13 @@ def _verify_steps(path: str, steps: Sequence[str], quick: bool, options: Options
 
 
 def _verify(
-    path: Location, quick: bool, options: Options, step: str = "", *, manifest_sha256: str | None = None
+    path: Location,
+    quick: bool,
+    options: Options,
+    executor: Executor | None,
+    step: str = "",
+    *,
+    manifest_sha256: str | None = None,
 ) -> VerifyReport:
     """Check one checkpoint, which is not a run's directory. `step` is its name if it is a step of one."""
     try:
@@ -215,15 +236,17 @@ def _verify(
         problem = Problem(None, f"cannot be used: {error}", object=file)
         return VerifyReport(str(path), quick, (problem,), 0, 0, 0)
     if not isinstance(source, NativeCheckpoint):
-        return _verify_foreign(source, quick, options, step)
-    report = verify_files(source, quick, options, step)
+        return _verify_foreign(source, path, quick, options, step, executor)
+    report = verify_files(source, quick, options, step, executor)
     became = source.change_since_open() if report.problems else None
     if became:
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being verified")
     return report
 
 
-def verify_files(source: NativeCheckpoint, quick: bool, options: Options, step: str = "") -> VerifyReport:
+def verify_files(
+    source: NativeCheckpoint, quick: bool, options: Options, step: str = "", executor: Executor | None = None
+) -> VerifyReport:
     """Check the files that a manifest names."""
     store, manifest = source.store, source.manifest
     files = list(_files(manifest))
@@ -233,18 +256,63 @@ def verify_files(source: NativeCheckpoint, quick: bool, options: Options, step: 
     total = sum(file.length for file in rest)
     with display_progress("verify", total, options.progress, step) as advance:
         meter = _ReadMeter(advance, options.max_bytes_per_second)
-        files_to_read = itertools.chain(_small_files(manifest), _throttle(rest, meter))
-        problems += _check_concurrently(store, files_to_read, meter)
+        if executor is None:
+            files_to_read = itertools.chain(_small_files(manifest), _throttle(rest, meter))
+            problems += _check_concurrently(store, files_to_read, meter)
+        else:
+            problems += _check_concurrently(store, _small_files(manifest), meter)
+            problems += _check_elsewhere(executor, source, files, rest, options, meter)
         meter.report_rest()
     numbers = {None: -1, **manifest.numbers}
     problems.sort(key=lambda problem: (numbers[problem.leaf], problem.box or (), problem.object))
     return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
 
 
-def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, step: str) -> VerifyReport:
+def _check_elsewhere(
+    executor: Executor,
+    source: NativeCheckpoint,
+    files: Sequence[_ExpectedObject],
+    rest: Iterable[_ExpectedObject],
+    options: Options,
+    meter: _ReadMeter,
+) -> Iterator[Problem]:
+    """The problems of the files in `rest`, in order, which the workers of an executor read."""
+    opened = Remembered.of(functools.partial(_open_files, OpenedElsewhere.of(source, source.url, options)))
+    numbers = {file.key: number for number, file in enumerate(files)}
+
+    def units() -> Iterator[tuple[int, ...]]:
+        for unit in grouped((numbers[file.key], file.length) for file in rest):
+            yield unit
+            meter.pause(sum(files[number].length for number in unit))
+
+    check = functools.partial(_check_files, opened, options.timeout_seconds)
+    for unit, problems in spread(executor, check, units(), options.timeout_seconds):
+        meter.add(sum(files[number].length for number in unit))
+        meter.report()
+        yield from problems
+
+
+def _open_files(opened: OpenedElsewhere) -> tuple[Store, list[_ExpectedObject]]:
+    source = opened.open()
+    assert isinstance(source, NativeCheckpoint)
+    return source.store, list(_files(source.manifest))
+
+
+def _check_files(
+    opened: Remembered[tuple[Store, list[_ExpectedObject]]], seconds: float, unit: Sequence[int]
+) -> list[Problem]:
+    """The problems of some files of a checkpoint. In a worker."""
+    store, files = opened.get()
+    meter = _ReadMeter(report_nothing, None)
+    return run_alone(lambda: list(_check_concurrently(store, [files[number] for number in unit], meter)), seconds)
+
+
+def _verify_foreign(
+    source: ForeignCheckpoint, location: Location, quick: bool, options: Options, step: str, executor: Executor | None
+) -> VerifyReport:
     """Read a foreign checkpoint completely, box by box, and compare the checksums of its format. Everything else was
     checked when it was opened."""
-    manifest, problems, total = source.manifest, list[Problem](), 0
+    manifest, problems = source.manifest, list[Problem]()
     reasons = {leaf.path: reason for leaf in manifest.leaves if (reason := unreadable_reason(source, leaf))}
     unsupported = tuple(Problem(path, reason, object=source.url) for path, reason in reasons.items())
     stored = [number for number, leaf in enumerate(manifest.leaves) if leaf.stack is not None]
@@ -252,27 +320,51 @@ def _verify_foreign(source: ForeignCheckpoint, quick: bool, options: Options, st
     sizes = {number: manifest.leaf_bytes(manifest.leaves[number]) for number in arrays}
     with display_progress("verify", sum(sizes.values()), options.progress, step) as advance:
         meter = _ReadMeter(advance, options.max_bytes_per_second)
-        for number in arrays:
-            leaf = manifest.leaves[number]
-            number_of_stack, row = manifest.stack_and_row(leaf)
-            stack = manifest.decoded_stacks[number_of_stack]
-            fits = max(1, max_read_bytes(options.host_bytes) // stack.itemsize)
-            for box in cut_to_size(whole_box(stack.shape), (stack.chunk[1:],), fits):
-                try:
-                    read_box(source, number, box, options)
-                except (DataError, StorageError) as error:
-                    problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
-                meter.add(volume(box) * stack.itemsize)
-                meter.pause(volume(box) * stack.itemsize)
-            try:
-                source.row_data[number_of_stack][row].check()
-            except (DataError, StorageError) as error:
-                if not (problems and problems[-1].leaf == leaf.path):
-                    problems.append(Problem(leaf.path, str(error), object=source.url))
-            total += sizes[number]
+        if executor is None:
+            for number in arrays:
+                problems += _check_leaf(source, number, options, meter)
+        else:
+            opened = OpenedElsewhere.of(source, location, options)
+            check = functools.partial(_check_leaves, Remembered.of(opened.open), opened.options)
+            for unit, found in spread(executor, check, grouped(sizes.items()), options.timeout_seconds):
+                meter.add(sum(sizes[number] for number in unit))
+                meter.pause(sum(sizes[number] for number in unit))
+                problems += found
         meter.report_rest()
-    count = len(manifest.leaves)
+    count, total = len(manifest.leaves), sum(sizes.values())
     return VerifyReport(source.url, quick, tuple(problems), count, len(arrays), total, unsupported=unsupported)
+
+
+def _check_leaf(source: ForeignCheckpoint, number: int, options: Options, meter: _ReadMeter) -> list[Problem]:
+    """Read a leaf of a foreign checkpoint."""
+    problems, manifest = list[Problem](), source.manifest
+    leaf = manifest.leaves[number]
+    number_of_stack, row = manifest.stack_and_row(leaf)
+    stack = manifest.decoded_stacks[number_of_stack]
+    fits = max(1, max_read_bytes(options.host_bytes) // stack.itemsize)
+    for box in cut_to_size(whole_box(stack.shape), (stack.chunk[1:],), fits):
+        try:
+            read_box(source, number, box, options)
+        except (DataError, StorageError) as error:
+            problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
+        meter.add(volume(box) * stack.itemsize)
+        meter.pause(volume(box) * stack.itemsize)
+    try:
+        source.row_data[number_of_stack][row].check()
+    except (DataError, StorageError) as error:
+        if not problems:
+            problems.append(Problem(leaf.path, str(error), object=source.url))
+    return problems
+
+
+def _check_leaves(opened: Remembered[Source], options: Options, unit: Sequence[int]) -> list[Problem]:
+    """The problems of some leaves of a foreign checkpoint. In a worker."""
+    source, meter = opened.get(), _ReadMeter(report_nothing, None)
+    assert isinstance(source, ForeignCheckpoint)
+    problems: list[Problem] = []
+    for number in unit:
+        problems += _check_leaf(source, number, options, meter)
+    return problems
 
 
 @dataclass(frozen=True, slots=True)

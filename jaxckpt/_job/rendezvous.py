@@ -24,16 +24,15 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, note_others, process_names
 from jaxckpt._pipeline import lanes
-from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import (
     CorruptError,
@@ -103,12 +102,6 @@ _REQUESTS_PER_SECOND = 2000
 _LONGEST_POLL_SECONDS = 30.0
 """A request whose key is not posted in time stays in the service and takes 14 KB there until the key is posted (jaxlib
 0.6 to 0.10). 16,384 processes that ask every 0.5 s would cost process 0 460 MB for each second of a save."""
-
-_SLOW_SECONDS = 10.0
-"""How long a process waits until it logs for which processes; then it logs again each time it has waited twice as
-long, from `_VERY_SLOW_SECONDS` on as a warning."""
-
-_VERY_SLOW_SECONDS = 40.0
 
 _BLOCK = 64
 """Number of processes whose texts process 0 gets in one request."""
@@ -292,14 +285,22 @@ class Rendezvous:
                         self._post_failure(error)
                         self._posts.put(None)
                         continue
-                    post = "beat", json.dumps({"beat": (beats := beats + 1), "work": str(call.watchdog.work)})
+                    post = "beat", heartbeat(beats := beats + 1, call.watchdog)
                 if post is None:
                     break
                 self._set(*post)
+                if post[0] == "beat" and call.index == 0 and call.runs_service:
+                    self._note_others()
             if beats and call.index != 0:
                 call.client.key_value_delete(self._key_of("beat", call.index))
         except Exception as error:
             self._post_error = error
+
+    def _note_others(self) -> None:
+        """While this process, process 0, is busy itself, its display shows the job. For the thread that posts."""
+        work = self.call.watchdog.work
+        if work is not None and work.is_shown:
+            note_others(self.call.watchdog, self._read_posted("beat").values())
 
     def _set(self, folder: str, text: str) -> None:
         if self.call.index == 0 and folder != "in":
@@ -316,11 +317,11 @@ class Rendezvous:
     def _await_broadcast(self) -> str:
         """The text that process 0 shares. Raises if process 0 raised or stopped responding."""
         number, since, has_joined = 1, time.monotonic(), not (self.is_first or self.after_caller)
-        slow, work = _Slow(self.what, self.call.count), ""
+        slow, beat = SlowProcesses(self.what, self.call.count), None
         while True:
             self.call.cancellation.check()
             if self.call.index == 1:  # process 0 does not log that it is slow itself
-                slow.log({0: work})
+                slow.log({0: beat})
             waited, timeout_seconds = time.monotonic() - since, self._timeout_seconds(has_joined)
             # The more processes wait, the less often each asks. All receive a posted text immediately.
             most = min(self.call.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
@@ -328,7 +329,7 @@ class Rendezvous:
             if text is None:
                 if time.monotonic() - since > timeout_seconds:
                     self._is_service_lost = True
-                    raise combined_error(self._timeout_failures({0: timeout_seconds}, {0: work}), self.what)
+                    raise combined_error(self._timeout_failures({0: timeout_seconds}, {0: beat}), self.what)
                 continue
             message = json.loads(text)
             if "error" in message:
@@ -341,7 +342,7 @@ class Rendezvous:
                 raise combined_error([message], self.what)
             if "ok" in message:
                 return message["ok"]
-            number, since, has_joined, work = number + 1, time.monotonic(), True, message.get("work", "")
+            number, since, has_joined, beat = number + 1, time.monotonic(), True, text
 
     def _gather_messages(self) -> list[dict[str, Any]]:
         """The messages of the processes, in process order. Raises one error for all that failed or stopped responding.
@@ -353,7 +354,7 @@ class Rendezvous:
         answers = dict[int, str]()
         last_beats = dict.fromkeys(everyone, _LastBeat(None, time.monotonic()))
         timed_out: dict[int, float] = {}
-        slow = _Slow(self.what, self.call.count)
+        slow = SlowProcesses(self.what, self.call.count)
         while blocks:
             self.call.cancellation.check()
             block = blocks[0]
@@ -371,7 +372,10 @@ class Rendezvous:
             for process in awaited:
                 if beats.get(process) != last_beats[process].beat:
                     last_beats[process] = _LastBeat(beats.get(process), now)
-            slow.log({process: last_beats[process].work for process in sorted(awaited)})
+            slow.log({process: last_beats[process].beat for process in sorted(awaited)})
+            if (work := self.call.watchdog.work) is not None and work.is_shown:
+                note_others(self.call.watchdog, beats.values())
+                work.add(0)
             timeouts = {process: self._timeout_seconds(self._has_joined(last_beats[process])) for process in awaited}
             if all(now - last_beats[process].since > timeouts[process] for process in awaited):
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
@@ -380,8 +384,8 @@ class Rendezvous:
                 break
         self._is_service_lost = 0 in timed_out
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
-        works = {process: last_beats[process].work for process in timed_out}
-        failures = self._timeout_failures(timed_out, works) + self._mismatch_failures(sorted(answers), messages)
+        silent_beats = {process: last_beats[process].beat for process in timed_out}
+        failures = self._timeout_failures(timed_out, silent_beats) + self._mismatch_failures(sorted(answers), messages)
         failures += [message for message in messages if "error" in message]
         if failures:
             raise combined_error(failures, self.what)
@@ -398,9 +402,9 @@ class Rendezvous:
         """
         return min(self.call.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.call.timeout_seconds
 
-    def _timeout_failures(self, silent: dict[int, float], works: dict[int, str]) -> list[dict[str, Any]]:
-        """Failure messages for processes that did not respond, one for all that were silent for the same time. `works`
-        is what they have reported to have moved before."""
+    def _timeout_failures(self, silent: dict[int, float], beats: Mapping[int, str | None]) -> list[dict[str, Any]]:
+        """Failure messages for processes that did not respond, one for all that were silent for the same time. `beats`
+        are their last heartbeats."""
         by_seconds = dict[float, list[int]]()
         for process, seconds in silent.items():
             by_seconds.setdefault(seconds, []).append(process)
@@ -409,7 +413,7 @@ class Rendezvous:
                 "error": f"{process_names(processes)} of {self.call.count} did not respond for {seconds:g} s while"
                 f" {self.what}: dead, suspended, or not making the same call, which every process must make."
                 " Options.timeout_seconds sets how long to wait."
-                + _last_reported({process: works[process] for process in processes if works.get(process)}),
+                + last_reported({process: beats[process] for process in processes}),
                 "kind": PeerTimeoutError.__name__,
                 "silent": processes,
             }
@@ -489,55 +493,7 @@ class _LastBeat:
     beat: str | None
     since: float
 
-    @property
-    def work(self) -> str:
-        """What the process has reported to have moved; empty if nothing."""
-        return json.loads(self.beat).get("work", "") if self.beat else ""
-
-
-class _Slow:
-    """Logs for which processes this one waits, and how far they are."""
-
-    def __init__(self, what: str, count: int) -> None:
-        self._what = what
-        self._count = count
-        self._begun = time.monotonic()
-        self._next = _SLOW_SECONDS
-
-    def log(self, works: dict[int, str]) -> None:
-        """Log these processes, if it is time. Each comes with what it has moved."""
-        waited = time.monotonic() - self._begun
-        if waited < self._next:
-            return
-        self._next = 2 * waited
-        _log.log(
-            logging.INFO if waited < _VERY_SLOW_SECONDS else logging.WARNING,
-            "waited %.0f s for %s of %d while %s%s",
-            waited,
-            process_names([*works]),
-            self._count,
-            self._what,
-            _table({process: work for process, work in works.items() if work}),
-        )
-
-
-def _last_reported(works: dict[int, str]) -> str:
-    return f" They last reported{_table(works)}" if works else ""
-
-
-def _table(works: dict[int, str]) -> str:
-    """How far processes are, as lines; empty if none is known."""
-    return f":\n{show_lines(f'process {process}: {work}' for process, work in works.items())}" if works else ""
-
 
 def _ordinal(number: int) -> str:
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
-
-
-def process_names(processes: Sequence[int]) -> str:
-    """Processes for a message: "process 1", "processes 1, 2"."""
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    shown = ", ".join(map(str, processes[:20])) + (", …" if len(processes) > 20 else "")
-    return f"processes {shown}"

@@ -52,6 +52,9 @@ class Flush:
     owned: Sequence[Object] = ()
     """The objects that this process owns. These and the save id are known when the local save is published."""
 
+    attempts: Callable[[Callable[..., SaveInfo], RunningSave], SaveInfo] | None = None
+    """As in a `SaveRequest`."""
+
     pending: RunningSave | None = None
     is_warned: bool = False
     """Whether skipped local steps have been logged."""
@@ -64,6 +67,8 @@ class Flush:
         pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_first()
         work = functools.partial(self._run, local)
+        if self.attempts is not None:
+            work = functools.partial(self.attempts, work)
         if self.on_done is not None:
             work = functools.partial(run_and_notify, work, self.on_done)
         with self.call:
@@ -85,9 +90,9 @@ class Flush:
         """Whether its files are still needed."""
         return self.pending is not None and not self.pending.done
 
-    def _run(self, local: RunningSave, pending: RunningSave) -> SaveInfo:
-        """Wait for the local save, and copy it."""
-        call = self.call
+    def _run(self, local: RunningSave, pending: RunningSave, repeated: Call | None = None) -> SaveInfo:
+        """Wait for the local save, and copy it. `repeated` is the call of another attempt."""
+        call = repeated or self.call
         release_caller()
         with call, contextlib.ExitStack() as transactions:
             with call.rendezvous("preparing to flush a local step") as rendezvous:

@@ -16,6 +16,7 @@ from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import Request, in_caller
 from jaxckpt._pipeline.units import show_bytes, show_rate
 from jaxckpt._pipeline.watchdog import current_watchdog
+from jaxckpt._pipeline.work import Show, Work
 from jaxckpt.errors import show_count
 
 # Progress -------------------------------------------------------------------------------------------------
@@ -23,16 +24,17 @@ from jaxckpt.errors import show_count
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a save, a restore, a conversion or another read of arrays in this process."""
+    """The progress of a save, a restore, a conversion or another read of arrays: of this process, and in process 0 of
+    the job, as far as the other processes have reported theirs, every 5 s."""
 
     verb: str
     """"save", "restore", "verify", "diff", "convert", or "report" while it reads leaves for histograms."""
 
     done_bytes: int
-    """Bytes that this process has moved."""
+    """Bytes that have moved."""
 
     total_bytes: int
-    """Bytes that this process will move in total."""
+    """Bytes that will move in total. In process 0, it grows when another process reports its share."""
 
     seconds: float
     """Seconds since the start."""
@@ -75,20 +77,6 @@ def draws_bars() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-class _Work:
-    """What a call has moved so far, for its heartbeats."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self.done_bytes = 0
-        self._total_bytes = total_bytes
-        self._begun = time.monotonic()
-
-    def __str__(self) -> str:
-        seconds = time.monotonic() - self._begun
-        rate = self.done_bytes / seconds if seconds > 0 else 0.0
-        return f"{show_bytes(self.done_bytes)} of {show_bytes(self._total_bytes)}, {show_rate(rate)}"
-
-
 @contextmanager
 def display_progress(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str = ""
@@ -96,49 +84,40 @@ def display_progress(
     """A function to call as bytes move. It updates the display that `progress` selects, which ends with the block.
 
     `progress` is `Options.progress`. Nothing is displayed if there are no bytes to move. The heartbeats of this process
-    tell the others how many bytes have moved.
+    tell the others how many bytes have moved. In process 0, the display adds what they tell.
     """
-    with _display(verb, total_bytes, progress, step) as report:
-        watchdog = current_watchdog()
-        if watchdog is None:
-            yield report
-            return
-        watchdog.work = work = _Work(total_bytes)
-
-        def count(moved: int) -> None:
-            work.done_bytes += moved
-            report(moved)
-
-        yield count
+    with _display(verb, total_bytes, progress, step) as show:
+        work = Work(total_bytes, show)
+        if (watchdog := current_watchdog()) is not None:
+            watchdog.work = work
+        try:
+            yield work.add
+        finally:
+            work.end()
 
 
 @contextmanager
 def _display(
     verb: str, total_bytes: int, progress: bool | Callable[[Progress], None] | None, step: str
-) -> Generator[Report]:
+) -> Generator[Show | None]:
     if callable(progress):
-        yield _make_report(verb, total_bytes, progress, step, in_caller)
+        yield _make_show(verb, progress, step, in_caller)
     elif not progress or not total_bytes:
-        yield report_nothing
+        yield None
     elif draws_bars():
-        with _bar(_title(verb, step), total_bytes) as report:
-            yield report
+        with _bar(_title(verb, step), total_bytes) as show:
+            yield show
     else:
-        yield _make_report(verb, total_bytes, _LineLogger(), step, operator.call)
+        yield _make_show(verb, _LineLogger(), step, operator.call)
 
 
-def _make_report(
-    verb: str, total_bytes: int, callback: Callable[[Progress], None], step: str, call: Callable[[Request], object]
-) -> Report:
+def _make_show(verb: str, callback: Callable[[Progress], None], step: str, call: Callable[[Request], object]) -> Show:
     begun = time.monotonic()
-    done = 0
 
-    def report(moved: int) -> None:
-        nonlocal done
-        done += moved
-        call(functools.partial(callback, Progress(verb, done, total_bytes, time.monotonic() - begun, step)))
+    def show(done: int, total: int) -> None:
+        call(functools.partial(callback, Progress(verb, done, total, time.monotonic() - begun, step)))
 
-    return report
+    return show
 
 
 LINE_SECONDS = 10.0
@@ -149,11 +128,16 @@ class _LineLogger:
 
     def __init__(self) -> None:
         self._next = LINE_SECONDS
+        self._ended = -1
 
     def __call__(self, progress: Progress) -> None:
-        if progress.seconds < self._next and progress.done_bytes < progress.total_bytes:
+        """Other processes may have more to do when it seems that all is done."""
+        at_end = progress.done_bytes >= progress.total_bytes > self._ended
+        if progress.seconds < self._next and not at_end:
             return
         self._next = progress.seconds + LINE_SECONDS
+        if at_end:
+            self._ended = progress.total_bytes
         if _log.is_enabled_for(logging.INFO):
             _log.info("%s", progress)
         else:
@@ -161,7 +145,7 @@ class _LineLogger:
 
 
 @contextmanager
-def _bar(title: str, total_bytes: int) -> Generator[Report]:
+def _bar(title: str, total_bytes: int) -> Generator[Show]:
     """A bar that disappears when the block ends. The result of the call says the rest."""
     # Imported only if a bar is drawn, because importing rich takes 50 ms.
     from rich.console import Console
@@ -175,7 +159,7 @@ def _bar(title: str, total_bytes: int) -> Generator[Report]:
         """Rich's own columns show sizes in GiB, but rates in GB/s."""
 
         def render(self, task: Task) -> Text:
-            moved = f"{show_bytes(task.completed)} of {show_bytes(total_bytes)}"
+            moved = f"{show_bytes(task.completed)} of {show_bytes(task.total or 0)}"
             return Text(f"{moved}, {show_rate(task.speed)}" if task.speed else moved)
 
     one_line = Column(no_wrap=True)  # a narrow terminal shortens the bar first
@@ -187,7 +171,7 @@ def _bar(title: str, total_bytes: int) -> Generator[Report]:
     )
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(escape(f"{title:>8}"), total=total_bytes)
-        yield lambda moved: bar.advance(task, moved)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # Log lines, and events of jax.monitoring ------------------------------------------------------------------

@@ -12,8 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from jaxckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from jaxckpt._pipeline.work import Work
 
 
 class _Current(threading.local):
@@ -80,8 +84,8 @@ class Watchdog:
         self.in_background = False
         """Whether nothing waits for the call, so that its threads leave the processors to the program."""
 
-        self.work: object = ""
-        """What the call has moved so far, as text for other processes: "1.2 MiB of 38.0 MiB, 0.4 MiB/s"."""
+        self.work: Work | None = None
+        """What the call has moved so far."""
 
         self._operation: str | None = None
         self._since = 0.0

@@ -5,6 +5,7 @@ abstract leaves ─▶ wants ─▶ read steps, of this process and shared ─�
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,11 +30,12 @@ def fetch(
     rendezvous: Rendezvous,
     *,
     tied: bool = False,
+    shown: contextlib.ExitStack | None = None,
 ) -> dict[int, Any]:
     """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
     Every process of the rendezvous calls this, in a lane. Each checks some of the small files that describe stacks.
-    They read for each other if `options.read` is "shared".
+    They read for each other if `options.read` is "shared". `shown` keeps the progress of the last reads on display.
     """
     representative: dict[int, int] = {}
     if tied:
@@ -60,10 +62,10 @@ def fetch(
         job_size = processes if wants.layouts is not None and needs_whole_job() else None
         (reads,) = plan_reads(wants, options, [process], job_size)
         leaves = LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
-        with (
-            detect_replacement(source, options),
-            display_progress("restore", reads.n_bytes, options.progress) as display,
-        ):
+        with detect_replacement(source, options), contextlib.ExitStack() as until_read:
+            if shown is not None:
+                shown.close()
+            display = (shown or until_read).enter_context(display_progress("restore", reads.n_bytes, options.progress))
 
             def report(n_bytes: int, display: Report = display) -> None:
                 rendezvous.call.cancellation.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -17,7 +18,8 @@ from jax.sharding import Mesh, Sharding
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous, process_names
+from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._job.slow_processes import process_names
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
@@ -249,9 +251,12 @@ def _read(call: Call, source: Source, resolved: Resolved, request: RestoreReques
     if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
         n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
         warn_replicated(source.url, len(resolved.unsplit), n_bytes, request.mesh.size)
-    with call.rendezvous("restoring", after_caller=True) as rendezvous:
+    with (
+        call.rendezvous("restoring", after_caller=True) as rendezvous,
+        contextlib.ExitStack() as shown,  # until all processes have read
+    ):
         _require_lossless(source, resolved, call.options, rendezvous)
-        values = fetch(source, resolved.leaves, call.options, rendezvous, tied=request.tied)
+        values = fetch(source, resolved.leaves, call.options, rendezvous, tied=request.tied, shown=shown)
         require_agreement(rendezvous, _global_leaves_digest(resolved, request.rules) if call.count > 1 else "")
     return values
 

@@ -115,7 +115,8 @@ class Checkpointer(Run):
             in host memory until then. Process 0 decides for all. With `background=False`, `save` waits for all
             attempts, and returns False if the step is not saved. Each failure is logged (ERROR), recorded in the run
             (`incidents`), and reported to jax.monitoring ("/jaxckpt/failed_save"). If the last step was not saved,
-            `wait` and `close` raise its error. Any other error is always raised.
+            `wait` and `close` raise its error. Any other error is always raised. With `local`, local steps and steps in
+            the directory are counted apart; "retry" copies a step to the directory again, and local steps wait.
         max_failures: With "retry" and "continue": how many steps in a row must fail until the next `save` raises.
         max_unsaved_seconds: Likewise, how many seconds may pass without a published step before a failure is raised.
             None: no limit.
@@ -198,6 +199,7 @@ class Checkpointer(Run):
             incidents = IncidentLog(self._store, self._directory.require_same_folder)
             failures = Failures(on_failure, max_failures, max_unsaved_seconds, incidents)
             failures.require_fitting(self._options, is_local=self._local is not None)
+            local_failures = Failures(on_failure, max_failures, max_unsaved_seconds, incidents)
             self._step_finder = StepFinder(self._directory, self._local, self._options)
             self._saver = Saver(
                 self._directory,
@@ -211,6 +213,7 @@ class Checkpointer(Run):
                 on_preemption,
                 ReuseCache(self._directory.newest),
                 failures,
+                local_failures,
             )
             self._last_save = self._saver.last_save
             self._restored_step: int | None = None
@@ -453,7 +456,7 @@ class Checkpointer(Run):
         Process 0 deletes, so the other processes of a job do not wait for deletions and may still list deleted steps.
         """
         self._saver.wait()
-        self._saver.failures.raise_unsaved()
+        self._saver.raise_unsaved()
         self._deletion.wait()
         self._deletion.raise_failure()
 
@@ -484,7 +487,7 @@ class Checkpointer(Run):
         try:
             try:
                 self._saver.wait()
-                self._saver.failures.raise_unsaved()
+                self._saver.raise_unsaved()
             finally:
                 self._preemption.saved_step = self._saver.saved_step
                 self._preemption.close()  # until here, SIGTERM does not end the last save

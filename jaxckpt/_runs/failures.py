@@ -5,6 +5,9 @@
 The calls in which all meet, and in which a step is tried again, are counted before the first attempt, so that they are
 the same in every process. Process 0 decides. Only failures of the storage have a policy: an error of the arguments, or
 a process that died, is always raised.
+
+With local folders, there are two policies. A local step that fails is not tried again: the next one is due soon. A
+flush is, from the local step.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from jaxckpt._save.running_saves import RunningSave, SaveInfo
 
 OnFailure = Literal["raise", "retry", "continue"]
+
+Source = Literal["local step", "none"]
+"""Where another attempt takes the data from, if it is not held: "none" if there is no other attempt."""
 
 _ATTEMPTS = 12
 """How often a step is tried with "retry", if no newer step is due before. The pauses take about 4 minutes."""
@@ -89,24 +95,21 @@ class Failures:
 
     def require_fitting(self, options: Options, *, is_local: bool) -> None:
         """Raise InputError if the policy does not fit the other arguments."""
-        if self.on_failure != "raise" and is_local:
-            raise InputError(
-                f"on_failure={self.on_failure!r} needs a Checkpointer without local=, whose steps survive a failure of"
-                " the storage in the local folders"
-            )
-        if self.on_failure == "retry" and options.staging_bytes is not None:
+        if self.on_failure == "retry" and options.staging_bytes is not None and not is_local:
             raise InputError(
                 'on_failure="retry" holds all data of a process until the step is saved, so Options.staging_bytes must'
                 f' be None, found {options.staging_bytes}: on_failure="continue" needs no more memory'
             )
 
-    def attempts(self, destination: RunStep, step: int, options: Options) -> Attempts:
-        """Begin to save a step, which ends the attempts to save an earlier one. Every process; counts calls."""
+    def attempts(self, destination: RunStep, step: int, options: Options, source: Source | None = None) -> Attempts:
+        """Begin to save a step, which ends the attempts to save an earlier one. Every process; counts calls.
+
+        Attempts hold the data, unless they have a `source` of it."""
         if options.when_busy == "wait":
             self.supersede()
-        n_calls = {"raise": 0, "continue": 1, "retry": _ATTEMPTS}[self.on_failure]
+        n_calls = {"raise": 0, "continue": 1, "retry": 1 if source == "none" else _ATTEMPTS}[self.on_failure]
         calls = [Call.of("Checkpointer.save again", destination.store.url, options) for _ in range(n_calls)]
-        return Attempts(self, destination, step, calls)
+        return Attempts(self, destination, step, calls, source)
 
     def supersede(self) -> None:
         """End the attempts to save the last step, because a newer one is due. One that runs is finished."""
@@ -137,13 +140,13 @@ class Failures:
         with call.rendezvous("deciding what follows a save") as rendezvous:
             if error is not None and (cause_of(error) != "storage" or call.watchdog.stall_error() is not None):
                 raise error
-            own = _Outcome(error is not None, attempts.held.is_complete, "" if error is None else str(error))
+            own = _Outcome(error is not None, attempts.can_repeat, "" if error is None else str(error))
             texts = rendezvous.gather(msgspec.json.encode(own).decode())
             outcomes = [typed_json.decode(text, _Outcome) for text in texts]
             decision = self._decide(call, attempts, outcomes, number) if outcomes else None
             shared = rendezvous.broadcast(msgspec.json.encode(decision).decode())
         decision = typed_json.decode(shared, _Decision)
-        if decision.what != "again":
+        if decision.what != "again" and not attempts.is_inherited:
             self._unsaved = error if decision.what == "continue" else None
         return decision
 
@@ -154,6 +157,8 @@ class Failures:
             self._n_failed, self._published_at = 0, time.monotonic()
             self.incidents.write()
             return _Decision("published", 0)
+        if attempts.is_inherited:
+            return _Decision("continue", self._n_failed)
         is_last = number == _ATTEMPTS - 1 or not all(outcome.can_repeat for outcome in outcomes)
         if self.on_failure == "retry" and not is_last and not self._is_overdue and attempts.pause(call, number, reason):
             return _Decision("again", self._n_failed)
@@ -184,12 +189,18 @@ class Failures:
 class Attempts:
     """The attempts to save one step."""
 
-    def __init__(self, failures: Failures, destination: RunStep, step: int, calls: Sequence[Call]) -> None:
+    def __init__(
+        self, failures: Failures, destination: RunStep, step: int, calls: Sequence[Call], source: Source | None
+    ) -> None:
         self.step = step
+        self._source = source
         self.superseded = Latch()
         """Set when a newer step is due."""
 
         self.held = HeldObjects()
+        self.local: RunningSave | None = None
+        """The save of the local step that is copied."""
+
         self.is_handled = False
         """Whether the step was not saved, and training continues."""
 
@@ -238,9 +249,19 @@ class Attempts:
         raise AssertionError("the last attempt is not repeated")
 
     @property
-    def may_repeat(self) -> bool:
-        """Whether the step may be tried again, so that its data must be held."""
-        return len(self._calls) > 1
+    def must_hold(self) -> bool:
+        """Whether the step may be tried again with data that must be held."""
+        return len(self._calls) > 1 and self._source is None
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether this process has the data for another attempt."""
+        return self.held.is_complete if self._source is None else self._source == "local step" and not self.is_inherited
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether a step cannot be copied because its local step was not saved, which has had its policy."""
+        return self.local is not None and self.local.done and self.local.error is not None
 
     def handle_unprepared(self, first: Call, error: Exception) -> bool:
         """Deal with an error of this process before any data was held. Every other process comes to the same
@@ -263,6 +284,8 @@ class Attempts:
             error.add_note(f"jaxckpt: {self._failures.why_raised(decision)}")
 
     def _record(self, error: BaseException, call: Call) -> None:
+        if self.is_inherited:
+            return
         seconds = time.monotonic() - self._started
         self._failures.record(self.step, error, seconds, in_process_0=call.index == 0)
 

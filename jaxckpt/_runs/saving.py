@@ -196,6 +196,9 @@ class Saver:
     on_preemption: Literal["exit", "continue", "ignore"]
     reuse_cache: ReuseCache
     failures: Failures
+    local_failures: Failures
+    """What follows if a step cannot be saved in the local folders."""
+
     last_save: LastSave = field(default_factory=LastSave)
     """The last save: of a local step, if there are local folders."""
 
@@ -335,23 +338,29 @@ class Saver:
         awaited: bool,
     ) -> bool:
         """Start to save a step. Returns whether it is being saved."""
-        flush = attempts = None
+        flush = attempts = flush_attempts = None
         # Every process counts the calls of the attempts and of the flush before anything can fail, even if the step is
         # not stored, so that processes that disagree on the step still make the same number of calls.
         if is_last_step:  # which has no time for other attempts
             self.failures.supersede()
-        else:
+        elif self.local is None:
             attempts = self.failures.attempts(destination, step, self.options)
+        else:
+            attempts = self.local_failures.attempts(destination, step, self.options, "none")
+            if to_storage:
+                flush_attempts = self.failures.attempts(destination, step, self.options, "local step")
         if self.local is not None:
             call = Call.of("flush", destination.store.url, self.options)
             if to_storage:
                 rate = None if is_last_step else self.local.rate or self.options.max_bytes_per_second
                 flush = Flush(step, self.local.child(step), destination, call, self.options, rate, request.on_done)
+                if flush_attempts is not None:
+                    flush.attempts = functools.partial(flush_attempts.run, flush.call)
         call = begin_call()
         request = replace(request, deadline=self.preemption.deadline if is_last_step else None)
         if attempts is not None:
             run = functools.partial(attempts.run, call)
-            request = replace(request, attempts=run, held=attempts.held if attempts.may_repeat else None)
+            request = replace(request, attempts=run, held=attempts.held if attempts.must_hold else None)
         try:
             pending = self._start(metrics, request, call, flush, step, awaited=awaited)
         except Exception as error:
@@ -368,6 +377,8 @@ class Saver:
         self.preemption.saved_step = step
         if flush is not None and self.local is not None:
             self.local.flush = flush
+            if flush_attempts is not None:
+                flush_attempts.local = pending
             self.last_flush.set_pending(flush.begin(pending), step, pending)
         return True
 
@@ -454,6 +465,11 @@ class Saver:
             raise
         self.last_flush.wait()
         self.directory.require_same_folder()
+
+    def raise_unsaved(self) -> None:
+        """Raise the error of the last step, once, if it was not saved and training has continued."""
+        self.local_failures.raise_unsaved()
+        self.failures.raise_unsaved()
 
 
 def _recorded_metrics(metrics: Mapping[str, Any] | None, is_last_step: bool) -> dict[str, float | None]:

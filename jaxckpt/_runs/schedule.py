@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import Rendezvous, process_names
+from jaxckpt._job.rendezvous import Rendezvous
+from jaxckpt._job.slow_processes import process_names
 from jaxckpt._model.records import StepRecord
 from jaxckpt._options import require_seconds, require_whole_number
 from jaxckpt._runs.retention import evaluate_predicate, require_predicate

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxckpt._job.call import Call
-from jaxckpt._job.rendezvous import process_names
+from jaxckpt._job.slow_processes import process_names
 from jaxckpt._local_tier.peer_reads import DamagedError
 from jaxckpt._local_tier.recovery import Recovery
 from jaxckpt._local_tier.step_files import Candidate, candidates

@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import bursts
 import pytest
+import servers
 from processes import PROGRAMS, RunProcesses, finish
 from reliability import Fault
+from servers import Bucket
 from test_full_disk import in_a_mount
+
+import jaxckpt
 
 pytestmark = pytest.mark.child
 
 POLICIES = ("retry", "continue")
 
 
+def with_failing_calls(folder: Path) -> dict[str, str]:
+    """The environment of a program whose system calls can be made to fail."""
+    compiler = shutil.which("cc")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("needs Linux and a C compiler")
+    library, switch = folder / "failing_calls.so", folder / "failing_calls"
+    source = PROGRAMS / "failing_calls.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True, timeout=60)
+    switch.write_bytes(b"\0")
+    return {"LD_PRELOAD": str(library), "FAILING_CALLS": str(switch)}
+
+
 @pytest.mark.fault(
     27,
-    "a file system that is full or refuses writes, in bursts shorter than three saves, and longer ones",
+    "a file system that is full, refuses writes or breaks (EIO), in bursts shorter than three saves, and longer ones",
     "training continues; each step is published or reported; a longer burst stops it at max_failures",
     quick=4,
-    full=1000,
+    full=260,
 )
-@pytest.mark.parametrize("kind", ["full", "refused"])
+@pytest.mark.parametrize("kind", ["full", "refused", "broken"])
 def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
     rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
-    for start in range(0, len(rounds), 100):
-        given = rounds[start : start + 100]
+    for start in range(0, len(rounds), 20):
+        given = rounds[start : start + 20]
         if kind == "full":
             printed = in_a_mount(tmp_path, "size=8m", "failing_storage", kind, json.dumps(given))
         else:
-            done = finish(PROGRAMS / "failing_storage.py", tmp_path, kind, json.dumps(given), timeout=280)
+            env = with_failing_calls(tmp_path) if kind == "broken" else {}
+            done = finish(PROGRAMS / "failing_storage.py", tmp_path, kind, json.dumps(given), timeout=280, env=env)
             assert done.returncode == 0, str(done)
             printed = done.stdout
         for (policy, seed, is_long), said in zip(given, printed.splitlines(), strict=True):
@@ -43,10 +64,55 @@ def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.fault(
     27,
+    "the storage, or the local folders, of a job with local steps, likewise",
+    "training continues; each step is published, saved locally or reported; a longer burst stops it at max_failures",
+    quick=2,
+    full=160,
+)
+def test_training_goes_on_with_local_steps(fault: Fault, tmp_path: Path) -> None:
+    rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
+    env = with_failing_calls(tmp_path)
+    for start in range(0, len(rounds), 20):
+        given = rounds[start : start + 20]
+        done = finish(PROGRAMS / "failing_storage.py", tmp_path, "local", json.dumps(given), timeout=280, env=env)
+        assert done.returncode == 0, str(done)
+        for (policy, seed, is_long), said in zip(given, done.stdout.splitlines(), strict=True):
+            expected = "stopped" if is_long else "all accounted for"
+            fault.saw(said) if said == expected else fault.silent(f"{policy}, {seed}: {said}")
+
+
+@pytest.mark.fault(
+    27,
+    "an object store that answers with 503, likewise",
+    "training continues; each step is published or reported; a longer burst stops it at max_failures",
+    quick=1,
+    full=30,
+)
+def test_training_goes_on_with_a_bucket(fault: Fault, s3: Bucket) -> None:
+    is_busy = False
+
+    def refuse(refused: bool) -> None:
+        nonlocal is_busy
+        is_busy = refused
+
+    def answer(exchange: servers.Exchange) -> None:
+        servers.status(503)(exchange) if is_busy else exchange.send(exchange.forward())
+
+    s3.proxy.on(".*", answer)
+    options = jaxckpt.Options(retry_seconds=0.05)
+    for number in map(int, fault.rounds()):
+        policy, is_long = POLICIES[number % 2], number % 4 == 3
+        said = bursts.train(f"{s3.url}/{number}", policy, fault.seed + number, refuse, options, is_long=is_long)
+        expected = "stopped" if is_long else "all accounted for"
+        fault.saw(said) if said == expected else fault.silent(f"{policy}, {fault.seed + number}: {said}")
+
+
+@pytest.mark.fault(
+    27,
     "likewise, of one of 3 processes",
     "training continues in all; each step is published or reported",
     quick=4,
-    full=40,
+    full=30,
 )
 def test_training_goes_on_in_all_processes(fault: Fault, tmp_path: Path, run_processes: RunProcesses) -> None:
     rounds = [(POLICIES[number % 2], fault.seed + number) for number in fault.rounds()]

@@ -52,8 +52,6 @@ def test_an_incident_whose_write_seemed_to_fail_is_listed_once(bucket: Bucket) -
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="on_failure must be"):
         jaxckpt.Checkpointer(tmp_path, on_failure="ignore")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="without local="):
-        jaxckpt.Checkpointer(tmp_path / "run", on_failure="retry", local=jaxckpt.LocalTier(tmp_path / "local"))
     with pytest.raises(InputError, match="staging_bytes must be None"):
         jaxckpt.Checkpointer(tmp_path, on_failure="retry", options=jaxckpt.Options(staging_bytes=1 << 20))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import random
 import resource
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 Burst = tuple[float, float]
 """When the storage fails: its begin and its end, in steps of the training. The fractions are of `STEP_SECONDS`."""
@@ -37,6 +40,18 @@ def fill(ballast: Path) -> Callable[[bool], None]:
     return refuse
 
 
+def failing_calls(switch: Path) -> Callable[[bool], None]:
+    """Lets every system call of this process that changes a file fail (EIO), or none: `failing_calls.c` looks at the
+    file `switch` before each call."""
+    with switch.open("r+b") as file:
+        error_code = mmap.mmap(file.fileno(), 1)
+
+    def refuse(refused: bool) -> None:
+        error_code[0] = errno.EIO if refused else 0
+
+    return refuse
+
+
 def short_bursts(seed: int, steps: int) -> list[Burst]:
     """Bursts that are shorter than three saves, and over before the last steps."""
     chosen = random.Random(seed)
@@ -55,9 +70,17 @@ class Training:
 
     def __init__(self, bursts: Sequence[Burst], refuse: Callable[[bool], None]) -> None:
         self.step = 0
+        self._published: int | None = None
+        """Saves that were published, if the loop notes them."""
+
         self._bursts = bursts
         self._refuse = refuse
         self._ended = threading.Event()
+
+    def note_published(self, _: object) -> None:
+        """Note that a save was published. A burst then begins only after one that followed the burst before: on a busy
+        machine, two bursts without a save between them would be one that is too long."""
+        self._published = (self._published or 0) + 1
 
     def steps(self, count: int) -> Generator[int]:
         """The numbers of the steps."""
@@ -73,6 +96,7 @@ class Training:
             self._refuse(False)
 
     def _alternate(self) -> None:
+        published = None
         for times in self._bursts:
             for refused, at in zip((True, False), times, strict=True):
                 begun = time.monotonic()
@@ -83,7 +107,13 @@ class Training:
                     if not refused and at < LONG and time.monotonic() - begun > 20 * STEP_SECONDS:
                         break
                 self._ended.wait(at % 1 * STEP_SECONDS)
+                while refused and published is not None and self._published == published:
+                    if self._ended.wait(0.001):
+                        return
+                if refused and self.step >= times[1]:
+                    break  # the training was faster: a late burst could end after the last step
                 self._refuse(refused)
+                published = self._published
 
 
 def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
@@ -93,3 +123,44 @@ def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
     run = jaxckpt.Run(directory)
     reported = {incident.step for incident in run.incidents()}
     return sorted({*range(1, steps + 1)} - {*run.steps()} - reported)
+
+
+STEPS, FAILURES = 24, 5
+
+
+def train(
+    directory: str, policy: str, seed: int, refuse: Callable[[bool], None], options: Any, *, is_long: bool, **more: Any
+) -> str:
+    """Train for `STEPS` steps, and say what has become of them: what is wrong, "all accounted for", or "stopped" if
+    the last burst `is_long`."""
+    import numpy as np
+
+    import jaxckpt
+
+    plan = short_bursts(seed, STEPS)
+    if is_long:
+        plan = [*plan[: len(plan) // 2], (STEPS / 2, LONG)]
+    background, step = seed % 4 != 3 or is_long, 0
+    policies: dict[str, Any] = {"on_failure": policy, "max_failures": FAILURES, "keep_last": 50, **more}
+    try:
+        with jaxckpt.Checkpointer(directory, background=background, options=options, **policies) as checkpoints:
+            training = Training(plan, refuse)
+            for step in training.steps(STEPS):
+                state = {"w": np.full(5000, step), "step": step}
+                checkpoints.save(step, state, on_done=training.note_published)
+    except jaxckpt.errors.StorageError as error:
+        reported = [incident.step for incident in jaxckpt.Run(directory).incidents()]
+        notes = " ".join(getattr(error, "__notes__", ()))
+        if "max_failures" not in notes:
+            return f"{error}: {notes}"
+        if len(reported) < FAILURES or step > (reported[-1] or 0) + 3:
+            return f"stopped at step {step}: {reported}"
+        return "stopped"
+    due = [*range(1, STEPS + 1)][more.get("every", 1) - 1 :: more.get("every", 1)]
+    if missing := [step for step in unaccounted(directory, STEPS) if step in due]:
+        return f"neither published nor reported: {missing}"
+    for number in jaxckpt.Run(directory).steps():
+        saved = jaxckpt.load_numpy(f"{directory}/{number:08d}")
+        if saved["step"] != number or set(saved["w"].tolist()) != {number}:
+            return f"step {number} has other values"
+    return "all accounted for"
