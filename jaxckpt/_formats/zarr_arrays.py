@@ -16,7 +16,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray
-from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines
 
@@ -36,7 +36,7 @@ class ZarrArray(AsyncArrayData):
         return reader.read([(box, target)])[0]
 
     def read(self, box: Box, target: Array) -> None:
-        with translate_tensorstore_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
+        with translate_array_errors(f"cannot read the array {self.name!r} of {self.folder.path}", reading=True):
             self.start(box, target).result()
 
 

@@ -178,7 +178,8 @@ class Call:
         """Do a part of the call in a lane, with the caller's settings of JAX, and wait for it.
 
         An interrupt cancels the work, which then cleans up and notifies the other processes, before this raises; a
-        second one does not wait. Raises StorageError if the storage stalls.
+        second one does not wait. A call of one process that only reads has nothing to clean up: it is abandoned, and
+        ends at its next storage operation. Raises StorageError if the storage stalls.
         """
         return self.start(work).result()
 

@@ -36,7 +36,7 @@ from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
 from jaxckpt._save.compose_manifest import (
     PublishResult,
-    Share,
+    WrittenShare,
     compose_manifest,
     gather_shares,
     stored_bytes,
@@ -112,7 +112,7 @@ class ProcessFolders:
             sent_bytes = [sum(obj.n_bytes for obj in sent) for sent in _plan(save).sent]
             offers = gather_agreed(rendezvous, save.fingerprint, [len(save.state or b""), *sent_bytes])
             text = ""
-            if offers:
+            if call.index == 0:
                 with phases.timed("plan"):
                     text = msgspec.json.encode(self._terms(save, offers)).decode()
             with phases.timed("barrier"):
@@ -187,7 +187,7 @@ class ProcessFolders:
                 yield _staged_copy(next(incoming.objects), data, save.plan.stacks)
 
     def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, save_id: str, transaction: Transaction, share: Share
+        self, rendezvous: Rendezvous, save: PreparedSave, save_id: str, transaction: Transaction, share: WrittenShare
     ) -> PublishResult:
         """Publish the manifest in every process after all have written their shares."""
         call, phases = save.call, save.call.phases

@@ -61,10 +61,6 @@ class Phases:
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._within = threading.local()
 
-    def add(self, phase: str, seconds: float) -> None:
-        """Add seconds that were spent in a phase."""
-        self.phase_seconds[phase] += seconds
-
     def manifest_seconds(self) -> dict[str, float]:
         """Seconds of each phase until now, for the manifest. It lacks "publish", which comes after the manifest."""
         return {phase: round(seconds, 6) for phase, seconds in self.phase_seconds.items() if phase != "publish"}

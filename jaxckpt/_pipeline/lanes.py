@@ -287,8 +287,8 @@ def finish_first() -> None:
 
 
 def _finish() -> None:
-    """Let the rooms finish their work, then wait for the lanes that are busy, unless their storage has stalled. If
-    Python stops a thread inside JAX's C++ code, for example while it frees arrays, the process aborts."""
+    """Let what has registered finish its work, then wait for busy lanes, unless their storage has stalled. If Python
+    stops a thread inside JAX's C++ code, for example while it frees arrays, the process aborts."""
     for finish in _finishers:
         finish()
     until = time.monotonic() + _ABANDONED_SECONDS

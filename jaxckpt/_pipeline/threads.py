@@ -118,7 +118,7 @@ def run_in_thread(work: Callable[[], T]) -> T:
         return work()
     task = Task(work)
     try:
-        start_thread(task.run, "jaxckpt-import")
+        start_thread(task.run, "jaxckpt-once")
     except RuntimeError:  # the system, or Python during its shutdown, cannot start a thread
         task.run()
     return task.result()

@@ -29,7 +29,7 @@ _current = _Current()
 
 
 def current_watchdog() -> Watchdog | None:
-    """The watchdog of the storage operation that this thread carries out, if any."""
+    """The watchdog of the call for which this thread works, as a lane or for one; None in other threads."""
     return _current.watchdog
 
 
@@ -73,7 +73,8 @@ def require_responding(folder: str, what: str) -> None:
 
 
 class Watchdog:
-    """The storage operation of a call, as seen by the threads that wait for it."""
+    """What the threads of a call and those that wait for it tell each other: which storage operation runs, since when
+    nothing has moved, whether anybody still wants the result, and whether the program may need the processors."""
 
     def __init__(self, seconds: float, folder: str = "") -> None:
         """An operation counts as stalled if no byte moves for `seconds`."""

@@ -68,7 +68,7 @@ class Destination:
     mode: PlacementMode
 
     block_rows: int
-    """How many leaves are placed together if the way is IN_BLOCKS."""
+    """How many leaves are placed together if the mode is IN_BLOCKS."""
 
 
 class Destinations:

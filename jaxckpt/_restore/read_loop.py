@@ -25,7 +25,7 @@ from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress, work_alone
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
 from jaxckpt._sources.source import Source, leaves_at
-from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
@@ -97,10 +97,10 @@ def read(
     budget = Budget(options.host_bytes)
     reader = _Reader(source, steps, delivery, budget)
     reads = list(reads_of(steps))
-    planned = (planned for planned, _ in zip(reads, arrivals, strict=False))
+    arrived_reads = (one for one, _ in zip(reads, arrivals, strict=False))
     is_small = len(reads) == 1 and reads[0][1].n_bytes <= SMALL_BYTES
     with work_alone() if is_small else contextlib.nullcontext():
-        for (_, finished), arrived in pipeline(planned, reader.n_bytes, reader.begin, budget):
+        for (_, finished), arrived in pipeline(arrived_reads, reader.n_bytes, reader.begin, budget):
             arrived.place()
             report(finished.n_bytes)
 
@@ -200,7 +200,7 @@ class PendingRead:
 
 def _naming(source: Source, stack: int, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
     """A context in which errors name the leaves in these rows of a stack."""
-    return translate_tensorstore_errors(lambda: f"cannot read {leaves_at(source.manifest, stack, rows)}", reading=True)
+    return translate_array_errors(lambda: f"cannot read {leaves_at(source.manifest, stack, rows)}", reading=True)
 
 
 class MemoryPool:
@@ -226,8 +226,12 @@ class MemoryPool:
         ]
         return block, arrays
 
-    def take_back(self, block: Array) -> None:
-        if block.nbytes:
+    def take_back_from(self, arrays: Sequence[Any], block: Array) -> None:
+        """Wait until a block has been transferred to these arrays. It is then free, unless a CPU device has taken it
+        over, or part of it."""
+        for array in arrays:
+            array.block_until_ready()
+        if block.nbytes and not any(device.platform == "cpu" for array in arrays[:1] for device in array.devices()):
             self._free.append(block)
 
 
@@ -241,11 +245,7 @@ class _ToDevices:
     memory: MemoryPool
 
     def wait(self) -> None:
-        for array in self.arrays:
-            array.block_until_ready()
-        # A CPU device takes over the memory, or part of it.
-        if not any(device.platform == "cpu" for array in self.arrays[:1] for device in array.devices()):
-            self.memory.take_back(self.block)
+        self.memory.take_back_from(self.arrays, self.block)
 
 
 class StepBuffers:
@@ -337,7 +337,7 @@ class _ArrivingRead:
             sent.update(self.filling.scatter(region, target))
         # Complete now, because the next read may donate the arrays that collect the parts of a streamed box.
         arrays = [array for device_arrays in sent.values() for array in device_arrays]
-        _ToDevices(0, self.block, arrays, self.filling.memory).wait()
+        self.filling.memory.take_back_from(arrays, self.block)
         self.filling.finish_read()
 
 

@@ -23,7 +23,7 @@ StoredObject = tuple[int, str, int, str, str]
 """Stack, grid index, length, digest and content digest of an object. The last is empty if it was not computed."""
 
 
-class Share(msgspec.Struct, frozen=True):
+class WrittenShare(msgspec.Struct, frozen=True):
     """The files that one process has written."""
 
     objects: list[StoredObject]
@@ -61,11 +61,11 @@ class PublishResult(msgspec.Struct, frozen=True):
     """The time in the manifest."""
 
 
-def gather_shares(rendezvous: Rendezvous, share: Share) -> list[Share]:
+def gather_shares(rendezvous: Rendezvous, share: WrittenShare) -> list[WrittenShare]:
     """The shares of all processes, in process 0. It waits for them even if it is cancelled: they may still write."""
     with rendezvous.call.cancellation.paused():
         texts = rendezvous.gather(msgspec.json.encode(share).decode())
-    return [typed_json.decode(text, Share) for text in texts]
+    return [typed_json.decode(text, WrittenShare) for text in texts]
 
 
 def stored_bytes(manifest: Manifest) -> int:
@@ -76,7 +76,7 @@ def compose_manifest(
     save_id: str,
     plan: SavePlan,
     draft: Draft,
-    shares: Sequence[Share],
+    shares: Sequence[WrittenShare],
     metadata: Any = None,
     step: StepRecord | None = None,
 ) -> Manifest:

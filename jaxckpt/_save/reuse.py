@@ -163,11 +163,11 @@ class Reuse:
             base = None
         return replace(self, base=base)
 
-    def begin_object(
+    def write_or_link(
         self, staged: StagedObject, stack: Stack, writer: ArrayWriter, data: str
     ) -> tuple[Pending[WrittenObject], Pieces | None]:
-        """Start to link or write an object. Returns (work that results in a `WrittenObject`, data to keep until
-        then)."""
+        """Start to write an object, or to link it if an equal one exists. Returns (work that results in a
+        `WrittenObject`, data to keep until then)."""
         obj = staged.obj
         original, source = self.originals.get(obj), None
         if original is not None:

@@ -169,7 +169,7 @@ class RunningSave:
         """Cancel it because of an error of its caller, and wait until it has cleaned up. If the checkpoint is already
         published, a note on the error says so."""
         self.awaited = True
-        if not call.cancellation.is_cancelled:  # otherwise a second interrupt ended the wait
+        if not call.cancellation.is_cancelled:  # otherwise the call has waited for the end, or a second interrupt came
             call.cancellation.cancel(error)
             if self._thread is not None:
                 self._await(self._ended, None)
@@ -511,6 +511,7 @@ class PendingSave:
 
         Raises:
             TimeoutError: The save is not done yet. It continues.
+            KeyboardInterrupt: Ctrl-C ends the wait. The save continues.
             InputError: The save was skipped.
             Exception: The error of the save; see `save`.
         """

@@ -200,7 +200,11 @@ def _destination(
 
 
 def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
-    """Save completely, or until the lane that writes no longer needs the caller. Every process."""
+    """Save completely, or until the lane that writes no longer needs the caller. Every process.
+
+    The lane runs `RunningSave._run`, which notes the outcome, and in it `_save_in_lane`, inside of `attempts` and
+    `run_and_notify` if the request has them.
+    """
     start_time, options = time.perf_counter(), request.options
     if background and not request.is_last_step and options.when_busy == "skip" and _is_busy(call):
         skipped = RunningSave(request.destination.store, 0, start_time, call.watchdog)
@@ -210,9 +214,11 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     n_bytes = save.plan.written_bytes(call.index)
     running = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number, awaited=not background)
-    is_limited = background and not request.is_last_step
-    running.rate_limiter = RateLimiter(options.max_bytes_per_second if is_limited else None)
-    if background and not running_saves.unreported_saves():
+    beside_training = background and not request.is_last_step
+    running.rate_limiter = RateLimiter(options.max_bytes_per_second if beside_training else None)
+    if (
+        background and not running_saves.unreported_saves()
+    ):  # the first that the end of the program may have to wait for
         finish_first()
     work = functools.partial(_save_in_lane, save, background)
     if request.attempts is not None:
@@ -225,7 +231,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
             call.cancellation.cancel(TimeoutError("the data was copied but not written before the deadline"))
         if not background:
             running.wait()
-        running.mark_returned(in_background=is_limited)
+        running.mark_returned(in_background=beside_training)
     except BaseException as error:
         running.cancel(call, error)
         save.draft.values.clear()  # the error may be kept for long

@@ -23,7 +23,7 @@ from jaxckpt._run_folder.run_paths import resolve_step
 from jaxckpt._run_folder.steps import is_link, is_step
 from jaxckpt._save.compose_manifest import (
     PublishResult,
-    Share,
+    WrittenShare,
     compose_manifest,
     gather_shares,
     stored_bytes,
@@ -75,7 +75,7 @@ class SharedPath:
             share.keep(data)
             with call.phases.timed("publish"):
                 if transaction is not None:
-                    transaction.close()
+                    transaction.close()  # now, because what follows may delete old steps or take long
                 self.finish(save, published)
         return published
 
@@ -92,7 +92,8 @@ class SharedPath:
                     with phases.timed("device_to_host"):
                         ahead.fill()
                 save_id = uuid.uuid4().hex
-                if gather_agreed(rendezvous, save.fingerprint):
+                gather_agreed(rendezvous, save.fingerprint)
+                if call.index == 0:
                     with phases.timed("plan"), call.watchdog.operation(f"preparing {self.store.url}"):
                         transaction = self.claim(save.plan.stacks, save_id)
                 with phases.timed("barrier"):
@@ -116,7 +117,12 @@ class SharedPath:
         return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
 
     def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, save_id: str, transaction: Transaction | None, share: Share
+        self,
+        rendezvous: Rendezvous,
+        save: PreparedSave,
+        save_id: str,
+        transaction: Transaction | None,
+        share: WrittenShare,
     ) -> PublishResult:
         """Publish the manifest after all processes have written their shares. Every process."""
         phases, request = save.call.phases, save.request
@@ -157,7 +163,7 @@ class SharedPath:
             self.record_published(save.request.step, published.save_id, published.created)
 
     def record_published(self, step: StepRecord | None, save_id: str, created: str) -> None:
-        """Do what follows from the publication of a checkpoint, which may be a step of a run. Process 0.
+        """Do what follows from the publication of a checkpoint: here nothing, for a step of a run retention. Process 0.
 
         `created` is the time in its manifest.
         """

@@ -8,7 +8,7 @@ Held data is safe from everything that the caller does to the leaves next:
   array is donated. Only arrays of up to `COPIED_BYTES` are copied, because their memory may belong to a NumPy array or
   a torch tensor, which XLA does not protect. Creating a view costs about 5 µs. If an object packs hundreds of pieces,
   one jitted call stacks them: it costs 1 µs per piece to start, and copies in XLA's threads.
-- Other devices: the copies are queued on the device before anything that the caller starts later (see host_copies).
+- Other devices: the copies are queued on the device before anything that the caller starts later (`device_to_host`).
   Many small leaves are first stacked on the devices, so that one transfer moves 32 of them.
 - NumPy: copied, because any code may write to the array.
 """

@@ -18,7 +18,7 @@ from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._save.compose_manifest import Share
+from jaxckpt._save.compose_manifest import WrittenShare
 from jaxckpt._save.non_finite import checked
 from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.reuse import Reuse, WrittenObject
@@ -84,7 +84,7 @@ class OwnShare:
             check=save.call.cancellation.check,
         )
 
-    def write(self, data: str, ahead: StagedAhead) -> Share:
+    def write(self, data: str, ahead: StagedAhead) -> WrittenShare:
         """Write the objects as their data arrives, and the state, into a data folder. Returns what process 0 needs."""
         save, state = self.save, None
         with save.call.phases.timed("write"):
@@ -99,7 +99,7 @@ class OwnShare:
         for _, record in self._written:
             if record.unlinked:
                 unlinked[record.unlinked] += record.length
-        return Share(
+        return WrittenShare(
             [(obj.stack, obj.index_key, found.length, found.digest, found.content) for obj, found in self._written],
             sum(record.length for _, record in self._written if record.linked),
             state,
@@ -177,7 +177,7 @@ class _Writer:
         if self.rate_limiter.bytes_per_second is not None and obj not in self.reuse.originals:
             self.rate_limiter.wait(obj.n_bytes, save.call.cancellation.check)
         with save.call.phases.timed("device_to_host"):
-            pending, source = self.reuse.begin_object(staged, stack, self._array_writer(obj.stack), self.data)
+            pending, source = self.reuse.write_or_link(staged, stack, self._array_writer(obj.stack), self.data)
         return _WritingObject(n_bytes, pending, source, save.call.watchdog, save.store.url)
 
 

@@ -47,7 +47,7 @@ from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
 from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken_error, parse_note
-from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
+from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import MAX_FILE_BYTES, ObjectRecord, Store
 from jaxckpt._store.tensors import ROOT_CONTEXT
 from jaxckpt._store.transaction import Transaction
@@ -135,7 +135,7 @@ def _context(retry_seconds: float) -> ts.Context:
 @functools.cache
 def _open_store(spec: str, retry_seconds: float) -> ts.KvStore:
     # Cached for all paths of a bucket, because each opening looks up the credentials again.
-    with translate_tensorstore_errors("cannot open the object store"):
+    with translate_array_errors("cannot open the object store"):
         return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
 
 
@@ -775,7 +775,7 @@ class Bucket:
     def _translate_errors(
         self, verb: str, key: str, *, reading: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        return self._with_hint(translate_tensorstore_errors(f"cannot {verb} {self.url}/{key}", reading=reading))
+        return self._with_hint(translate_array_errors(f"cannot {verb} {self.url}/{key}", reading=reading))
 
     @contextlib.contextmanager
     def _with_hint(self, translating: contextlib.AbstractContextManager[None]) -> Generator[None]:

@@ -17,7 +17,7 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import note_progress
-from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt._store.tensors import ENCODING_MEMORY_FACTOR, ROOT_CONTEXT, TensorReader, begin_write, open_array
 from jaxckpt.errors import DataError
@@ -52,7 +52,7 @@ class EncodingWriter:
         below = key.removeprefix(f"{self._stack.name}/")
         memory = self._memory.kvstore
         assert memory is not None
-        with translate_tensorstore_errors(f"cannot encode {self._url}/{key}"):
+        with translate_array_errors(f"cannot encode {self._url}/{key}"):
             begin_write(self._memory, pieces).result()
             encoded = memory.read(below).result().value
             memory.write(below, None).result()
@@ -173,7 +173,7 @@ class FetchingReader(ArrayReader):
             return None
         where = f"{self._url}{obj.key}"
         assert obj.pending is not None
-        with translate_tensorstore_errors(f"cannot read {where}", reading=True):
+        with translate_array_errors(f"cannot read {where}", reading=True):
             result = obj.pending.result()
         note_progress()
         obj.pending = None

@@ -390,7 +390,7 @@ class Folder:
             if by_writer:
                 self._require_note(data, WRITER, previous)
                 self._put_draft(data, manifest, sync=sync)  # first: see published_data
-                self.put(f"{data}/{COPY}", manifest)
+                self.put(f"{data}/{COPY}", manifest)  # not synced: it serves if the manifest is lost later
             else:
                 self._update_copy(data, manifest)
                 self._put_draft(data, manifest, sync=sync)

@@ -55,7 +55,7 @@ def translate_os_errors(what: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def translate_tensorstore_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
+def translate_array_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
     """Raise tensorstore's errors of the block as jaxckpt errors. Every message begins with `what`."""
     try:
         yield

@@ -22,7 +22,7 @@ from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
 from jaxckpt._store.foreign_files import kvstore_of
-from jaxckpt._store.storage_errors import clean_error_text, translate_tensorstore_errors
+from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt.errors import DataError, StorageError
 
@@ -69,7 +69,7 @@ def open_array(kvstore: Any, stack: Stack, context: ts.Context) -> ts.TensorStor
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
-    with translate_tensorstore_errors(f"cannot open the array {stack.name}", reading=True):
+    with translate_array_errors(f"cannot open the array {stack.name}", reading=True):
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
@@ -154,7 +154,7 @@ class TensorFileWriter:
         return MappedWork(begin_write(self.array, pieces), functools.partial(self._written, key, compare))
 
     def _written(self, key: str, compare: Pending[str] | None, pending: Pending[None]) -> ObjectRecord:
-        with translate_tensorstore_errors(f"cannot write {self.files.url}/{key}"):
+        with translate_array_errors(f"cannot write {self.files.url}/{key}"):
             pending.result()
         return ObjectRecord(*self.files.digest(key, self.stack), compare.result() if compare else "")
 
@@ -189,14 +189,14 @@ class ArrayFolder:
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
         """Several small values, None for missing ones. Raises DataError, StorageError."""
-        with translate_tensorstore_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
+        with translate_array_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
             folder = ts.KvStore.open(self._spec(), context=self.context).result()
             results = [pending.result() for pending in [folder.read(key) for key in keys]]
         return [None if result.state == "missing" else bytes(result.value) for result in results]
 
     def list_keys(self) -> list[str]:
         """All keys, sorted. Raises DataError, StorageError."""
-        with translate_tensorstore_errors(f"cannot list the arrays in {self.path}", reading=True):
+        with translate_array_errors(f"cannot list the arrays in {self.path}", reading=True):
             keys = ts.KvStore.open(self._spec(), context=self.context).result().list().result()
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 

@@ -31,7 +31,7 @@ from jaxckpt._model.grid import Spec, spec_problem
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._sources.foreign import ForeignArray
 from jaxckpt._store.foreign_files import exists, names_in
-from jaxckpt._store.storage_errors import translate_tensorstore_errors
+from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines, show_path
 
@@ -126,7 +126,7 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
     }
     pending = {keys: cast("ZarrArray", arrays[keys].data).start((), target) for keys, target in targets.items()}
     for keys, started in pending.items():
-        with translate_tensorstore_errors(f"cannot read the leaf {show_path(path_of(keys))}", reading=True):
+        with translate_array_errors(f"cannot read the leaf {show_path(path_of(keys))}", reading=True):
             started.result()
     return {keys: target.item() for keys, target in targets.items()}
 
