@@ -413,7 +413,9 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: OpenFile)
         except UnicodeDecodeError as error:
             raise DataError(f"{where} is not text: {error}") from error
     if first.type not in _DTYPES:
-        return ForeignArray(first.type[:40], first.dims, FileData(path, offset, "uint8", (n_bytes,)))
+        # Not by its name alone: "float32", a damaged "Float32", would be ours.
+        dtype = f"{first.type[:40]} of MindSpore"
+        return ForeignArray(dtype, first.dims, FileData(path, offset, "uint8", (n_bytes,)))
     dtype = _DTYPES[first.type]
     size = DTYPES[dtype].itemsize
     shape = () if first.dims == (0,) and n_bytes else first.dims  # older versions write scalars this way

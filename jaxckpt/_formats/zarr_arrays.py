@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -65,13 +66,22 @@ class _Zarr3(msgspec.Struct, frozen=True):
 
 def parse_zarr2(what: str, metadata: dict[str, Any], *, clip: bool = False) -> _ArrayInfo:
     record = convert_checked(what, metadata, _Zarr2)
-    dtype = record.dtype
-    if dtype not in DTYPES:
-        try:
-            dtype = np.dtype(dtype).name
-        except TypeError as error:
-            raise DataError(f"{what} has dtype {dtype[:40]!r}") from error
+    dtype = dtype_name_of(record.dtype)
+    if dtype is None:
+        raise DataError(f"{what} has dtype {record.dtype[:40]!r}")
     return _require_fit(what, dtype, record.shape, record.chunks, clip)
+
+
+def dtype_name_of(text: str) -> str | None:
+    """The name of a dtype that Zarr 2 writes, such as "<f4"; None if NumPy has none."""
+    if text in DTYPES:
+        return text
+    if not re.fullmatch(r"[|<>=]?[A-Za-z]\w{0,15}(\[\w{1,9}\])?", text):  # numpy.dtype parses others, with any error
+        return None
+    try:
+        return np.dtype(text).name
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def parse_zarr3(what: str, metadata: dict[str, Any], *, clip: bool = False) -> _ArrayInfo:
@@ -126,11 +136,7 @@ def described_array(
 ) -> ForeignArray | None:
     """The array that Zarr metadata of any writer describes; None if its dtype is not supported. Raises DataError."""
     dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
-    try:
-        known = isinstance(dtype, str) and (dtype in DTYPES or (driver == "zarr" and np.dtype(dtype).name in DTYPES))
-    except TypeError:
-        known = False
-    if not known:
+    if not isinstance(dtype, str) or (dtype_name_of(dtype) if driver == "zarr" else dtype) not in DTYPES:
         return None
     dtype, shape, chunk = _PARSERS[driver][1](what, metadata, clip=True)
     return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)

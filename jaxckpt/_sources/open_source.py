@@ -31,7 +31,7 @@ from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, index_names, missing_formats_hint
 from jaxckpt._sources.signatures import describe, describe_content, describe_unknown
 from jaxckpt._sources.source import NativeCheckpoint, Source
-from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, url_of
+from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, store_of, url_of
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
@@ -253,6 +253,7 @@ def _checkpoints_inside(path: str) -> list[str]:
     are none, files."""
     inside: list[str] = []
     files: list[str] = []
+    n_files_left = 100 if store_of(path) is None else 20  # each takes requests in a bucket
     folders = collections.deque([(path, 0)])
     for _ in range(_MAX_FOLDERS):
         if not folders:
@@ -265,16 +266,15 @@ def _checkpoints_inside(path: str) -> list[str]:
                 inside.append(os.path.relpath(below, path))
             elif names and depth < 2 and not name.startswith("."):
                 folders.append((below, depth + 1))
-            elif names == [] and len(files) < _MAX_FILES and _recognized_format(below, ()) is not None:
-                files.append(os.path.relpath(below, path))
+            elif names == [] and n_files_left > 0:
+                n_files_left -= 1
+                if _recognized_format(below, ()) is not None:
+                    files.append(os.path.relpath(below, path))
     return inside or files
 
 
 _MAX_FOLDERS = 100
 """The most folders whose content is searched for checkpoints, for an error."""
-
-_MAX_FILES = 20
-"""The most files that are named in an error, each of which takes requests in a bucket."""
 
 
 def _exists(location: str | os.PathLike[str], options: Options, store: Store) -> bool:

@@ -420,6 +420,15 @@ def test_nested_json_is_reported(tmp_path: Path) -> None:
             read_strategy(str(tmp_path / "s.json"))
 
 
+def test_a_damaged_type_is_not_the_name_of_a_dtype(tmp_path: Path) -> None:
+    """One bit of "Float32" makes it "float32", which jaxckpt and NumPy know."""
+    whole = ckpt({"w": np.full(3, 7, np.float32)})
+    assert b"Float32" in whole
+    (tmp_path / "x.ckpt").write_bytes(whole.replace(b"Float32", b"float32"))
+    with pytest.raises(TreeError, match="'w' has dtype float32 of MindSpore, which"):
+        jaxckpt.load_numpy(tmp_path / "x.ckpt")
+
+
 def test_unknown_fields_are_damage(tmp_path: Path) -> None:
     """A flipped bit in a field's number makes the field unknown. If it were ignored, the array would be lost."""
     names = [f"w{n}" for n in range(3)]

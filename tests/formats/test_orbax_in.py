@@ -476,7 +476,12 @@ def test_metadata_that_is_missing_cut_or_hostile_is_an_error(tmp_path: Path, zar
     trial(array, lambda file: rewrite(file, lambda of: [sides(of).__setitem__(0, 0), of][1]), "do not fit its shape")
     trial(array, lambda file: rewrite(file, lambda of: [sides(of).__setitem__(0, 1 << 40), of][1]), "do not fit")
     kind = "data_type" if zarr3 else "dtype"
-    trial(array, lambda file: rewrite(file, lambda of: of | {kind: "|O"}), "dtype|which NumPy and JAX do not support")
+    for dtype in ("|O", "<f4,", ",", "f4,,", "(2", "<f99", ""):  # to numpy.dtype, some are Python code
+        trial(
+            array,
+            lambda file, dtype=dtype: rewrite(file, lambda of: of | {kind: dtype}),
+            "dtype|which NumPy and JAX do not support",
+        )
     trial(
         array,
         lambda file: rewrite(file, lambda of: of | {"codecs": [{"name": "?"}], "compressor": {"id": "?"}}),

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxckpt._formats.flax_msgpack import is_msgpack_map, read_msgpack
 from jaxckpt._formats.orbax.orbax_records import AGGREGATE_FILE, Keys
-from jaxckpt._formats.zarr_arrays import ZarrArray, parse_zarr2, read_metadata, require_inside
+from jaxckpt._formats.zarr_arrays import ZarrArray, dtype_name_of, parse_zarr2, read_metadata, require_inside
+from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.foreign import ForeignArray
 from jaxckpt._store.foreign_files import exists, names_in, read_head
@@ -83,7 +84,10 @@ def _array(folder: ArrayFolder, node: Any) -> ForeignArray | None:
 
 def _array_of_spec(folder: ArrayFolder, name: str, spec: Mapping[str, Any]) -> ForeignArray:
     """An array without Zarr metadata of its own, described by its spec in the file."""
-    dtype = spec["dtype"] if spec["dtype"] == "bfloat16" else np.dtype(spec["dtype"]).str
+    what = f"{folder.path}/{AGGREGATE_FILE}: the spec of {name!r}"
+    if dtype_name_of(spec["dtype"]) is None:
+        raise DataError(f"{what} has dtype {spec['dtype'][:40]!r}")
+    dtype = spec["dtype"] if spec["dtype"] == "bfloat16" else np.dtype(DTYPES.get(spec["dtype"], spec["dtype"])).str
     metadata = {"zarr_format": 2, "order": "C", "filters": None, "fill_value": None, "dtype": dtype, **spec["metadata"]}
-    dtype, shape, chunk = parse_zarr2(f"{folder.path}/{AGGREGATE_FILE}: the spec of {name!r}", metadata)
+    dtype, shape, chunk = parse_zarr2(what, metadata)
     return ForeignArray(dtype, shape, ZarrArray(folder, name, "zarr", metadata, strict=False), chunk=chunk)
