@@ -110,9 +110,9 @@ class Options:
             process. A process that is still working sends heartbeats and does not time out; one that stops during a
             save or a restore times out after 60 s at most. 300 s by default, because a process may also reach its call
             late, for example from a long compilation. If a process stops before its call, JAX aborts the others after
-            100 s (`heartbeat_timeout_seconds` of `jax.distributed.initialize`). With half of that, 50 s, they raise
-            this error first; all processes must then start each call within 50 s of each other
-            (docs/many-processes.md). A call also waits this long while storage moves no data, for example because a
+            50 to 100 s (`heartbeat_timeout_seconds` of `jax.distributed.initialize`, and half of it). They raise this
+            error first if this and the time until their next call are together below 50 s (docs/many-processes.md). A
+            call also waits this long while storage moves no data, for example because a
             network file system has lost its server. It then raises `StorageError`, and the other processes raise
             `PeerFailedError`.
         storage: Members of tensorstore's kvstore spec for an object store, in addition to those from the URL and the
