@@ -150,6 +150,7 @@ _PYTHON_HINTS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         ),
     ),
     (r"specs=PartitionSpec\(\)", "--specs 'P()'"),
+    (r"convert\(executor=…\)", "--workers"),
     (r"\b(select|rename|mesh|specs|format)=(?![\w(\"'…])", r"--\1"),
 )
 """Hints of errors as regular expressions, and what a user of the command line does instead."""

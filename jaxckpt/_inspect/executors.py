@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -107,45 +107,44 @@ class _Workers(Generic[T, R]):
 
     def result(self, sent: _Sent[T]) -> R:
         """The result of a unit. Does it here if no worker can."""
-        while sent.future is not None:
+        while sent.future is not None and self._is_done(sent.future):
             try:
-                outcome = self._await(sent.future)
+                outcome = sent.future.result()
             except Exception as error:  # of the executor: a worker died, or the unit does not pickle
-                lost = _show(error)
-                if sent.tries < _TRIES and (again := self.send(sent.unit)) is not None:
-                    log.warning("the executor lost a unit (%s): it is done again", lost)
-                    sent.future, sent.tries = again, sent.tries + 1
-                    continue
-                if sent.tries >= _TRIES and self._has_done_any:
-                    log.warning("the executor lost a unit %d times (%s): this process does it", _TRIES, lost)
-                elif sent.tries >= _TRIES:  # such as arguments that do not pickle
-                    self._give_up(f"lost its first unit {_TRIES} times ({lost})")
-            else:
-                if outcome is not None and not outcome.error:
-                    return outcome.result
-                if outcome is not None:
-                    log.info("a worker could not do a unit (%s): this process does it", outcome.error)
-            sent.future = None
+                sent.future = self._send_again(sent, _show(error))
+                continue
+            self._answered, self._has_done_any = time.monotonic(), True
+            if not outcome.error:
+                return outcome.result
+            log.info("a worker could not do a unit (%s): this process does it", outcome.error)
+            break
+        sent.future = None
         return self._work(sent.unit)
 
-    def _await(self, future: Future[_Outcome]) -> _Outcome | None:
-        """The outcome of a unit; None if no worker has answered for too long. Raises what the executor raises."""
+    def _send_again(self, sent: _Sent[T], lost: str) -> Future[_Outcome] | None:
+        """Start a unit again that was lost for this reason; None if the caller does it."""
+        if sent.tries < _TRIES:
+            sent.tries += 1
+            if (again := self.send(sent.unit)) is not None:
+                log.warning("the executor lost a unit (%s): it is done again", lost)
+            return again
+        if self._has_done_any:
+            log.warning("the executor lost a unit %d times (%s): this process does it", _TRIES, lost)
+        else:  # such as arguments that do not pickle
+            self._give_up(f"lost its first unit {_TRIES} times ({lost})")
+        return None
+
+    def _is_done(self, future: Future[_Outcome]) -> bool:
+        """Wait for a unit. Returns whether it is done: false if no worker has answered for too long."""
         self._answered = max(self._answered, time.monotonic() - self._seconds / 2)  # the caller may have worked itself
-        while True:
-            if self._executor is None and not future.done():
+        while not wait([future], _POLL_SECONDS).done:
+            if self._executor is None:
                 future.cancel()
-                return None
-            try:
-                outcome = future.result(timeout=_POLL_SECONDS)
-            except TimeoutError:
-                if future.done():  # the executor's own error
-                    raise
-            else:
-                self._answered, self._has_done_any = time.monotonic(), True
-                return outcome
+                return False
             require_not_stalled()
             if time.monotonic() - self._answered > self._seconds:
                 self._give_up(f"has not finished a unit for {self._seconds:g} s")
+        return True
 
 
 def _show(error: BaseException) -> str:

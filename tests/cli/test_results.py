@@ -119,3 +119,13 @@ def test_a_deep_tree_in_a_narrow_terminal(tmp_path: Path) -> None:
         assert max(map(len, shown)) <= width
         names = [line.split()[0] for line in shown[3:] if re.search(r"\blev|…", line)]
         assert len(set(names)) == len(names) == 30, names
+
+
+@pytest.mark.child
+def test_worker_processes_find_the_same(here: Path, tmp_path: Path) -> None:
+    for command in (("verify", "run1"), ("diff", "small", "other")):
+        assert run_json(*command, "--workers", "2", code=1) == run_json(*command, code=1)
+    run("convert", "small", str(tmp_path / "many"), "--workers", "2")
+    assert jaxckpt.diff("small", tmp_path / "many").identical
+    refused = run("convert", "small", str(tmp_path / "x.npz"), "--workers", "2", code=2)
+    assert refused.stderr.startswith("jaxckpt: --workers has no effect on format 'npz', which one process writes")

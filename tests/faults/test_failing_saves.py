@@ -111,12 +111,15 @@ def test_training_goes_on_with_a_bucket(fault: Fault, s3: Bucket) -> None:
     27,
     "likewise, of one of 3 processes",
     "training continues in all; each step is published or reported",
-    quick=4,
-    full=30,
+    quick=2,
+    full=20,
 )
-def test_training_goes_on_in_all_processes(fault: Fault, tmp_path: Path, run_processes: RunProcesses) -> None:
+@pytest.mark.parametrize("local", [False, True], ids=["stored", "local"])
+def test_training_goes_on_in_all_processes(
+    fault: Fault, tmp_path: Path, run_processes: RunProcesses, local: bool
+) -> None:
     rounds = [(POLICIES[number % 2], fault.seed + number) for number in fault.rounds()]
-    args = {"folder": str(tmp_path), "rounds": rounds}
+    args = {"folder": str(tmp_path), "rounds": rounds, "local": local}
     program = PROGRAMS / "failing_job.py"
     for done in run_processes(program, processes=3, devices_per_process=1, args=args, timeout=280):
         outcomes, n_incidents = json.loads(done.stdout.splitlines()[-1])

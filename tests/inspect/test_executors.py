@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -252,3 +253,18 @@ def test_a_dask_cluster_loses_a_worker(tmp_path: Path, path: Path, caplog: pytes
         assert jaxckpt.verify(path, executor=client.get_executor()) == jaxckpt.verify(path)
     jaxckpt.convert(path, tmp_path / "one", options=SMALL)
     assert files(tmp_path / "many") == files(tmp_path / "one")
+
+
+@pytest.mark.parametrize("call", ["verify", "convert"])
+def test_an_interrupt_ends_the_call(call: str, tmp_path: Path, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pool(1) as executor:
+        pid = executor.submit(os.getpid).result()
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        threading.Timer(1.5, lambda: os.kill(pid, signal.SIGCONT)).start()
+        destination = () if call == "verify" else (tmp_path / "b",)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(jaxckpt, call)(path, *destination, executor=executor)
+        assert executor.submit(os.getpid).result() == pid
+    assert not (tmp_path / "b").exists()
+    assert not caplog.records
