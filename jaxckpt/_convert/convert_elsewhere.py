@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Generator, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -24,8 +23,6 @@ from jaxckpt._formats.export import FolderFile, FolderPlan
 from jaxckpt._formats.safetensors import plan_safetensors
 from jaxckpt._inspect.executors import OpenedElsewhere, Remembered, spread
 from jaxckpt._job.call import Call
-from jaxckpt._job.collectives import CollectiveCalls
-from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._model import zarr
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.stacks import Stack
@@ -33,10 +30,11 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.progress import Report, display_progress, report_nothing
 from jaxckpt._restore.read_loop import StoredArray
-from jaxckpt._save.compose_manifest import PublishResult, Share
-from jaxckpt._save.request import Begun, PreparedSave
+from jaxckpt._save.compose_manifest import WrittenShare
+from jaxckpt._save.request import PreparedSave
 from jaxckpt._save.shared_path import SharedPath
-from jaxckpt._save.staging import PieceGroup, StagedObject
+from jaxckpt._save.staging import PieceGroup, StagedAhead, StagedObject
+from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import Object
 from jaxckpt._sources.source import Source
 from jaxckpt._store.folder import sync_path
@@ -78,23 +76,12 @@ class WrittenElsewhere(SharedPath):
         self._executor = executor
         self._opened = opened
 
-    def staged(
-        self,
-        save: PreparedSave,
-        begun: Begun | None,
-        own: Generator[StagedObject],
-        calls: CollectiveCalls[Any, Any] | None,
-    ) -> Generator[StagedObject]:
-        own.close()
-        yield from ()
-
-    def publish(
-        self, rendezvous: Rendezvous, save: PreparedSave, begun: Begun, transaction: Any, share: Share
-    ) -> PublishResult:
-        if save.plan.objects:
-            with save.call.phases.timed("write"):
-                share = msgspec.structs.replace(share, objects=[*self._write(save, begun.data)])
-        return super().publish(rendezvous, save, begun, transaction, share)
+    def write(self, share: OwnShare, data: str, ahead: StagedAhead) -> WrittenShare:
+        written, save = share.write(data, share.stage_ahead(with_others=_without)), share.save
+        if not save.plan.objects:
+            return written
+        with save.call.phases.timed("write"):
+            return msgspec.structs.replace(written, objects=[*self._write(save, data)])
 
     def _write(self, save: PreparedSave, data: str) -> Iterator[tuple[int, str, int, str, str]]:
         """Let the workers write the objects of this process, and sync their folders."""
@@ -121,6 +108,12 @@ class WrittenElsewhere(SharedPath):
         if options.sync:
             for stack, stack_indices in indices.items():
                 store.sync_folders(data, plan.stacks[stack], stack_indices)
+
+
+def _without(own: Generator[StagedObject]) -> Generator[StagedObject]:
+    """None of the objects of this process."""
+    own.close()
+    yield from ()
 
 
 def _write_object(

@@ -63,14 +63,14 @@ class SharedPath:
         save = share.save
         call, is_collective = save.call, save.plan.is_collective
         ahead = None if is_collective else share.stage_ahead()
-        save_id, transaction = self._begin(save, ahead if share.in_background else None)
+        save_id, transaction = self.begin(save, ahead if share.in_background else None)
         data = data_folder(save_id)
         with transaction or contextlib.nullcontext():
             with call.rendezvous("saving") as rendezvous:
                 # Exchanges are collective, so no process may begin them before all are prepared.
                 exchanging = exchanges(save.plan, save.draft) if is_collective else contextlib.nullcontext()
                 with rendezvous.joined_by_all(), exchanging as calls:
-                    written = share.write(data, ahead or share.stage_ahead(calls))
+                    written = self.write(share, data, ahead or share.stage_ahead(calls))
                 published = self.publish(rendezvous, save, save_id, transaction, written)
             share.keep(data)
             with call.phases.timed("publish"):
@@ -79,7 +79,7 @@ class SharedPath:
                 self.finish(save, published)
         return published
 
-    def _begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
+    def begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
         """Before any data is written, check that all processes save the same tree, create the data folder, and check
         that all processes see it. Stages data ahead first, so that the caller does not wait for the other processes.
 
@@ -115,6 +115,10 @@ class SharedPath:
         Raises CheckpointExistsError, StorageError.
         """
         return begin(self.store, save_id, _previous_manifest(self.store, self.overwrite), stacks)
+
+    def write(self, share: OwnShare, data: str, ahead: StagedAhead) -> WrittenShare:
+        """Write the share of this process into a data folder. Every process."""
+        return share.write(data, ahead)
 
     def publish(
         self,
