@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 import operator
 import os
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from jaxckpt._host import local_processes, memory_bytes, own_cores
 from jaxckpt._keywords import explain_names, hint_for_options
 from jaxckpt.errors import InputError
 
@@ -32,21 +32,13 @@ CastPolicies = (
 )
 """One of `CAST_POLICIES`, a pytree prefix of them, or a function of (path, leaf)."""
 
-THREADS = min(32, max(2, os.cpu_count() or 1))
+_PROCESSES = local_processes(os.environ)
+
+THREADS = min(32, max(2, own_cores(_PROCESSES)))
 """Threads that move bytes. More threads than cores compete with each other: 4 on 2 cores made a restore 5 to 8 %
 slower."""
 
-
-def _memory_bytes() -> int:
-    """Memory of this machine, or of its container if that has a limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(file) as content:  # ValueError: "max", which is no limit
-            limits.append(int(content.read()))
-    return min(limits)
-
-
-HOST_BYTES = max(256 << 20, min(THREADS * (128 << 20), _memory_bytes() // 32))
+HOST_BYTES = max(256 << 20, min(THREADS * (128 << 20), memory_bytes() // 32 // _PROCESSES))
 """The default of `Options.host_bytes`. Each thread that moves bytes needs about two objects in flight. On 16 cores and
 an H100, 4 GiB were restored in 1.7 s with 256 MiB, in 0.45 s with 2 GiB, and in 0.36 s with 4 GiB."""
 
@@ -73,12 +65,15 @@ class Options:
             process reads it and sends it to the others over the devices' interconnect, so that each stored chunk is
             read once in the whole job; all processes then need the same `host_bytes`. This is faster if storage limits
             the speed of the restore (docs/many-processes.md).
-        host_bytes: Approximate host memory in bytes that a save or a restore may use in addition to the arrays; by
-            default 128 MiB per core, up to 4 GiB and 1/32 of the machine's memory, but at least 256 MiB. Larger leaves
-            are moved in boxes. `save_async` may also use `staging_bytes`. An object is at least as large as a chunk, so
-            that less than four times `chunk_bytes`, by default 2 MiB, changes nothing in a save.
-        staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
-            accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
+        host_bytes: Approximate host memory in bytes that a save or a restore of a process may use in addition to the
+            arrays; by default 128 MiB per core, up to 4 GiB and 1/32 of the machine's memory, but at least 256 MiB. If
+            Slurm, MPI or torchrun has started several processes on the host, each counts its share of the cores and of
+            the memory; if you start them otherwise, divide here. Larger leaves are moved in boxes. `save_async` may
+            also use `staging_bytes`. An object is at least as large as a chunk, so that less than four times
+            `chunk_bytes`, by default 2 MiB, changes nothing in a save.
+        staging_bytes: Host memory in bytes that `save_async` may use in each process for copies of NumPy arrays and of
+            arrays on accelerators: in pinned memory on GPUs; in pageable memory on TPUs, whose runtime never returns
+            pinned memory. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.
         max_bytes_per_second: Limit on the rate at which each process writes in `save_async` and reads in `verify`, for
             example to leave bandwidth for data loading. A process that writes 10 GB at 100 MB/s takes at least 100 s.
