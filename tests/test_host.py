@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import processes
 import pytest
 
 from jaxckpt import _host
@@ -55,8 +56,8 @@ def test_without_cgroups_the_limit_is_the_memory(tmp_path: Path) -> None:
     assert _host.memory_bytes(tmp_path, tmp_path / "none") > GIB
 
 
-def test_processes_that_a_launcher_started_share_the_default(run_python) -> None:
+def test_processes_that_a_launcher_started_share_the_default(run_python: processes.RunPython) -> None:
     """In a new process, because the default is determined by the import."""
     shown = "from jaxckpt import Options; from jaxckpt._options import THREADS; print(Options().host_bytes, THREADS)"
-    host_bytes, threads = map(int, run_python("-c", shown, env={"LOCAL_WORLD_SIZE": "64"}).split())
+    host_bytes, threads = map(int, run_python(shown, env={"LOCAL_WORLD_SIZE": "64"}).split())
     assert (host_bytes, threads) == (256 << 20, 2)

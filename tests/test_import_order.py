@@ -51,7 +51,18 @@ LAYERS = [
 ]
 """The rooms of the library, from top to bottom. A room imports only from rooms below it."""
 
-WITHOUT_JAX = ("errors", "_keywords", "_host", "_options", "_pipeline", "_model", "_store", "_run_folder", "_sources", "_rules")
+WITHOUT_JAX = (
+    "errors",
+    "_keywords",
+    "_host",
+    "_options",
+    "_pipeline",
+    "_model",
+    "_store",
+    "_run_folder",
+    "_sources",
+    "_rules",
+)
 """Rooms that reading needs in programs without JAX. None of their modules imports it."""
 
 SOURCES = {

@@ -135,10 +135,7 @@ def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:
         return jax.device_put(list(arrays), targets)
     # JAX keeps such a copy with its array, so it is made of another array with the same device memory: otherwise, the
     # caller's arrays would hold it for as long as they exist.
-    aliases = [
-        jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array], dtype=array.dtype)
-        for array in arrays
-    ]
+    aliases = [jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array]) for array in arrays]
     for alias in aliases:
         alias.copy_to_host_async()
     # The copy is lost when the caller donates or deletes the array, so it is taken at once.
