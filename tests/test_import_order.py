@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-TENSORSTORE = [f"_store.{name}" for name in ("tensors", "fetching", "bucket")]
+TENSORSTORE = [f"_store.{name}" for name in ("tensors", "hedging", "fetching", "bucket")]
 """The modules that may import tensorstore."""
 
 JAX_PRIVATE = ["_job.job"]
