@@ -99,8 +99,8 @@ _SETTINGS_ERROR = re.compile(
 )
 """Texts of errors that a wrong endpoint or region causes."""
 
-_SPARE_REQUESTS = 8
-"""How many reads that were sent again may run at a time."""
+_MOST_REQUESTS, _SPARE_REQUESTS = 32, 8
+"""How many requests tensorstore has running at a time, and how many reads that were sent again may run."""
 
 _warned: set[tuple[str, float]] = set()
 """The servers of which a warning was logged, as in `_last_answers`."""
@@ -159,7 +159,14 @@ def _open_store(spec: str, retry_seconds: float, *, is_spare: bool = False) -> t
 
 @functools.cache
 def _server(spec: str) -> Server:
-    return Server()
+    settings = json.loads(spec)
+    name = f"{settings['driver']}_request_concurrency"
+    match settings.get(name):
+        case {"limit": int(limit)}:
+            return Server(limit)
+        case _:
+            limit = os.environ.get(f"TENSORSTORE_{name.upper()}", "")
+            return Server(int(limit) if limit.isdecimal() else _MOST_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ a store that is slow as a whole gets hardly more requests. Writes are never sent
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import queue
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +25,15 @@ from jaxckpt._pipeline.threads import POLL_SECONDS
 
 _Future = ts.Future[ts.KvStore.ReadResult]
 
-_PERCENTILE = 0.95
+_PERCENTILE, _MARGIN = 0.95, 2.0
+"""A read is late after the margin times the percentile. Without a margin, 5 % of the reads of a healthy store would be
+late, and none could be sent again once a connection really hangs."""
 
 _FLOOR_SECONDS = 0.25
-"""No read is sent again before this time. Sending it earlier would not make a restore noticeably shorter."""
+"""No read is late before this time. Sending it again earlier would not make a restore noticeably shorter."""
 
-_FIRST_SECONDS = 2.0
-"""The time after which a read is sent again until there are enough recent reads to compare it with."""
+_FIRST_SECONDS, _FIRST_BYTES_PER_SECOND = 1.0, 20e6
+"""A read is late after this time, and the time for its bytes, until there are enough recent reads of its size."""
 
 _ENOUGH_READS, _RECENT_READS = 8, 256
 
@@ -40,25 +44,76 @@ _SIMILAR = 2
 
 
 class Server:
-    """How long the reads from one store take."""
+    """The reads from one store. Any lane, and any thread of tensorstore, may use this: each step is atomic."""
 
-    def __init__(self) -> None:
-        self.n_reads = self.n_repeated = 0
+    def __init__(self, most_running: int) -> None:
+        """`most_running`: how many reads run at a time. If tensorstore did the waiting, it would count as time without
+        an answer."""
+        self._free_places = [None] * most_running
+        self._waiting = deque[weakref.ref[HedgedRead]]()
+        self._n_reads = self._n_repeated = 0
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_READS))
+
+    def add(self, read: HedgedRead) -> None:
+        """Send a read as soon as it may run, unless it is dropped before."""
+        self._n_reads += 1
+        self._waiting.append(weakref.ref(read))
+        self.send_next()
+
+    def send_next(self) -> None:
+        """Send the reads that wait, as long as more may run."""
+        while self._waiting:
+            try:
+                self._free_places.pop()
+            except IndexError:
+                return
+            place = _Place(self)
+            try:
+                read = self._waiting.popleft()()
+            except IndexError:  # another thread was faster
+                place.leave()
+                continue
+            if read is None:
+                place.leave()
+            else:
+                read.send(place)
+
+    def free_place(self) -> None:
+        self._free_places.append(None)
 
     def note(self, n_bytes: int, seconds: float) -> None:
         """Note how long a read took."""
         self._recent[n_bytes.bit_length() // _SIMILAR].append(seconds)
 
     def patience_seconds(self, n_bytes: int) -> float:
-        """After how long a read is sent again."""
+        """After how long a read is late."""
         recent = sorted(self._recent[n_bytes.bit_length() // _SIMILAR].copy())
         if len(recent) < _ENOUGH_READS:
-            return max([_FIRST_SECONDS, *recent])
-        return max(_FLOOR_SECONDS, recent[int(_PERCENTILE * len(recent))])
+            return max([_FIRST_SECONDS + n_bytes / _FIRST_BYTES_PER_SECOND, *recent])
+        return max(_FLOOR_SECONDS, _MARGIN * recent[int(_PERCENTILE * len(recent))])
 
     def may_repeat(self) -> bool:
-        return self.n_repeated < _FREE_REPEATS + _MOST_REPEATED * self.n_reads
+        """Whether one more read may be sent again. If so, counts it."""
+        may = self._n_repeated < _FREE_REPEATS + _MOST_REPEATED * self._n_reads
+        self._n_repeated += may
+        return may
+
+
+class _Place:
+    """The place of one of the reads that run at a time. Left when its read has ended, is sent again, or is dropped."""
+
+    def __init__(self, server: Server) -> None:
+        self._servers = [server]
+
+    def leave(self) -> None:
+        try:
+            server = self._servers.pop()
+        except IndexError:
+            return
+        server.free_place()
+        server.send_next()
+
+    __del__ = leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +124,7 @@ class HedgedKeys:
 
     open_spare: Callable[[], ts.KvStore]
     """Opens the same keys with a limit of its own on the requests at a time. In the other limit, requests without an
-    answer count (32 on S3), even canceled ones."""
+    answer count, even canceled ones."""
 
     server: Server
 
@@ -77,7 +132,9 @@ class HedgedKeys:
         """Begin to read a key, or a range of its bytes. `n_bytes` is about how many, if it is known."""
         if byte_range is not None and byte_range.stop is not None:
             n_bytes = byte_range.stop - (byte_range.start or 0)
-        return HedgedRead(self, key, byte_range, n_bytes)
+        read = HedgedRead(self, key, byte_range, n_bytes)
+        self.server.add(read)
+        return read
 
 
 class HedgedRead:
@@ -88,42 +145,50 @@ class HedgedRead:
         self._key = key
         self._byte_range = byte_range
         self._n_bytes = n_bytes
-        self._begun = time.monotonic()
+        self._sent_at = math.inf
+        self._place: _Place | None = None
         self._running: list[_Future] = []
         self._ended = queue.SimpleQueue[tuple[float, _Future]]()
         self._answer: _Future | None = None
         self._is_repeated = False
-        keys.server.n_reads += 1
-        self._send(keys.keys)
 
-    def _send(self, keys: ts.KvStore) -> None:
-        request = keys.read(self._key, byte_range=self._byte_range)
+    def send(self, place: _Place) -> None:
+        """Send the read for the first time."""
+        self._place = place
+        self._request(self._keys.keys, place)
+        self._sent_at = time.monotonic()
+
+    def _request(self, keys: ts.KvStore, place: _Place) -> None:
+        try:
+            request = keys.read(self._key, byte_range=self._byte_range)
+        except Exception as error:  # this may be a thread of tensorstore
+            promise, request = ts.Promise[ts.KvStore.ReadResult].new()
+            promise.set_exception(error)
         self._running.append(request)
-        put = self._ended.put
-        request.add_done_callback(lambda ended: put((time.monotonic(), ended)))
+        request.add_done_callback(functools.partial(_note_end, self._ended.put, place))
 
     def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
-        return self._answer is not None or self._ended.qsize() >= len(self._running)
+        """Whether an answer has come."""
+        return self._answer is not None or not self._ended.empty()
 
     def result(self, timeout: float | None = None) -> ts.KvStore.ReadResult:
         """Wait for the first answer. Raises the error of the last request if none has an answer, and TimeoutError."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._answer is None:
-            repeat_at = self._begun + self._keys.server.patience_seconds(self._n_bytes)
             now = time.monotonic()
-            if now >= repeat_at and not self._is_repeated and self._keys.server.may_repeat():
+            if now >= deadline and self._ended.empty():
+                raise TimeoutError
+            late_at = self._sent_at + self._keys.server.patience_seconds(self._n_bytes)
+            if not self._is_repeated and now >= late_at and self._keys.server.may_repeat():
                 self._repeat()
-            next_check = now + POLL_SECONDS if self._is_repeated or now >= repeat_at else repeat_at
+            wait = min(deadline - now, POLL_SECONDS, late_at - now if late_at > now else math.inf)
             try:
-                ended_at, request = self._ended.get(timeout=max(0.0, min(next_check, deadline) - now))
+                ended_at, request = self._ended.get(timeout=max(0.0, wait))
             except queue.Empty:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError from None
                 continue
             self._running.remove(request)
             if request.exception() is None:
-                self._keys.server.note(self._n_bytes, ended_at - self._begun)
+                self._keys.server.note(self._n_bytes, ended_at - self._sent_at)
                 self.cancel()
                 self._answer = request
             elif not self._running:
@@ -131,15 +196,22 @@ class HedgedRead:
         return self._answer.result()
 
     def _repeat(self) -> None:
-        """Send the read again."""
+        """Send the read again. The first request is written off, so it leaves its place to another read."""
         self._is_repeated = True
-        self._keys.server.n_repeated += 1
-        log.log(
-            logging.DEBUG, "%s: no answer after %.2f s, reading it again", self._key, time.monotonic() - self._begun
-        )
-        self._send(self._keys.open_spare())
+        seconds = time.monotonic() - self._sent_at
+        log.log(logging.DEBUG, "%s: no answer after %.2f s, reading it again", self._key, seconds)
+        place, self._place = self._place, None
+        assert place is not None
+        self._request(self._keys.open_spare(), place)
+        place.leave()
 
     def cancel(self) -> None:
         """Cancel the requests that have not ended."""
         for request in self._running:
             request.cancel()
+
+
+def _note_end(put: Callable[[tuple[float, _Future]], None], place: _Place, request: _Future) -> None:
+    """In a thread of tensorstore. Does not refer to the read, so that a read which nothing waits for can be dropped."""
+    put((time.monotonic(), request))
+    place.leave()
