@@ -175,20 +175,21 @@ class HedgedRead:
         """Wait for the first answer. Raises the error of the last request if none has an answer, and TimeoutError."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._answer is None:
-            now = time.monotonic()
-            if now >= deadline and self._ended.empty():
-                raise TimeoutError
-            late_at = self._sent_at + self._keys.server.patience_seconds(self._n_bytes)
-            if not self._is_repeated and now >= late_at and self._keys.server.may_repeat():
+            now, server = time.monotonic(), self._keys.server
+            late_at = self._sent_at + server.patience_seconds(self._n_bytes)
+            is_late = late_at <= now and not self._is_repeated
+            if is_late and self._ended.empty() and server.may_repeat():
                 self._repeat()
             wait = min(deadline - now, POLL_SECONDS, late_at - now if late_at > now else math.inf)
             try:
                 ended_at, request = self._ended.get(timeout=max(0.0, wait))
             except queue.Empty:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
                 continue
             self._running.remove(request)
             if request.exception() is None:
-                self._keys.server.note(self._n_bytes, ended_at - self._sent_at)
+                server.note(self._n_bytes, ended_at - self._sent_at)
                 self.cancel()
                 self._answer = request
             elif not self._running:
@@ -209,6 +210,8 @@ class HedgedRead:
         """Cancel the requests that have not ended."""
         for request in self._running:
             request.cancel()
+
+    __del__ = cancel
 
 
 def _note_end(put: Callable[[tuple[float, _Future]], None], place: _Place, request: _Future) -> None:

@@ -239,13 +239,21 @@ def trickling(bytes_per_second: float) -> Spoil:
     return spoil
 
 
-def on_connections(every: int, first: int, spoil: Spoil, otherwise: Spoil) -> Spoil:
-    """Apply a fault to all requests on some connections: the one of number `first`, and then one of `every`."""
+class OneConnection:
+    """A connection that becomes bad: the one on which request number `first` arrives, from then on."""
 
-    def choose(exchange: Exchange) -> None:
-        (spoil if exchange.connection % every == first else otherwise)(exchange)
+    def __init__(self, first: int, spoil: Spoil, otherwise: Spoil) -> None:
+        self._numbers = itertools.count()
+        self._first = first
+        self._spoil = spoil
+        self._otherwise = otherwise
+        self._bad: int | None = None
+        self.has_spoiled = False
 
-    return choose
+    def __call__(self, exchange: Exchange) -> None:
+        if next(self._numbers) == self._first:
+            self._bad, self.has_spoiled = exchange.connection, True
+        (self._spoil if exchange.connection == self._bad else self._otherwise)(exchange)
 
 
 def unconditional(exchange: Exchange) -> None:
