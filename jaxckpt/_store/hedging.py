@@ -2,8 +2,10 @@
 
 A read that takes longer than 95 % of the recent reads of its size is sent once more. The first answer counts, and the
 other request is canceled. Each connection, and each of a store's many servers, may be slow for a while, or never answer
-("hedged requests" in Dean and Barroso, The Tail at Scale, 2013). At most 2 reads and 3 % of all are sent again, so that
-a store that is slow as a whole gets hardly more requests. Writes are never sent again from here.
+("hedged requests" in Dean and Barroso, The Tail at Scale, 2013). At most 3 % of the reads are sent again, and a few at
+the start, so that a store that is slow as a whole gets hardly more requests. Writes are never sent again from here.
+
+tensorstore reads parts of objects itself. Those requests are not among these: they are retried after 30 s without data.
 """
 
 from __future__ import annotations
@@ -37,26 +39,28 @@ _FIRST_SECONDS, _FIRST_BYTES_PER_SECOND = 1.0, 20e6
 
 _ENOUGH_READS, _RECENT_READS = 8, 256
 
-_FREE_REPEATS, _MOST_REPEATED = 2, 0.03
+_REPEATS_PER_READ, _FIRST_REPEATS, _MOST_REPEATS = 0.03, 2.0, 8.0
+"""How many reads may be sent again: for each read, at the start, and at most at once when a store becomes slow."""
 
 _SIMILAR = 2
 """Reads are compared with those whose sizes in bytes have about as many bits, that is, differ by at most 4 times."""
 
 
 class Server:
-    """The reads from one store. Any lane, and any thread of tensorstore, may use this: each step is atomic."""
+    """The reads from one store. Any lane, and any thread of tensorstore, may use this. It needs no lock, because each
+    step that must not be interrupted is one call of C code."""
 
     def __init__(self, most_running: int) -> None:
         """`most_running`: how many reads run at a time. If tensorstore did the waiting, it would count as time without
         an answer."""
         self._free_places = [None] * most_running
         self._waiting = deque[weakref.ref[HedgedRead]]()
-        self._n_reads = self._n_repeated = 0
+        self._repeats = _FIRST_REPEATS
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_READS))
 
     def add(self, read: HedgedRead) -> None:
         """Send a read as soon as it may run, unless it is dropped before."""
-        self._n_reads += 1
+        self._repeats = min(_MOST_REPEATS, self._repeats + _REPEATS_PER_READ)
         self._waiting.append(weakref.ref(read))
         self.send_next()
 
@@ -94,8 +98,8 @@ class Server:
 
     def may_repeat(self) -> bool:
         """Whether one more read may be sent again. If so, counts it."""
-        may = self._n_repeated < _FREE_REPEATS + _MOST_REPEATED * self._n_reads
-        self._n_repeated += may
+        may = self._repeats >= 1
+        self._repeats -= may
         return may
 
 

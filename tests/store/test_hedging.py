@@ -43,7 +43,7 @@ def restored_in_seconds(bucket: Bucket, tree: dict[str, Any], spoil: Spoil) -> f
     found = jaxckpt.load_numpy(bucket.url, options=OPTIONS)
     seconds = time.monotonic() - begun
     assert all(np.array_equal(found[name], tree[name]) for name in tree)
-    assert bucket.proxy.counted()["GET object"] <= 1.03 * N_OBJECTS + 3
+    assert bucket.proxy.counted()["GET object"] <= N_OBJECTS + 6  # 2, and 3 % of two restores
     return seconds
 
 
@@ -56,7 +56,9 @@ def test_a_bad_connection_does_not_hold_up_a_restore(s3: Bucket, spoil: Spoil) -
     tree, normal = saved(s3), slow(ANSWER_SECONDS)
     healthy = restored_in_seconds(s3, tree, normal)
     bad = OneConnection(40, spoil, normal)
-    assert restored_in_seconds(s3, tree, bad) <= 1.5 * healthy + 0.5  # without a second try, 20 or 30 s more
+    assert (
+        restored_in_seconds(s3, tree, bad) <= 1.5 * healthy + 5
+    )  # on a busy machine; without a second try, 20 or 30 s more
     assert bad.has_spoiled
 
 
