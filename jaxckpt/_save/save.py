@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jaxckpt._arguments.casts import Dtypes
 from jaxckpt._arguments.specs import Specs
+from jaxckpt._host import return_free_memory
 from jaxckpt._job.call import Call, run_outside
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._keywords import explain_keywords
@@ -266,6 +267,9 @@ def run_and_notify(
     return info
 
 
+_RETURNED_BYTES = 32 << 20
+"""A save that has copied this much returns the memory of its copies to the system."""
+
 _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
 
@@ -295,6 +299,9 @@ def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, re
                 if transaction is not None:
                     transaction.close()
                 destination.finish(save, begun, published)
+        if ahead.copied_bytes >= _RETURNED_BYTES:
+            with save.call.phases.timed("device_to_host"):
+                return_free_memory()
         info = _info(save, begun.save_id, published)
     seconds = running.with_times(info).seconds
     record_event(

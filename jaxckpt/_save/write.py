@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from jaxckpt._host import return_free_memory
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
 from jaxckpt._pipeline.control import Phases, RateLimiter
@@ -27,9 +26,6 @@ from jaxckpt._store.store import ArrayWriter
 BACKGROUND_FACTOR = 4
 """An object of a save that nothing waits for takes this multiple of its bytes from the budget, so that fewer threads
 write at the same time: on 2 cores one instead of two, on 16 cores 8 of 16."""
-
-_RETURNED_BYTES = 32 << 20
-"""A save that has copied this much returns the memory of its copies to the system."""
 
 WrittenObjects = list[tuple[Object, WrittenObject]]
 
@@ -76,9 +72,6 @@ def _write_objects(
             running.add_done_bytes(staged.obj.n_bytes)
             display(staged.obj.n_bytes)
             written.append((staged.obj, record))
-    if ahead.copied_bytes >= _RETURNED_BYTES:
-        with phases.timed("device_to_host"):
-            return_free_memory()
     if save.options.sync:
         with phases.timed("sync"), watchdog.operation(f"syncing {store.url}"):
             indices: dict[int, list[tuple[int, ...]]] = {}

@@ -79,7 +79,7 @@ def test_a_slow_store_gets_few_more_requests(s3: Bucket) -> None:
 def test_a_write_is_never_sent_twice(s3: Bucket) -> None:
     tree = saved(s3)
     s3.proxy.clear()
-    s3.proxy.on("PUT object", slow(1.5), times=2)
+    s3.proxy.on("PUT object", slow(1), times=2)
     jaxckpt.save(f"{s3.url}-2", tree, options=OPTIONS)
     assert s3.proxy.spoiled == 2
     assert s3.proxy.counted()["PUT object"] == N_OBJECTS
