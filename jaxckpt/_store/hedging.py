@@ -71,16 +71,14 @@ class Server:
                 self._free_places.pop()
             except IndexError:
                 return
-            place = _Place(self)
             try:
                 read = self._waiting.popleft()()
             except IndexError:  # another thread was faster
-                place.leave()
-                continue
+                read = None
             if read is None:
-                place.leave()
+                self.free_place()
             else:
-                read.send(place)
+                read.send(_Place(self))
 
     def free_place(self) -> None:
         self._free_places.append(None)
@@ -159,8 +157,8 @@ class HedgedRead:
     def send(self, place: _Place) -> None:
         """Send the read for the first time."""
         self._place = place
-        self._request(self._keys.keys, place)
         self._sent_at = time.monotonic()
+        self._request(self._keys.keys, place)
 
     def _request(self, keys: ts.KvStore, place: _Place) -> None:
         try:
