@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 import operator
 import os
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from jaxckpt._host import local_processes, memory_bytes, own_cores
 from jaxckpt._keywords import explain_names, hint_for_options
 from jaxckpt.errors import InputError
 
@@ -32,21 +32,13 @@ CastPolicies = (
 )
 """One of `CAST_POLICIES`, a pytree prefix of them, or a function of (path, leaf)."""
 
-THREADS = min(32, max(2, os.cpu_count() or 1))
+_PROCESSES = local_processes(os.environ)
+
+THREADS = min(32, max(2, own_cores(_PROCESSES)))
 """Threads that move bytes. More threads than cores compete with each other: 4 on 2 cores made a restore 5 to 8 %
 slower."""
 
-
-def _memory_bytes() -> int:
-    """Memory of this machine, or of its container if that has a limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(file) as content:  # ValueError: "max", which is no limit
-            limits.append(int(content.read()))
-    return min(limits)
-
-
-HOST_BYTES = max(256 << 20, min(THREADS * (128 << 20), _memory_bytes() // 32))
+HOST_BYTES = max(256 << 20, min(THREADS * (128 << 20), memory_bytes() // 32 // _PROCESSES))
 """The default of `Options.host_bytes`. Each thread that moves bytes needs about two objects in flight. On 16 cores and
 an H100, 4 GiB were restored in 1.7 s with 256 MiB, in 0.45 s with 2 GiB, and in 0.36 s with 4 GiB."""
 
@@ -73,8 +65,8 @@ class Options:
             it and sends it over the devices' interconnect, which is faster if storage is the limit; all processes then
             need the same `host_bytes` (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes of a save or restore in addition to the arrays, but at least four
-            times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the machine's memory, at least 256
-            MiB. Larger leaves are moved in boxes.
+            times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the host's memory, at least 256 MiB;
+            processes that Slurm, MPI or torchrun started on one host share both.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.

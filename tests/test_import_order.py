@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxckpt"
 
-TENSORSTORE = [f"_store.{name}" for name in ("tensors", "fetching", "bucket")]
+TENSORSTORE = [f"_store.{name}" for name in ("tensors", "hedging", "fetching", "bucket")]
 """The modules that may import tensorstore."""
 
 JAX_PRIVATE = ["_job.job"]
@@ -45,12 +45,24 @@ LAYERS = [
     "_job",
     "_pipeline",
     "_options",
+    "_host",
     "_keywords",
     "errors",
 ]
 """The rooms of the library, from top to bottom. A room imports only from rooms below it."""
 
-WITHOUT_JAX = ("errors", "_keywords", "_options", "_pipeline", "_model", "_store", "_run_folder", "_sources", "_rules")
+WITHOUT_JAX = (
+    "errors",
+    "_keywords",
+    "_host",
+    "_options",
+    "_pipeline",
+    "_model",
+    "_store",
+    "_run_folder",
+    "_sources",
+    "_rules",
+)
 """Rooms that reading needs in programs without JAX. None of their modules imports it."""
 
 SOURCES = {

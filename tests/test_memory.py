@@ -87,6 +87,23 @@ def taken(run_python: processes.RunPython, saved: Path, case: str, *, accelerato
     return n_bytes
 
 
+def test_saves_from_accelerators_return_the_memory_of_their_copies(
+    tmp_path: Path, run_python: processes.RunPython
+) -> None:
+    """Copies of 64 MiB, in parts that malloc would keep."""
+    program = processes.PROGRAMS / "memory_of_saves.py"
+    assert int(run_python(program, devices=2, args=[str(tmp_path / "c")])) <= 32 << 20  # 100 MiB otherwise
+
+
+def test_two_processes_restore_pinned_memory_without_more_memory(
+    tmp_path: Path, run_processes: processes.RunProcesses
+) -> None:
+    program, path = processes.PROGRAMS / "mixed_memory.py", str(tmp_path / "c")
+    run_processes(program, processes=2, devices_per_process=2, args=[path, False])
+    for done in run_processes(program, processes=2, devices_per_process=2, args=[path, True]):
+        assert float(done.stdout) <= 1.3
+
+
 # Counted --------------------------------------------------------------------------------------------------
 
 

@@ -129,14 +129,17 @@ class _Copy:
 
 
 def start_copies(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Start copies of arrays on single devices to the host, into pinned memory if JAX has it and reuses it."""
+    """Start copies of arrays on single devices to the host, into pinned memory if there is some that JAX reuses."""
     targets = [pinned_memory(array.sharding) for array in arrays]
     if all(target is not None for target in targets):
         return jax.device_put(list(arrays), targets)
-    for array in arrays:
-        array.copy_to_host_async()
-    # Such a copy belongs to its array, which the caller may donate or delete, so it is taken at once.
-    return [np.asarray(array) for array in arrays]
+    # JAX keeps such a copy with its array, so it is made of another array with the same device memory: otherwise, the
+    # caller's arrays would hold it for as long as they exist.
+    aliases = [jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array]) for array in arrays]
+    for alias in aliases:
+        alias.copy_to_host_async()
+    # The copy is lost when the caller donates or deletes the array, so it is taken at once.
+    return [np.asarray(alias) for alias in aliases]
 
 
 def cut_piece(array: jax.Array, index: tuple[slice, ...], dtype: np.dtype[Any]) -> jax.Array:

@@ -271,7 +271,9 @@ def _save_in_lane(save: PreparedSave, background: bool, running: RunningSave, re
         call,  # again, because a background save outlives the caller's block
         display_progress("save", running.progress.total_bytes, save.options.progress) as display,
     ):
-        info = _info(save, save.destination.save(OwnShare(save, running, background, display)))
+        share = OwnShare(save, running, background, display)
+        info = _info(save, save.destination.save(share))
+        share.free()
     seconds = running.with_times(info).seconds
     record_event(
         "save",

@@ -559,6 +559,8 @@ class StagedAhead:
         """One that does not fit yet."""
 
         self._held_bytes = 0
+        self.copied_bytes = 0
+        """Bytes that were copied to be staged, so far."""
 
     def fill(self) -> None:
         """Stage objects ahead."""
@@ -571,6 +573,7 @@ class StagedAhead:
                 self._when_staged()
             elif self._fits(self._next):
                 self._held_bytes += self._next.copied_bytes
+                self.copied_bytes += self._next.copied_bytes
                 self._ready.append(self._next)
                 self._next = None
             else:

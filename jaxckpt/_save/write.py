@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxckpt._host import return_free_memory
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
@@ -27,6 +28,9 @@ from jaxckpt._save.staging import StagedAhead, StagedObject, stage
 from jaxckpt._save.write_plan import Object
 from jaxckpt._store.store import ArrayWriter
 
+_RETURNED_BYTES = 32 << 20
+"""A save that has copied this much returns the memory of its copies to the system."""
+
 _OBJECTS_AHEAD = 4
 """A save whose caller waits stages this many objects ahead of the one that is being written."""
 
@@ -41,6 +45,7 @@ class OwnShare:
     """Whether the caller waits only until everything is staged."""
 
     display: Report
+    _copied_bytes: int = 0
     _written: list[tuple[Object, WrittenObject]] = field(default_factory=list["tuple[Object, WrittenObject]"])
 
     def stage_ahead(
@@ -95,6 +100,7 @@ class OwnShare:
                     save.store.put(name, save.state, sync=save.options.sync)
                 state = len(save.state), hashlib.sha256(save.state).hexdigest()
         save.call.cancellation.check()
+        self._copied_bytes = ahead.copied_bytes
         unlinked = Counter[str]()
         for _, record in self._written:
             if record.unlinked:
@@ -131,6 +137,12 @@ class OwnShare:
                     indices.setdefault(obj.stack, []).append(obj.index)
                 for stack, stack_indices in indices.items():
                     store.sync_folders(data, save.plan.stacks[stack], stack_indices)
+
+    def free(self) -> None:
+        """When nothing refers to the copies any more, return their memory to the system."""
+        if self._copied_bytes >= _RETURNED_BYTES:
+            with self.save.call.phases.timed("device_to_host"):
+                return_free_memory()
 
     def keep(self, data: str) -> None:
         """After the publication, keep the records of the objects for the next save."""

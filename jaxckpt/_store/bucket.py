@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -46,6 +46,7 @@ from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.progress import log_kept, log_swept
 from jaxckpt._pipeline.workers import MappedWork, note_progress
 from jaxckpt._store.fetching import EncodingWriter, FetchingReader, objects_to_fetch
+from jaxckpt._store.hedging import HedgedKeys, HedgedRead, Server
 from jaxckpt._store.load_manifest import find_lost, manifest_identity, overtaken_error, parse_note
 from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import MAX_FILE_BYTES, ObjectRecord, Store
@@ -54,8 +55,18 @@ from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import DataError, InputError, StorageError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _Stamp = ts.KvStore.TimestampedStorageGeneration
+
+
+class _Request(Protocol[T_co]):
+    """A request that was sent."""
+
+    def result(self, timeout: float | None = None) -> T_co: ...
+
+    def cancel(self) -> object: ...
+
 
 MARKS = "_steps/"
 """Keys below this prefix (marks) name the folders of a directory that hold checkpoints. Listing all keys instead would
@@ -87,6 +98,9 @@ _SETTINGS_ERROR = re.compile(
     r"|AuthorizationHeaderMalformed|HTTP (code )?30[1278]"
 )
 """Texts of errors that a wrong endpoint or region causes."""
+
+_MOST_REQUESTS, _SPARE_REQUESTS = 32, 8
+"""How many requests tensorstore has running at a time, and how many reads that were sent again may run."""
 
 _warned: set[tuple[str, float]] = set()
 """The servers of which a warning was logged, as in `_last_answers`."""
@@ -133,10 +147,26 @@ def _context(retry_seconds: float) -> ts.Context:
 
 
 @functools.cache
-def _open_store(spec: str, retry_seconds: float) -> ts.KvStore:
+def _open_store(spec: str, retry_seconds: float, *, is_spare: bool = False) -> ts.KvStore:
     # Cached for all paths of a bucket, because each opening looks up the credentials again.
+    context = _context(retry_seconds)
+    if is_spare:
+        names = [f"{driver}_request_concurrency" for driver in ("s3", "gcs", "http")]
+        context = ts.Context({name: {"limit": _SPARE_REQUESTS} for name in names}, parent=context)
     with translate_array_errors("cannot open the object store"):
-        return ts.KvStore.open(json.loads(spec), context=_context(retry_seconds)).result()
+        return ts.KvStore.open(json.loads(spec), context=context).result()
+
+
+@functools.cache
+def _server(spec: str) -> Server:
+    settings = json.loads(spec)
+    name = f"{settings['driver']}_request_concurrency"
+    match settings.get(name):
+        case {"limit": int(limit)}:
+            return Server(limit)
+        case _:
+            limit = os.environ.get(f"TENSORSTORE_{name.upper()}", "")
+            return Server(int(limit) if limit.isdecimal() else _MOST_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +209,14 @@ class Bucket:
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """Requests all files concurrently."""
-        begun = [(key, self._keys.read(key)) for key in keys]
+        begun = [(key, self._begin_read(key)) for key in keys]
         return [self._await_read(key, pending)[0] for key, pending in begun]
 
     def read_whole(self, key: str) -> tuple[bytes | None, bytes]:
         """(content of a key, its generation for a conditional write)."""
-        return self._await_read(key, self._keys.read(key))
+        return self._await_read(key, self._begin_read(key))
 
-    def _await_read(self, key: str, pending: ts.Future[ts.KvStore.ReadResult]) -> tuple[bytes | None, bytes]:
+    def _await_read(self, key: str, pending: HedgedRead) -> tuple[bytes | None, bytes]:
         result = self._await("read", key, pending)
         if len(result.value) > MAX_FILE_BYTES:
             raise DataError(f"{self.url}/{key} is over {MAX_FILE_BYTES} bytes: jaxckpt writes no file this large")
@@ -234,18 +264,16 @@ class Bucket:
         base = {**json.loads(self.spec), "path": f"{self.path}{below}"}
         fetched = objects_to_fetch(stack, stored, plan, self.fetch_bytes)
         return FetchingReader(
-            f"{self.url}/{below}", self._keys + below, base, _context(self.retry_seconds), stack, fetched
+            f"{self.url}/{below}", self._keys_to_read(below), base, _context(self.retry_seconds), stack, fetched
         )
 
     def check_lengths(self, lengths: Mapping[str, int]) -> dict[str, str]:
         """One request per object, for its last byte."""
-        reads = {
-            key: self._keys.read(key, byte_range=slice(max(0, length - 1), None)) for key, length in lengths.items()
-        }
+        reads = {key: self._begin_read(key, slice(max(0, length - 1), None)) for key, length in lengths.items()}
         problems = {key: self._length_problem(key, read, lengths[key]) for key, read in reads.items()}
         return {key: problem for key, problem in problems.items() if problem}
 
-    def _length_problem(self, key: str, pending: ts.Future[ts.KvStore.ReadResult], length: int) -> str | None:
+    def _length_problem(self, key: str, pending: HedgedRead, length: int) -> str | None:
         try:
             tail = self._await("read", key, pending, reading=True)
         except DataError:  # beyond its end
@@ -258,7 +286,8 @@ class Bucket:
     @contextlib.contextmanager
     def range_reader(self, key: str) -> Generator[ReadRange]:
         def read(start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-            result = self._await("read", key, self._keys.read(key, byte_range=slice(start, stop)), reading=True)
+            pending = self._begin_read(key, slice(start, stop))
+            result = self._await("read", key, pending, reading=True)
             if len(result.value) != stop - start:
                 raise DataError(f"{self.url}/{key} was truncated while it was being read")
             return np.frombuffer(result.value, np.uint8)
@@ -273,7 +302,7 @@ class Bucket:
 
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys that exist. Requests all concurrently."""
-        reads = {key: self._keys.read(key, byte_range=slice(0, 0)) for key in keys}
+        reads = {key: self._begin_read(key, slice(0, 0)) for key in keys}
         return [key for key, read in reads.items() if self._await("look at", key, read).state == "value"]
 
     def read_range(self, key: str, start: int, stop: int) -> tuple[bytes | None, bytes]:
@@ -292,7 +321,7 @@ class Bucket:
         return result.value if result.state == "value" else None, result.stamp.generation
 
     def _read_range(self, key: str, start: int, stop: int) -> ts.KvStore.ReadResult | _Beyond:
-        pending = self._keys.read(key, byte_range=slice(start, stop))
+        pending = self._begin_read(key, slice(start, stop))
         with self._translate_errors("read", key):
             try:
                 return self._answer(pending, self._answer_seconds)
@@ -331,7 +360,7 @@ class Bucket:
 
     def _have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Whether a key has a byte at each offset."""
-        pending = [self._keys.read(key, byte_range=slice(offset, offset + 1)) for offset in offsets]
+        pending = [self._begin_read(key, slice(offset, offset + 1)) for offset in offsets]
         found: list[bool] = []
         for read in pending:
             with self._translate_errors("read", key):
@@ -629,9 +658,7 @@ class Bucket:
         """One request, one more for each requested mark that is not known, and a listing for each of these that has no
         manifest."""
         names = sorted(filter(predicate, self._list(MARKS)))
-        heads = {
-            name: self._keys.read(f"{name}/{MANIFEST}", byte_range=slice(0, 0)) for name in names if name not in known
-        }
+        heads = {name: self._begin_read(f"{name}/{MANIFEST}", slice(0, 0)) for name in names if name not in known}
         return {
             name: name not in heads
             or self._await("read", f"{name}/{MANIFEST}", heads[name]).state == "value"
@@ -686,11 +713,21 @@ class Bucket:
     def _keys(self) -> ts.KvStore:
         return _open_store(self.spec, self.retry_seconds) + self.path
 
+    def _begin_read(self, key: str, byte_range: slice | None = None) -> HedgedRead:
+        return self._keys_to_read().read(key, byte_range)
+
+    def _keys_to_read(self, below: str = "") -> HedgedKeys:
+        """The keys of this checkpoint, or below one of its folders."""
+        return HedgedKeys(self._keys + below, functools.partial(self._open_spare, below), _server(self.spec))
+
+    def _open_spare(self, below: str) -> ts.KvStore:
+        return _open_store(self.spec, self.retry_seconds, is_spare=True) + self.path + below
+
     @property
     def _is_google(self) -> bool:
         return json.loads(self.spec)["driver"] == "gcs"
 
-    def _await(self, verb: str, key: str, pending: ts.Future[T], *, reading: bool = False) -> T:
+    def _await(self, verb: str, key: str, pending: _Request[T], *, reading: bool = False) -> T:
         """The result of a request that moves few bytes. Raises StorageError if the server does not answer in time, and
         DataError."""
         with self._translate_errors(verb, key, reading=reading):
@@ -702,12 +739,12 @@ class Bucket:
             while True:
                 with contextlib.suppress(TimeoutError):
                     return self._wait(pending, self._answer_seconds / 2)
-                self._answer(self._keys.read(MANIFEST, byte_range=slice(0, 0)), self._answer_seconds / 2)
+                self._answer(self._begin_read(MANIFEST, slice(0, 0)), self._answer_seconds / 2)
                 note_progress()
         finally:
             pending.cancel()
 
-    def _answer(self, pending: ts.Future[T], seconds: float) -> T:
+    def _answer(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request after at most `seconds`."""
         begun = time.monotonic()
         try:
@@ -725,7 +762,7 @@ class Bucket:
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
         return result
 
-    def _wait(self, pending: ts.Future[T], seconds: float) -> T:
+    def _wait(self, pending: _Request[T], seconds: float) -> T:
         """The result of a request. Logs a warning if it takes long. Raises TimeoutError after `seconds`."""
         seconds = self._wait_seconds(seconds)
         first_seconds = min(_WARNING_SECONDS, seconds)

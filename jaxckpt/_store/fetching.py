@@ -17,6 +17,7 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import note_progress
+from jaxckpt._store.hedging import HedgedKeys, HedgedRead
 from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt._store.tensors import ENCODING_MEMORY_FACTOR, ROOT_CONTEXT, TensorReader, begin_write, open_array
@@ -78,7 +79,7 @@ class _Object:
     remaining_reads: int = 0
     """Number of reads that still need this object."""
 
-    pending: ts.Future[ts.KvStore.ReadResult] | None = None
+    pending: HedgedRead | None = None
     is_in_memory: bool = False
 
 
@@ -109,7 +110,7 @@ class FetchingReader(ArrayReader):
     def __init__(
         self,
         url: str,
-        keys: ts.KvStore,
+        keys: HedgedKeys,
         base: dict[str, Any],
         context: ts.Context,
         stack: Stack,
@@ -139,7 +140,7 @@ class FetchingReader(ArrayReader):
             return self._array.read(targets)
         for obj in itertools.chain.from_iterable(touched):
             if obj.pending is None and not obj.is_in_memory:
-                obj.pending = self._keys.read(obj.key)
+                obj.pending = self._keys.read(obj.key, n_bytes=obj.length)
         land = functools.cache(functools.partial(self._finish_read, targets, touched))
         return [_PendingBox(land, number) for number in range(len(targets))]
 

@@ -99,7 +99,7 @@ def test_training_goes_on_with_a_bucket(fault: Fault, s3: Bucket) -> None:
         servers.status(503)(exchange) if is_busy else exchange.send(exchange.forward())
 
     s3.proxy.on(".*", answer)
-    options = jaxckpt.Options(retry_seconds=0.05)
+    options = jaxckpt.Options(storage={"retry_seconds": 0.05})
     for number in map(int, fault.rounds()):
         policy, is_long = POLICIES[number % 2], number % 4 == 3
         said = bursts.train(f"{s3.url}/{number}", policy, fault.seed + number, refuse, options, is_long=is_long)

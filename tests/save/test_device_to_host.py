@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from strategies import bits
 
 import jaxckpt
-from jaxckpt._devices import device_to_host
+from jaxckpt._devices import device_to_host, shardings
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._save import staging
 from jaxckpt._save.staging import StagedAhead
@@ -175,6 +175,35 @@ def test_deleted_arrays_without_pinned_memory(
         gate.set()
         pending.wait()
         require_equal(tmp_path / "c", wanted)
+
+
+class _Device:
+    """A device that has pinned memory."""
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+
+    def addressable_memories(self) -> list[Any]:
+        return jax.devices()[0].addressable_memories()
+
+
+@pytest.mark.parametrize(("platform", "is_pinned"), [("gpu", True), ("tpu", False)])
+def test_pinned_memory_is_not_used_on_tpus(platform: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharding:
+        device_set = frozenset([_Device(platform)])
+
+    monkeypatch.setattr(shardings, "SingleDeviceSharding", lambda device, memory_kind: memory_kind)
+    assert (shardings.pinned_memory(Sharding()) == "pinned_host") == is_pinned  # pyright: ignore[reportArgumentType]
+
+
+def test_a_copy_to_pageable_memory_is_not_kept_by_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_to_host, "pinned_memory", lambda sharding: None)
+    array = jax.device_put(np.arange(64).astype(jnp.int4), jax.devices()[0])  # NumPy needs a copy, as of other devices
+    (copy,) = device_to_host.start_copies([array])
+    kept = np.asarray(array)
+    assert np.shares_memory(kept, np.asarray(array)), "JAX keeps the copy of an array"
+    assert not np.shares_memory(kept, copy)
+    assert np.array_equal(kept, copy)
 
 
 @every_save

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import http.client
 import http.server
+import itertools
 import json
 import re
 import socket
@@ -64,6 +65,7 @@ class Exchange:
         self.key = _asked(handler.command, handler.path, handler.headers)[1]
         self.headers = {name: value for name, value in handler.headers.items() if name.lower() != "expect"}
         self.body = body
+        self.connection = handler.number
         self.closing = handler.server.proxy.closing
 
     def forward(self) -> Answer:
@@ -76,8 +78,8 @@ class Exchange:
         finally:
             connection.close()
 
-    def send(self, answer: Answer, *, cut: int | None = None) -> None:
-        """Answer. With `cut`, close the connection after this many bytes of the body."""
+    def send(self, answer: Answer, *, cut: int | None = None, seconds: float = 0) -> None:
+        """Answer, in this time. With `cut`, close the connection after this many bytes of the body."""
         handler = self._handler
         handler.send_response_only(answer.status)
         dropped = {"connection", "transfer-encoding", "content-length"}
@@ -90,7 +92,12 @@ class Exchange:
         if answer.status not in (204, 304):
             handler.send_header("Content-Length", length)
         handler.end_headers()
-        handler.wfile.write(answer.body[:cut])
+        for start in range(0, len(answer.body) if seconds else 0, part := len(answer.body) // 100 + 1):
+            handler.wfile.write(answer.body[start : start + part])
+            handler.wfile.flush()
+            if self.closing.wait(seconds / 100):
+                return
+        handler.wfile.write(b"" if seconds else answer.body[:cut])
         handler.wfile.flush()
         if cut is not None:
             handler.close_connection = True
@@ -222,6 +229,33 @@ def never(exchange: Exchange) -> None:
     exchange.reset()
 
 
+def trickling(bytes_per_second: float) -> Spoil:
+    """Send the answer at this rate."""
+
+    def spoil(exchange: Exchange) -> None:
+        answer = exchange.forward()
+        exchange.send(answer, seconds=len(answer.body) / bytes_per_second)
+
+    return spoil
+
+
+class OneConnection:
+    """A connection that becomes bad: the one on which request number `first` arrives, from then on."""
+
+    def __init__(self, first: int, spoil: Spoil, otherwise: Spoil) -> None:
+        self._numbers = itertools.count()
+        self._first = first
+        self._spoil = spoil
+        self._otherwise = otherwise
+        self._bad: int | None = None
+        self.has_spoiled = False
+
+    def __call__(self, exchange: Exchange) -> None:
+        if next(self._numbers) == self._first:
+            self._bad, self.has_spoiled = exchange.connection, True
+        (self._spoil if exchange.connection == self._bad else self._otherwise)(exchange)
+
+
 def unconditional(exchange: Exchange) -> None:
     """The server does not receive the conditions, like a server that does not support them."""
     _forward_without(exchange, ("if-match", "if-none-match"), r"\d+")
@@ -272,6 +306,8 @@ class Proxy:
     """Number of requests that matched a rule."""
 
     closing: threading.Event = field(default_factory=threading.Event)
+    connections: Iterator[int] = field(default_factory=itertools.count)
+    """The numbers of the next connections."""
 
     def __enter__(self) -> Proxy:
         self.behind = urlsplit(self.upstream).netloc
@@ -340,6 +376,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1
+
+    def setup(self) -> None:
+        super().setup()
+        self.number = next(self.server.proxy.connections)
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
