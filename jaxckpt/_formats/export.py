@@ -8,7 +8,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,8 +154,11 @@ class FolderFile:
     n_bytes: int
     """Bytes of its tensors."""
 
-    write: Callable[[str], None]
-    """Writes it to a path."""
+    write: Callable[..., None]
+    """Writes it to a path; with `skip`, without the tensors of these names, if the file exists."""
+
+    offsets: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Where each tensor begins in the file."""
 
 
 @dataclass(frozen=True, slots=True)
