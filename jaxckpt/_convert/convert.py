@@ -23,6 +23,7 @@ from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, 
 from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.destination import replacing, require_replaceable
+from jaxckpt._formats.export import report_of
 from jaxckpt._formats.live_export import write_folder
 from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._formats.safetensors import plan_safetensors
@@ -36,8 +37,6 @@ from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.progress import Report, display_progress
-from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._run_folder.steps import step_name
@@ -289,11 +288,10 @@ def _write_foreign(
     overwrite: bool,
 ) -> None:
     """Write a checkpoint in another library's format. Process 0."""
+    check = report_of(call)
 
     def report(moved: int) -> None:
-        require_not_stalled()
-        call.cancellation.check()
-        note_progress()
+        check(moved)
         display(moved)
 
     with call.watchdog.operation(f"converting {source.url} to {target}"):

@@ -23,7 +23,7 @@ from jaxckpt._model.pieces import Array, Pieces, assign
 from jaxckpt._model.stacks import Stack
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
+from jaxckpt._pipeline.workers import JoinedWork, MappedWork, note_progress, submit
 from jaxckpt._rules.axis_layouts import AxisLayout
 from jaxckpt._rules.mapped_data import MappedData, MappedSource
 from jaxckpt._rules.rule import Rule
@@ -37,7 +37,7 @@ SHARED_RUN_BYTES = 64 << 10
 """The shortest run of bytes that a process writes to a tensor that others write too. Shorter runs of many hosts make a
 file system pass its locks from host to host."""
 
-_COHERENT = {"ext2", "ext3", "ext4", "xfs", "tmpfs", "overlay", "zfs", "f2fs", "lustre", "gpfs", "ceph"}
+_COHERENT = frozenset({"ext2", "ext3", "ext4", "xfs", "tmpfs", "overlay", "zfs", "f2fs", "lustre", "gpfs", "ceph"})
 """File systems that keep all that several hosts write to one file at the same time, or that only one host uses. NFS and
 FUSE may lose writes: they cache pages, or whole files, without a lock."""
 
@@ -79,7 +79,9 @@ def with_single_writers(leaves: Sequence[ArrayLeaf]) -> list[ArrayLeaf]:
 class UnwrittenRow(ArrayData):
     """A leaf of a tree that is being saved."""
 
-    stack: int
+    stack: str
+    """Name of its stack."""
+
     row: int
 
     def read(self, box: Box, target: Array) -> None:
@@ -129,10 +131,6 @@ class _Part:
             yield offsets.reshape(-1), raw(part).reshape(-1, n_bytes)
 
 
-_Rows = Mapping[tuple[int, int], Sequence[_Part]]
-"""The parts that come from each leaf, by its stack and row."""
-
-
 @dataclass(frozen=True, slots=True)
 class DirectWrites:
     """The tensors of an export that are written from objects of a save."""
@@ -141,14 +139,18 @@ class DirectWrites:
     """Where the files are written."""
 
     names: frozenset[str] = frozenset()
-    parts: _Rows = field(default_factory=dict[tuple[int, int], "list[_Part]"])
-    stored: frozenset[int] = frozenset()
+    """The tensors."""
+
+    parts: Mapping[UnwrittenRow, Sequence[_Part]] = field(default_factory=dict[UnwrittenRow, "list[_Part]"])
+    """The parts that come from each leaf."""
+
+    stored: frozenset[str] = frozenset()
     """The stacks that other tensors are read from."""
 
     def files(self, plan: SavePlan) -> set[str]:
         """The files that this process writes to."""
-        rows = {(obj.stack, row) for obj in plan.objects for row in range(*obj.box[0])}
-        return {part.file for key in rows for part in self.parts.get(key, ())}
+        rows = {UnwrittenRow(plan.stacks[obj.stack].name, n) for obj in plan.objects for n in range(*obj.box[0])}
+        return {part.file for row in rows for part in self.parts.get(row, ())}
 
     def create(self, plan: FolderPlan) -> None:
         """Create the files in full size, with holes in place of the tensors."""
@@ -162,72 +164,70 @@ def plan_writes(
     view: ForeignCheckpoint, files: FolderPlan, plan: SavePlan, folder: str, *, is_coherent: bool
 ) -> DirectWrites:
     """Which tensors of a view of a running save are written directly: none if several hosts would lose writes."""
-    none = DirectWrites(folder, stored=frozenset(range(len(plan.stacks))))
+    none = DirectWrites(folder, stored=frozenset(stack.name for stack in plan.stacks))
     if not is_coherent:
         return none
     paths, manifest = names_of(view), view.manifest
-    rows: dict[tuple[int, int], list[_Part]] = {}
+    parts_of_row: dict[UnwrittenRow, list[_Part]] = {}
     names: set[str] = set()
-    stored: set[int] = set()
+    stored: set[str] = set()
     for file in files.files:
         for name, offset in file.offsets.items():
             leaf = manifest.leaves[manifest.numbers[paths[name]]]
             if leaf.stack is None or leaf.row is None:
                 continue
-            stack, data = manifest.decoded_stacks[leaf.stack], view.row_data[leaf.stack][leaf.row]
-            whole = whole_box(stack.shape)
-            parts = _parts_of(data, file.name, offset, stack)
-            if parts is None:
+            stack = manifest.decoded_stacks[leaf.stack]
+            pieces = _pieces(view.row_data[leaf.stack][leaf.row], stack)
+            if pieces is None:
                 return none
-            truncated = isinstance(data, MappedData) and not all(contains(whole, box) for box, _ in data.pieces)
-            if not truncated and _fits(parts, plan):
+            parts = [part for box, source in pieces for part in _parts(box, source, file.name, offset, stack)]
+            if all(contains(whole_box(stack.shape), box) for box, _ in pieces) and _fits(parts, plan):
                 names.add(name)
-                for key, part in parts:
-                    rows.setdefault(key, []).append(part)
+                for row, part in parts:
+                    parts_of_row.setdefault(row, []).append(part)
             else:
-                stored.update(number for (number, _), _ in parts)
-    return DirectWrites(folder, frozenset(names), rows, frozenset(stored))
+                stored.update(row.stack for row, _ in parts)
+    return DirectWrites(folder, frozenset(names), parts_of_row, frozenset(stored))
 
 
-def _parts_of(data: ArrayData, file: str, offset: int, stack: Stack) -> list[tuple[tuple[int, int], _Part]] | None:
-    """The parts of a tensor, each with its leaf; None if its values are computed from several leaves."""
-    if isinstance(data, UnwrittenRow):
+def _pieces(data: ArrayData, stack: Stack) -> list[tuple[Box, MappedSource]] | None:
+    """The pieces of a tensor whose values come from single leaves; None for other tensors."""
+    if isinstance(data, UnwrittenRow):  # of the same name and shape as the leaf
         axes = tuple((f"_{number}",) for number in range(len(stack.shape)))
         sizes = {axis: side for (axis,), side in zip(axes, stack.shape, strict=True)}
         rule, start = Rule(source="leaf", target="leaf"), (0,) * len(axes)
         source = MappedSource(AxisLayout(axes, axes), sizes, (), {(): data}, stack.dtype, 0, start, {}, rule)
-        data = MappedData([(whole_box(stack.shape), source)])
-    if not isinstance(data, MappedData):
-        return None
-    parts: list[tuple[tuple[int, int], _Part]] = []
-    for box, source in data.pieces:
-        if not isinstance(source, MappedSource) or any(
-            stop > side for (_, stop), side in zip(box, stack.shape, strict=True)
-        ):
-            return None
-        start, step, strides = offset, stack.itemsize, list[int]()
-        for dim, (first, _), side in reversed([*zip(source.layout.target, box, stack.shape, strict=True)]):
-            start += first * step
-            inner = step
-            for axis in reversed(dim):
-                strides.insert(0, inner)
-                inner *= source.sizes[axis]
-            step *= side
-        for index, row in source.data.items():
-            if not isinstance(row, UnwrittenRow):
-                return None
-            part = _Part(file, start, tuple(strides), DTYPES[stack.dtype], source, index)
-            parts.append(((row.stack, row.row), part))
-    return parts
+        return [(whole_box(stack.shape), source)]
+    pieces = data.pieces if isinstance(data, MappedData) else ()
+    mapped = [(box, source) for box, source in pieces if isinstance(source, MappedSource)]
+    rows = [row for _, source in mapped for row in source.data.values()]
+    return mapped if rows and all(isinstance(row, UnwrittenRow) for row in rows) else None
 
 
-def _fits(parts: Sequence[tuple[tuple[int, int], _Part]], plan: SavePlan) -> bool:
+def _parts(
+    box: Box, source: MappedSource, file: str, offset: int, stack: Stack
+) -> Iterator[tuple[UnwrittenRow, _Part]]:
+    """The parts of a piece of a tensor that is at an offset of a file, each with its leaf."""
+    step, strides = stack.itemsize, list[int]()
+    for dim, (first, _), side in reversed([*zip(source.layout.target, box, stack.shape, strict=True)]):
+        offset += first * step
+        inner = step
+        for axis in reversed(dim):
+            strides.insert(0, inner)
+            inner *= source.sizes[axis]
+        step *= side
+    for index, row in source.data.items():
+        assert isinstance(row, UnwrittenRow)
+        yield row, _Part(file, offset, tuple(strides), DTYPES[stack.dtype], source, index)
+
+
+def _fits(parts: Sequence[tuple[UnwrittenRow, _Part]], plan: SavePlan) -> bool:
     """Whether one process writes a tensor, or each of several processes writes long runs of it."""
-    writers = frozenset[int]().union(*(plan.layouts[stack].processes for (stack, _), _ in parts))
-    if len(writers) <= 1:
+    stacks = {stack.name: (stack, layout.processes) for stack, layout in zip(plan.stacks, plan.layouts, strict=True)}
+    if len(frozenset[int]().union(*(stacks[row.stack][1] for row, _ in parts))) <= 1:
         return True
-    for (number, _), part in parts:
-        stack = plan.stacks[number]
+    for row, part in parts:
+        stack, _ = stacks[row.stack]
         box = tuple((0, min(pair)) for pair in zip(stack.object[1:], stack.shape, strict=True))
         zeros = np.broadcast_to(np.zeros((), DTYPES[stack.dtype]), extent(box))
         for _, values in part.source.parts_from(part.index, box, zeros):
@@ -247,10 +247,9 @@ class ExportStore(Folder):
     direct: DirectWrites | None = None
 
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
-        number = int(stack.name.partition("-")[0])
         assert self.direct is not None
-        stored = super().array_writer(data, stack, sync=False) if number in self.direct.stored else None
-        return _PartWriter(self.direct, number, stack, stored)
+        stored = super().array_writer(data, stack, sync=False) if stack.name in self.direct.stored else None
+        return _PartWriter(self.direct, stack, stored)
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
         """Nothing of a temporary checkpoint need be durable."""
@@ -264,7 +263,6 @@ class _PartWriter:
     """Writes the parts of tensors that come from the objects of a stack."""
 
     direct: DirectWrites
-    number: int
     stack: Stack
     stored: ArrayWriter | None
     """Also stores the objects."""
@@ -276,15 +274,14 @@ class _PartWriter:
         written = submit(functools.partial(self._write, pieces))
         if self.stored is None:
             return written
-        return MappedWork(
-            self.stored.write(index, pieces, content), lambda stored: (written.result(), stored.result())[1]
-        )
+        stored = self.stored.write(index, pieces, content)
+        return MappedWork(JoinedWork([written, stored]), lambda both: (both.result(), stored.result())[1])
 
     def _write(self, pieces: Pieces) -> ObjectRecord:
         (first, stop), *region = pieces.box
         array: Array | None = None
         for row in range(first, stop):
-            for part in self.direct.parts.get((self.number, row), ()):
+            for part in self.direct.parts.get(UnwrittenRow(self.stack.name, row), ()):
                 array = pieces.array() if array is None else array
                 path = os.path.join(self.direct.folder, part.file)
                 with translate_os_errors(f"cannot write {path}"):

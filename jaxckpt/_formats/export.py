@@ -19,6 +19,8 @@ from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.watchdog import require_not_stalled
+from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import TreeError, show_lines, show_path
@@ -141,6 +143,17 @@ def write_json(path: str, content: Any, indent: int | None = None) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:
         json.dump(content, file, indent=indent)
+
+
+def report_of(call: Call) -> Report:
+    """What a call that writes files reports its bytes to. It raises if the call is cancelled, or has stalled."""
+
+    def report(moved: int) -> None:
+        require_not_stalled()
+        call.cancellation.check()
+        note_progress()
+
+    return report
 
 
 # Folders --------------------------------------------------------------------------------------------------

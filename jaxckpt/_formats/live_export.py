@@ -25,13 +25,11 @@ from jaxckpt._formats.direct_writes import (
     plan_writes,
     with_single_writers,
 )
-from jaxckpt._formats.export import FolderPlan
+from jaxckpt._formats.export import FolderPlan, report_of
 from jaxckpt._job.call import Call
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.progress import Report, report_nothing
-from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.compose_manifest import PublishResult, Share, compose_manifest
 from jaxckpt._save.request import Begun, PreparedSave, SaveRequest
@@ -84,15 +82,9 @@ def _write_files(
 ) -> None:
     """Write the files of an export, without the tensors that are already there. This process has written to those of
     the given names. Every process, in a lane."""
-
-    def report(moved: int) -> None:
-        require_not_stalled()
-        call.cancellation.check()
-        note_progress()
-
     with call.rendezvous("writing the files of the export") as rendezvous:
         with rendezvous.joined_by_all(), translate_os_errors(f"cannot write {target}"):
-            plan = plan_folder(source, options, report)
+            plan = plan_folder(source, options, report_of(call))
             own = plan.of_process(call.index, call.count)
             with call.watchdog.operation(f"writing {target}"):
                 for file in own:
@@ -181,7 +173,7 @@ class ExportedFolder(SharedPath):
     def _planned(self, save: PreparedSave) -> tuple[ForeignCheckpoint, FolderPlan]:
         """The tensors of the tree that is saved, whose data cannot be read, and their files."""
         manifest = compose_manifest("", save.plan, save.draft, [Share([], 0, None, {}, "")] * save.call.count)
-        rows = [[UnwrittenRow(stack, row) for row in range(len(own))] for stack, own in enumerate(save.plan.leaves)]
+        rows = [[UnwrittenRow(stack.name, row) for row in range(stack.rows)] for stack in save.plan.stacks]
         source = renamed_source(ForeignCheckpoint(self._store.url, manifest, rows), self._writer.rename)
         return source, self._writer.plan_folder(source, save.options, report_nothing)
 

@@ -143,15 +143,19 @@ class ComparedData(Replicas):
         return f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
 
 
+class ComputedData(AsyncArrayData):
+    """Data that is computed from the data of other leaves."""
+
+    def start(self, box: Box, target: Array) -> Pending[None]:
+        return submit_waiting(functools.partial(self.read, box, target))
+
+
 @dataclass(frozen=True, slots=True)
-class MappedData(Tiled, AsyncArrayData):
+class MappedData(Tiled, ComputedData):
     """A target leaf: adjacent pieces along one dimension."""
 
     is_padded: bool = False
     """Whether zeros fill the rest."""
-
-    def start(self, box: Box, target: Array) -> Pending[None]:
-        return submit_waiting(functools.partial(self.read, box, target))
 
     def read(self, box: Box, target: Array) -> None:
         if self.is_padded:

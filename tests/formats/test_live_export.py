@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import PROGRAMS, RunProcesses, RunPython
+from processes import PROGRAMS, RunProcesses, RunPython, environment, free_port, start
 
 import jaxckpt
 from jaxckpt._formats import safetensors
@@ -225,6 +228,57 @@ def test_the_next_export_deletes_what_a_killed_one_left(run_python: RunPython, t
     jaxckpt.save(tmp_path / "hf", {"w": jnp.zeros(3)}, format="safetensors")
     assert os.listdir(tmp_path) == ["hf"]
     assert jaxckpt.load_numpy(tmp_path / "hf")["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.child
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_exports_leave_a_complete_folder_or_none(
+    tmp_path: Path, request: pytest.FixtureRequest, processes: int
+) -> None:
+    if not request.config.getoption("--campaign"):
+        pytest.skip("the campaign kills exports")
+    transformers = pytest.importorskip("transformers", reason="transformers loads the export")
+    original, chance = jaxckpt.load_numpy(DATA), random.Random(processes)
+    out, log, copy = tmp_path / "folder/hf", tmp_path / "log", tmp_path / "copy"
+    outcomes, last = Counter[str](), 0
+    for number_of_kill in range(30):
+        run_bytes = 1 << 30 * (number_of_kill % 2)  # direct writes, or none of tensors that both processes hold
+        given = {"model": str(DATA), "out": str(out), "first": last + 1, "run_bytes": run_bytes, "shard_bytes": 9000}
+        address = f"127.0.0.1:{free_port()}"
+        with log.open("wb") as stdout:
+            children = [
+                start(
+                    [str(PROGRAMS / "exports_forever.py"), str(number), str(processes), address, json.dumps(given)],
+                    environment(2),
+                    stdout if number == 0 else None,
+                    number=number,
+                )
+                for number in range(processes)
+            ]
+        while not log.read_text() and all(child.poll() is None for child in children):
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.5))
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+        for child in children:
+            child.wait()
+        last = int(log.read_text().split()[-1])
+        if not out.exists():
+            outcomes["none"] += 1
+            continue
+        shutil.copytree(out, copy)
+        shutil.copy(DATA / "config.json", copy)
+        model = transformers.LlamaForCausalLM.from_pretrained(copy)
+        shutil.rmtree(copy)
+        found = {name: tensor.numpy() for name, tensor in model.state_dict().items() if name in original}
+        version = round(float(np.median(found["model.norm.weight"] / original["model.norm.weight"])))
+        for name, tensor in original.items():
+            assert found[name].tobytes() == (tensor.astype(np.float32) * np.float32(version)).tobytes(), name
+        assert version in (last, last + 1)
+        outcomes["old" if version == last else "new"] += 1
+        last = version
+        print(outcomes, os.listdir(out.parent), flush=True)
+    assert outcomes.total() == 30
 
 
 def test_the_shards_are_as_large_as_those_of_transformers() -> None:

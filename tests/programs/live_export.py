@@ -74,8 +74,9 @@ attempt("scanned", lambda: export("scanned", True))
 direct_writes.SHARED_RUN_BYTES = 1
 attempt("direct", lambda: export("direct"))
 attempt("direct and scanned", lambda: export("direct-scanned", True))
-direct_writes._COHERENT.clear()
+coherent, direct_writes._COHERENT = direct_writes._COHERENT, frozenset()
 attempt("stored", lambda: export("stored"))
+direct_writes._COHERENT = coherent
 attempt("exists", lambda: export("plain"))
 attempt("replaced", lambda: export("plain", overwrite=True))
 attempt("wrong rules", lambda: export("wrong", rename=inverse[True]))
