@@ -85,10 +85,10 @@ def save(
             same kind of number, so bfloat16 applies only to floats. A dtype at a leaf's own path, or from a function,
             always applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, as
             does float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
-        format: "safetensors": write a folder that Hugging Face's libraries load, of which each process writes some
-            files. The processes first save a temporary checkpoint next to the folder, which must be on a local path.
-            `metadata` and `process_state` are then errors, and the result describes the temporary checkpoint. None: a
-            checkpoint of jaxckpt.
+        format: "safetensors": write a folder that Hugging Face's libraries load, on a local path. Each process writes
+            its shards into the files. Tensors of which several processes hold runs of less than 64 KiB, and all tensors
+            on file systems that lose writes of several hosts (NFS, FUSE), pass through a temporary checkpoint next to
+            the folder. `metadata` and `process_state` are then errors. None: a checkpoint of jaxckpt.
         rename: With `format`: new names, or `Rules`, as for `restore`.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only once the new one is published.
