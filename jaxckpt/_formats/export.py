@@ -136,7 +136,7 @@ def slabs(data: Data) -> Iterator[Array]:
 
 def raw(array: Array) -> Array:
     """The bytes of an array in memory, in C order."""
-    return as_bits(np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(as_bits(array)).reshape(-1).view(np.uint8)
 
 
 def write_json(path: str, content: Any, indent: int | None = None) -> None:

@@ -45,7 +45,7 @@ from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging import StagedAhead, stage
 from jaxckpt._save.write import write
-from jaxckpt._sources.format_registry import written_formats
+from jaxckpt._sources.format_registry import saved_format
 from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError, show_count
 
@@ -185,19 +185,8 @@ def _destination(
     path: Any, options: Options, format: str | None, rename: Renaming | None, *, overwrite: bool
 ) -> SharedPath:
     """The destination at a path or URL. Raises InputError, StorageError."""
-    if format not in (None, "jaxckpt"):
-        savable = {form.name: form.save_to for form in written_formats().values() if form.save_to is not None}
-        save_to = savable.get(format)
-        if save_to is None:
-            raise InputError(
-                f"format={format!r} cannot be saved directly; expected one of {', '.join(['jaxckpt', *savable])}. For"
-                " other formats, jaxckpt.convert writes a saved checkpoint"
-            )
+    if (save_to := saved_format(format, is_renamed=rename is not None)) is not None:
         return save_to(path, rename, options, overwrite=overwrite)
-    if rename is not None:
-        raise InputError(
-            'save(rename=…) needs format="safetensors": a checkpoint of jaxckpt keeps the names of the tree'
-        )
     destination = SharedPath.at(path, options, overwrite=overwrite)
     suffix = os.path.splitext(destination.store.url)[1]
     if suffix in _FILE_SUFFIXES:
