@@ -158,10 +158,10 @@ def test_every_bit_pattern(encoding: Any, tmp_path: Path) -> None:
 def test_a_publisher_that_is_killed_publishes_no_wrong_bits(
     encoding: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The campaign publishes 1,000 versions, and kills the publisher at random moments."""
+    """The campaign publishes 1,000 versions, a third in each encoding, and kills the publishers at random moments."""
     if not request.config.getoption("--campaign"):
         pytest.skip("the campaign kills publishers")
-    out, chance, last, kills, checked = tmp_path / "w", random.Random(0), 1000, 0, 0
+    out, chance, last, kills, checked = tmp_path / "w", random.Random(0), 340, 0, 0
     sampler, floats = Sampler(out), jaxckpt.load_numpy(DATA, rename=rules)
     command = [str(PROGRAMS / "sampler_publisher.py"), str(out), encoding, str(DATA), str(last)]
     while sampler.newest() < last:
@@ -183,6 +183,7 @@ def test_a_publisher_that_is_killed_publishes_no_wrong_bits(
             os.kill(child.pid, signal.SIGKILL)
             kills += 1
         child.wait()
+    print(f"{encoding}: {last} versions, {kills} kills, {checked} pulls compared bit for bit")
     assert kills > 2
     assert checked > last // 4
 

@@ -26,6 +26,7 @@ from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, ste
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.average import Average
 from jaxckpt._formats.destination import replacing, require_replaceable
+from jaxckpt._formats.export import report_of
 from jaxckpt._formats.live_export import write_folder
 from jaxckpt._formats.mindspore import mindspore_ranks
 from jaxckpt._formats.safetensors import plan_safetensors
@@ -40,8 +41,6 @@ from jaxckpt._options import Options, require_bool
 from jaxckpt._pipeline.lane_log import log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._pipeline.progress import Report, display_progress
-from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._run_folder.steps import step_name
@@ -326,11 +325,10 @@ def _write_foreign(
     overwrite: bool,
 ) -> None:
     """Write a checkpoint in another library's format. Process 0."""
+    check = report_of(call)
 
     def report(moved: int) -> None:
-        require_not_stalled()
-        call.cancellation.check()
-        note_progress()
+        check(moved)
         display(moved)
 
     with call.watchdog.operation(f"converting {source.url} to {target}"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
@@ -20,14 +19,12 @@ from jaxckpt._model.pieces import Array, assign
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options, require_whole_number
-from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.apply_rule import SourceLeaves
-from jaxckpt._rules.mapped_data import ComparedData
+from jaxckpt._rules.mapped_data import ComparedData, ComputedData
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, MismatchError, Problem, show_count
@@ -157,15 +154,12 @@ def _data(path: str, arrays: Sequence[ForeignArray], factors: Sequence[float], u
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightedData(AsyncArrayData):
+class _WeightedData(ComputedData):
     """Factor × value, added in a fixed order, element by element."""
 
     data: Sequence[ArrayData]
     factors: Sequence[float]
     dtype: np.dtype[np.generic]
-
-    def start(self, box: Box, target: Array) -> Pending[None]:
-        return submit_waiting(functools.partial(self.read, box, target))
 
     def read(self, box: Box, target: Array) -> None:
         wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)

@@ -8,7 +8,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from jaxckpt._model.tree import Tree, nested_dicts
 from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
+from jaxckpt._pipeline.watchdog import require_not_stalled
+from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._restore.read_loop import StoredArray
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import TreeError, show_lines, show_path
@@ -134,13 +136,24 @@ def slabs(data: Data) -> Iterator[Array]:
 
 def raw(array: Array) -> Array:
     """The bytes of an array in memory, in C order."""
-    return as_bits(np.ascontiguousarray(array)).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(as_bits(array)).reshape(-1).view(np.uint8)
 
 
 def write_json(path: str, content: Any, indent: int | None = None) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:
         json.dump(content, file, indent=indent)
+
+
+def report_of(call: Call) -> Report:
+    """What a call that writes files reports its bytes to. It raises if the call is cancelled, or has stalled."""
+
+    def report(moved: int) -> None:
+        require_not_stalled()
+        call.cancellation.check()
+        note_progress()
+
+    return report
 
 
 # Folders --------------------------------------------------------------------------------------------------
@@ -154,8 +167,11 @@ class FolderFile:
     n_bytes: int
     """Bytes of its tensors."""
 
-    write: Callable[[str], None]
-    """Writes it to a path."""
+    write: Callable[..., None]
+    """Writes it to a path; with `skip`, without the tensors of these names, if the file exists."""
+
+    offsets: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Where each tensor begins in the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,51 @@
 """Exports by all processes of a job: a folder of another library's files, each written by one process.
 
-    sharded arrays ─▶ a checkpoint ─▶ every process: the tensors of its own files, through the rules ─▶ the index
+    sharded arrays ─▶ every process: its objects, through the rules, into the files ─▶ the index
+    a checkpoint   ─▶ every process: the tensors of its own files, through the rules ─▶ the index
 
-The checkpoint is a step of a run, or a temporary one next to the folder. No process reads or holds more than the slab
-that it writes. The files go into a draft, which becomes the folder by a rename.
+No process reads or holds more than what it is writing. The files go into a draft, which becomes the folder by a rename.
+A save takes the first way, except for tensors of which several processes hold short runs of bytes: those take the
+second, from a temporary checkpoint next to the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, replace
 
 from jaxckpt._formats.destination import replacing, require_replaceable
-from jaxckpt._formats.export import FolderPlan
+from jaxckpt._formats.direct_writes import (
+    DirectWrites,
+    ExportStore,
+    UnwrittenRow,
+    is_coherent,
+    plan_writes,
+    with_single_writers,
+)
+from jaxckpt._formats.export import FolderPlan, report_of
 from jaxckpt._job.call import Call
+from jaxckpt._model.file_names import data_folder
 from jaxckpt._model.select import Select
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.progress import Report
-from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import note_progress
+from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._rules.rename import Renaming, renamed_source
-from jaxckpt._save.compose_manifest import PublishResult
+from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.request import PreparedSave, SaveRequest
 from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.staging import StagedAhead
+from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
+from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import Source
 from jaxckpt._store.files import remove_folder
-from jaxckpt._store.folder import Folder, sync_path
+from jaxckpt._store.folder import sync_path
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path
+from jaxckpt._store.transaction import Transaction
 from jaxckpt.errors import InputError
 
 PlanFolder = Callable[[Source, Options, Report], FolderPlan]
@@ -44,12 +58,6 @@ def write_folder(
 
     Raises CheckpointExistsError, TreeError, StorageError.
     """
-
-    def report(moved: int) -> None:
-        require_not_stalled()
-        call.cancellation.check()
-        note_progress()
-
     with contextlib.ExitStack() as until_published:
         draft = ""
         with call.rendezvous("preparing the export") as rendezvous:
@@ -61,21 +69,36 @@ def write_folder(
                     draft = until_published.enter_context(replacing(target))
                     os.mkdir(draft)
             draft = rendezvous.broadcast(draft)
-        with call.rendezvous("writing the files of the export") as rendezvous:
-            with rendezvous.joined_by_all(), translate_os_errors(f"cannot write {target}"):
-                plan = plan_folder(source, options, report)
-                for file in plan.of_process(call.index, call.count):
-                    with call.watchdog.operation(f"writing {target}"):
-                        path = os.path.join(draft, file.name)
-                        file.write(path)
-                        sync_path(path)  # the other processes cannot sync what this host has cached
-            rendezvous.gather("")
-            if call.index == 0:
-                with call.watchdog.operation(f"writing {target}"):
-                    plan.finish(draft)
-            rendezvous.broadcast("")
+        _write_files(call, source, DirectWrites(draft), set(), target, plan_folder, options)
     with call.rendezvous("publishing the export") as rendezvous:
         rendezvous.barrier()
+
+
+def _write_files(
+    call: Call,
+    source: Source,
+    direct: DirectWrites,
+    written: Set[str],
+    target: str,
+    plan_folder: PlanFolder,
+    options: Options,
+) -> None:
+    """Write the files of an export, without the tensors that are already there. This process has written to those of
+    the given names. Every process, in a lane."""
+    with call.rendezvous("writing the files of the export") as rendezvous:
+        with rendezvous.joined_by_all(), translate_os_errors(f"cannot write {target}"):
+            plan = plan_folder(source, options, report_of(call))
+            own = plan.of_process(call.index, call.count)
+            with call.watchdog.operation(f"writing {target}"):
+                for file in own:
+                    file.write(os.path.join(direct.folder, file.name), skip=direct.names)
+                for name in {*written, *(file.name for file in own)}:
+                    sync_path(os.path.join(direct.folder, name))  # the others cannot sync what this host has cached
+        rendezvous.gather("")
+        if call.index == 0:
+            with call.watchdog.operation(f"writing {target}"):
+                plan.finish(direct.folder)
+        rendezvous.broadcast("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +113,22 @@ class FolderWriter:
 
     def write(self, call: Call, checkpoint: str, options: Options) -> None:
         """Export a checkpoint. Every process, in a lane."""
+        source = self.open(call, checkpoint, options)
+        write_folder(call, source, self.target, self.plan_folder, options, overwrite=self.overwrite)
+
+    def open(self, call: Call, checkpoint: str, options: Options) -> Source:
+        """The view of a checkpoint. Every process, in a lane."""
         with call.rendezvous("opening the checkpoint to export") as rendezvous:
             # Process 0 deletes a temporary checkpoint only after all have opened it, so that all raise the same error.
             with rendezvous.joined_by_all(), call.watchdog.operation(f"opening {checkpoint}"):
                 source = renamed_source(source_at(checkpoint, options), self.rename, self.select)
             rendezvous.barrier()
-        write_folder(call, source, self.target, self.plan_folder, options, overwrite=self.overwrite)
+        return source
 
 
 class ExportedFolder(SharedPath):
-    """The destination of a save in another library's format: a temporary checkpoint next to it, then the folder."""
+    """The destination of a save in another library's format: its objects are written directly into the files, or by way
+    of a temporary checkpoint."""
 
     def __init__(
         self,
@@ -113,10 +142,10 @@ class ExportedFolder(SharedPath):
         target = require_folder(path)
         parent, name = os.path.split(target)
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]  # the name may be as long as the file system allows
-        temporary = os.path.join(parent, f".{digest}-export")
+        self._temporary = os.path.join(parent, f".{digest}-export")
         # Messages and results name the folder that the user has given.
-        super().__init__(Folder(target, temporary, options.io, options.timeout_seconds), overwrite=True)
-        self._temporary = temporary
+        self._store = ExportStore(target, self._temporary, options.io, options.timeout_seconds)
+        super().__init__(self._store, overwrite=True)
         self._writer = FolderWriter(target, plan_folder, None, rename, require_bool(overwrite, "overwrite"))
 
     def check(self, request: SaveRequest) -> None:
@@ -125,12 +154,57 @@ class ExportedFolder(SharedPath):
         if os.path.lexists(self._writer.target):
             require_replaceable(self._writer.target, self._temporary, self._writer.overwrite)
 
-    def finish(self, save: PreparedSave, published: PublishResult) -> None:
+    def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
+        return super().plan(with_single_writers([*arrays]), options, process, processes)
+
+    def begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
+        save_id, transaction = super().begin(save, ahead)
+        call, folder = save.call, os.path.join(self._temporary, data_folder(save_id), "files")
         try:
-            self._writer.write(save.call, self._temporary, save.options)
-        finally:
-            if save.call.index == 0:
-                remove_folder(self._temporary)
+            with call.rendezvous("preparing the files of the export") as rendezvous:
+                source, files = self._planned(save)  # raises if the rules do not fit
+                rendezvous.gather("")
+                plan = functools.partial(plan_writes, source, files, save.plan, folder)
+                coherent = ""
+                if call.index == 0:
+                    coherent = _COHERENT if call.count == 1 or is_coherent(self._temporary) else "no"
+                    with call.watchdog.operation(f"preparing {folder}"):
+                        plan(is_coherent=coherent == _COHERENT).create(files)
+                with call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
+                    coherent = rendezvous.broadcast(coherent)
+        except BaseException:
+            if transaction is not None:
+                transaction.close()
+            raise
+        self.store = self._store = replace(self._store, direct=plan(is_coherent=coherent == _COHERENT))
+        return save_id, transaction
+
+    def _planned(self, save: PreparedSave) -> tuple[ForeignCheckpoint, FolderPlan]:
+        """The tensors of the tree that is saved, whose data cannot be read, and their files."""
+        manifest = compose_manifest("", save.plan, save.draft, [WrittenShare([], 0, None, {}, "")] * save.call.count)
+        rows = [[UnwrittenRow(stack.name, row) for row in range(stack.rows)] for stack in save.plan.stacks]
+        source = renamed_source(ForeignCheckpoint(self._store.url, manifest, rows), self._writer.rename)
+        return source, self._writer.plan_folder(source, save.options, report_nothing)
+
+    def finish(self, save: PreparedSave, published: PublishResult) -> None:
+        call, writer, direct = save.call, self._writer, self._store.direct
+        assert direct is not None
+        with contextlib.ExitStack() as at_end:
+            if call.index == 0:
+                at_end.callback(remove_folder, self._temporary)
+            source = writer.open(call, self._temporary, save.options) if direct.stored else self._planned(save)[0]
+            files = direct.files(save.plan)
+            _write_files(call, source, direct, files, writer.target, writer.plan_folder, save.options)
+            with call.rendezvous("publishing the export") as rendezvous:
+                rendezvous.gather("")
+                if call.index == 0:
+                    with call.watchdog.operation(f"publishing {writer.target}"), replacing(writer.target) as draft:
+                        os.rename(direct.folder, draft)
+                rendezvous.broadcast("")
+
+
+_COHERENT = "coherent"
+"""What process 0 tells the others if the processes may write into the same files."""
 
 
 def require_folder(path: str | os.PathLike[str]) -> str:

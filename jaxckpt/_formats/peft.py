@@ -6,7 +6,6 @@ The tensors of the module that holds the base's "m.weight" [out, in] are "base_m
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Mapping
@@ -24,13 +23,12 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array, assign
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options
-from jaxckpt._pipeline.pipeline import Pending
-from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.apply_rule import SourceLeaves
+from jaxckpt._rules.mapped_data import ComputedData
 from jaxckpt._rules.rule import Rule, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt.errors import DataError, InputError, MismatchError, Problem
 
@@ -137,7 +135,7 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
 
 
 @dataclass(frozen=True, slots=True)
-class _MergedData(AsyncArrayData):
+class _MergedData(ComputedData):
     """A weight of the base + scale × B A."""
 
     base: ForeignArray
@@ -145,9 +143,6 @@ class _MergedData(AsyncArrayData):
     b: ForeignArray
     scale: float
     is_transposed: bool
-
-    def start(self, box: Box, target: Array) -> Pending[None]:
-        return submit_waiting(functools.partial(self.read, box, target))
 
     def read(self, box: Box, target: Array) -> None:
         rows, columns = box[::-1] if self.is_transposed else box

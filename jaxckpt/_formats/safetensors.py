@@ -254,7 +254,8 @@ def write_safetensors(source: Source, path: str, options: Options, report: Repor
     """Write one file if `path` ends in .safetensors, otherwise a folder of shards with an index, which Hugging Face's
     libraries read. Raises TreeError for leaves that the format cannot hold."""
     if path.endswith(".safetensors"):
-        _write_tensors(path, arrays_of(source, options, report, tensor_problem), recorded_paths(names_of(source)))
+        arrays = arrays_of(source, options, report, tensor_problem)
+        write_tensors(path, arrays, _metadata(arrays, recorded_paths(names_of(source))))
         return
     plan = plan_safetensors(source, options, report)
     os.mkdir(path)
@@ -279,8 +280,9 @@ def plan_safetensors(source: Source, options: Options, report: Report) -> Folder
     files: list[FolderFile] = []
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write = functools.partial(_write_tensors, arrays=shard, paths=paths)
-        files.append(FolderFile(name, sum(map(n_bytes, shard.values())), write))
+        metadata = _metadata(shard, paths)
+        write = functools.partial(write_tensors, arrays=shard, metadata=metadata)
+        files.append(FolderFile(name, sum(map(n_bytes, shard.values())), write, _head(shard, metadata)[1]))
         weight_map |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": sum(file.n_bytes for file in files)}, "weight_map": weight_map}
     return FolderPlan(files, lambda folder: write_json(os.path.join(folder, f"model{INDEX}"), index, indent=2))
@@ -296,31 +298,41 @@ def tensor_problem(name: str, dtype: np.dtype[Any]) -> str | None:
 _NAME_OF = {ours: theirs for theirs, ours in DTYPE_OF.items()}
 
 
-def _write_tensors(path: str, arrays: Mapping[str, Data], paths: Mapping[str, str]) -> None:
-    """Write one .safetensors file. `paths` are those to record."""
+def _metadata(arrays: Collection[str], paths: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file with these tensors. `paths` are those to record."""
     # transformers before 5 loads no file with "np" here.
-    metadata = {"format": "pt"}
-    if paths := {name: paths[name] for name in arrays if name in paths}:
-        metadata[_PATHS] = json.dumps(paths)
-    write_tensors(path, arrays, metadata)
+    recorded = {name: paths[name] for name in arrays if name in paths}
+    return {"format": "pt"} | ({_PATHS: json.dumps(recorded)} if recorded else {})
 
 
-def write_tensors(path: str, arrays: Mapping[str, Data], metadata: Mapping[str, str]) -> None:
-    """Write one .safetensors file with this metadata."""
+def write_tensors(
+    path: str, arrays: Mapping[str, Data], metadata: Mapping[str, str], skip: Collection[str] = ()
+) -> None:
+    """Write a .safetensors file with this metadata. The file keeps what it has in place of the tensors to skip."""
+    head, offsets = _head(arrays, metadata)
+    flags = os.O_WRONLY | os.O_CREAT | (0 if skip else os.O_TRUNC)
+    with open(os.open(path, flags, 0o666), "wb") as file:
+        file.write(head)
+        for name, offset in offsets.items():
+            if name not in skip:
+                file.seek(offset)
+                for slab in slabs(arrays[name]):
+                    file.write(slab.data)
+
+
+def _head(arrays: Mapping[str, Data], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file, and the offset in it of each tensor, in order."""
     # Largest dtypes first, as in the reference implementation: all tensors are then aligned without gaps.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
+    starts: dict[str, int] = {}
     end = 0
     for name, data in ordered:
-        start, end = end, end + n_bytes(data)
-        header[name] = _Entry(_NAME_OF[data.dtype.name], tuple(data.shape), (start, end))
+        starts[name], end = end, end + n_bytes(data)
+        header[name] = _Entry(_NAME_OF[data.dtype.name], tuple(data.shape), (starts[name], end))
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, data in ordered:
-            for slab in slabs(data):
-                file.write(slab.data)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
 
 
 def _save_to(*arguments: Any, **named: Any) -> Any:

@@ -23,13 +23,11 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from jaxckpt._formats.export import StepExport, arrays_of, balanced, n_bytes, slabs, write_json
+from jaxckpt._formats.export import StepExport, arrays_of, balanced, n_bytes, report_of, slabs, write_json
 from jaxckpt._formats.safetensors import INDEX, tensor_problem, write_tensors
 from jaxckpt._job.call import Call
 from jaxckpt._model.pieces import Array
 from jaxckpt._options import Options
-from jaxckpt._pipeline.watchdog import require_not_stalled
-from jaxckpt._pipeline.workers import note_progress
 from jaxckpt._rules.rename import renamed_source
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import source_at
@@ -85,12 +83,7 @@ class SamplerDeltas:
         target = os.path.join(self._directory, version_name(publication.version))
         draft = os.path.join(self._directory, f".{version_name(publication.version)}")
         version, self._version = self._version, -1  # unknown until this one is written
-
-        def report(moved: int) -> None:
-            require_not_stalled()
-            call.cancellation.check()
-            note_progress()
-
+        report = report_of(call)
         with translate_os_errors(f"cannot write {target}"):
             with call.rendezvous("preparing a version of the weights") as rendezvous:
                 rendezvous.gather("")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, extent, slices_within, volume
+from jaxckpt._model.grid import Box, box_at, extent, intersection, relative, slices_within, volume
 from jaxckpt._model.pieces import Array, assign
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import submit_waiting
@@ -101,6 +101,27 @@ class MappedSource(ArrayData):
         source = _scaled(source[(*picks, ...)].transpose([left.index(axis) for axis in order]), self.rule)
         assign(target, source)
 
+    def parts_from(self, index: tuple[int, ...], box: Box, values: Array) -> Iterator[tuple[Box, Array]]:
+        """The parts of the target that a box of one source leaf becomes: each as a box in the space of the target's
+        axes, and its values before they are cast."""
+        used = box_at(self.start, [math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.source])
+        common = intersection(box, used)
+        if common is None:
+            return
+        axes = axes_of(self.layout.source)
+        left = [axis for axis in axes if axis not in self.fixed]
+        at = {axis: (number, number + 1) for axis, number in zip(self.stacked, index, strict=True)}
+        order = axes_of(self.layout.target)
+        values = values[(*slices_within(common, box), ...)]
+        inner = relative(common, used)
+        for tile, intervals in tiles(self.layout.source, self.sizes, inner):
+            if all(a <= self.fixed[axis] < b for axis, (a, b) in intervals.items() if axis in self.fixed):
+                picks = [self.fixed[axis] - intervals[axis][0] if axis in self.fixed else slice(None) for axis in axes]
+                part = values[(*slices_within(tile, inner), ...)].reshape([b - a for a, b in intervals.values()])
+                part = part[(*picks, ...)].transpose([left.index(axis) for axis in order if axis in left])
+                place = tuple((intervals | at)[axis] for axis in order)
+                yield place, _scaled(part.reshape(extent(place)), self.rule)
+
     def _axis_to_split(self, needed: Mapping[str, Interval], taken: Mapping[str, Interval], count: int) -> str | None:
         """The axis to halve, if one read would be too large or would contain too much data that is not needed: `count`
         elements are."""
@@ -122,15 +143,19 @@ class ComparedData(Replicas):
         return f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
 
 
+class ComputedData(AsyncArrayData):
+    """Data that is computed from the data of other leaves."""
+
+    def start(self, box: Box, target: Array) -> Pending[None]:
+        return submit_waiting(functools.partial(self.read, box, target))
+
+
 @dataclass(frozen=True, slots=True)
-class MappedData(Tiled, AsyncArrayData):
+class MappedData(Tiled, ComputedData):
     """A target leaf: adjacent pieces along one dimension."""
 
     is_padded: bool = False
     """Whether zeros fill the rest."""
-
-    def start(self, box: Box, target: Array) -> Pending[None]:
-        return submit_waiting(functools.partial(self.read, box, target))
 
     def read(self, box: Box, target: Array) -> None:
         if self.is_padded:

@@ -37,7 +37,7 @@ from jaxckpt._save.request import PreparedSave, SaveRequest
 from jaxckpt._save.running_saves import PendingSave, RunningSave, SaveInfo
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.write import OwnShare
-from jaxckpt._sources.format_registry import written_formats
+from jaxckpt._sources.format_registry import saved_format
 from jaxckpt.errors import InputError, show_count
 
 
@@ -76,10 +76,10 @@ def save(
             same kind of number, so bfloat16 applies only to floats. A dtype at a leaf's own path, or from a function,
             always applies. Floats may lose precision and range; other lossy casts need `Options(cast="unsafe")`, as
             does float4_e2m1fn, which has no NaN. Leaves are cast one object at a time.
-        format: "safetensors": write a folder that Hugging Face's libraries load, of which each process writes some
-            files. The processes first save a temporary checkpoint next to the folder, which must be on a local path.
-            `metadata` and `process_state` are then errors, and the result describes the temporary checkpoint. None: a
-            checkpoint of jaxckpt.
+        format: "safetensors": write a folder that Hugging Face's libraries load, on a local path. Each process writes
+            its shards into the files. Tensors of which several processes hold runs of less than 64 KiB, and all tensors
+            on file systems that lose writes of several hosts (NFS, FUSE), pass through a temporary checkpoint next to
+            the folder. `metadata` and `process_state` are then errors. None: a checkpoint of jaxckpt.
         rename: With `format`: new names, or `Rules`, as for `restore`.
         metadata: Any JSON value. Read it with `open(path).metadata`.
         overwrite: Replace the checkpoint at `path`. The old one is deleted only once the new one is published.
@@ -176,19 +176,8 @@ def _destination(
     path: Any, options: Options, format: str | None, rename: Renaming | None, *, overwrite: bool
 ) -> SharedPath:
     """The destination at a path or URL. Raises InputError, StorageError."""
-    if format not in (None, "jaxckpt"):
-        savable = {form.name: form.save_to for form in written_formats().values() if form.save_to is not None}
-        save_to = savable.get(format)
-        if save_to is None:
-            raise InputError(
-                f"format={format!r} cannot be saved directly; expected one of {', '.join(['jaxckpt', *savable])}. For"
-                " other formats, jaxckpt.convert writes a saved checkpoint"
-            )
+    if (save_to := saved_format(format, is_renamed=rename is not None)) is not None:
         return save_to(path, rename, options, overwrite=overwrite)
-    if rename is not None:
-        raise InputError(
-            'save(rename=…) needs format="safetensors": a checkpoint of jaxckpt keeps the names of the tree'
-        )
     destination = SharedPath.at(path, options, overwrite=overwrite)
     suffix = os.path.splitext(destination.store.url)[1]
     if suffix in _FILE_SUFFIXES:

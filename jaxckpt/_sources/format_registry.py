@@ -22,6 +22,7 @@ from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint, Source
+from jaxckpt.errors import InputError
 
 _log = logging.getLogger("jaxckpt")
 
@@ -120,6 +121,23 @@ def missing_formats_hint() -> str:
 
 def _is_installed() -> bool:
     return any(point.value.startswith("jaxckpt.") for point in entry_points(group=GROUP))
+
+
+def saved_format(format: str | None, *, is_renamed: bool) -> Callable[..., Any] | None:
+    """`Format.save_to` of the format of a save; None for jaxckpt's own. Raises InputError."""
+    if format in (None, "jaxckpt"):
+        if is_renamed:
+            raise InputError(
+                'save(rename=…) needs format="safetensors": a checkpoint of jaxckpt keeps the names of the tree'
+            )
+        return None
+    savable = {form.name: form.save_to for form in written_formats().values() if form.save_to is not None}
+    if format not in savable:
+        raise InputError(
+            f"format={format!r} cannot be saved directly; expected one of {', '.join(['jaxckpt', *savable])}. For other"
+            " formats, jaxckpt.convert writes a saved checkpoint"
+        )
+    return savable[format]
 
 
 def written_formats() -> dict[str, Format]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import PROGRAMS, RunProcesses, RunPython
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import PROGRAMS, RunProcesses, RunPython, environment, free_port, start
 
 import jaxckpt
 from jaxckpt._formats import safetensors
 from jaxckpt._formats.export import FolderFile, FolderPlan
+from jaxckpt.rules import Rule, Rules
 
 DATA = Path(__file__).parents[1] / "data" / "transformers" / "llama"
 PROCESSES = 4
+_REST = [Rule(source=name, target=name) for name in ("v", "tied", "n")]
 
 
 class Job:
@@ -48,7 +55,9 @@ def job(tmp_path_factory: pytest.TempPathFactory, run_processes: RunProcesses) -
     return _jobs[0]
 
 
-@pytest.mark.parametrize("name", ["plain", "scanned", "after", "step-2", "step-4"])
+@pytest.mark.parametrize(
+    "name", ["plain", "scanned", "direct", "direct-scanned", "stored", "after", "step-2", "step-4"]
+)
 def test_the_folder_has_the_bits_of_the_model(job: Job, name: str) -> None:
     delta = jaxckpt.diff(job.out / name, DATA)
     assert delta.identical, (delta, job.processes[0]["outcomes"])
@@ -87,7 +96,9 @@ def test_errors_reach_all_processes_and_leave_nothing(job: Job) -> None:
         "no export": "export= takes a jaxckpt.formats.Export",
     }.items():
         assert all(expected in outcome for outcome in job.outcomes(what)), job.outcomes(what)
-    assert sorted(os.listdir(job.out)) == ["after", "plain", "run", "scanned", "step-2", "step-4"]
+    assert sorted(os.listdir(job.out)) == [
+        *("after", "direct", "direct-scanned", "plain", "run", "scanned", "step-2", "step-4", "stored"),
+    ]
 
 
 def test_a_checkpointer_exports_the_steps_that_it_saves(job: Job) -> None:
@@ -117,6 +128,44 @@ def test_one_process_exports_casts_and_keeps_special_leaves_out(tmp_path: Path) 
     jaxckpt.save(tmp_path / "compressed", tree, format="safetensors", options=jaxckpt.Options(compression="zstd"))
     assert jaxckpt.load_numpy(tmp_path / "compressed")["w"].tolist() == [0, 1, 2, 3, 4, 5]
     assert sorted(os.listdir(tmp_path)) == ["compressed", "hf"]
+
+
+RULES = {
+    "none": None,
+    "prefix": {"": "model"},
+    "transposed": Rules([Rule(source="w{i}", target="t/{i}", layout="a b c -> (c b) a"), *_REST]),
+    "cast": Rules([Rule(source="w{i}", target="t/{i}", dtype="bfloat16", scale=2, offset=1), *_REST]),
+    "joined": Rules([Rule(source=("w0", "w1", "w2"), target="w", axis=1), *_REST]),
+    "split": Rules([Rule(source="w{i}", target=("a{i}", "b{i}"), axis=2, parts=(3, 5)), *_REST]),
+    "stacked": Rules([Rule(source="w{i}", target="w", layout="a b c -> b i (c a)"), *_REST]),
+    "unstacked": Rules([Rule(source="w{i}", target="w/{i}/{b}", layout="a b c -> c a"), *_REST]),
+    "padded": Rules(
+        [Rule(source="w{i}", target="w/{i}", layout="a b c -> c b a", sizes={"b": 6}, resized={"b": 9}), *_REST]
+    ),
+    "truncated": Rules(
+        [Rule(source="w{i}", target="w/{i}", layout="a b c -> c b a", sizes={"b": 6}, resized={"b": 4}), *_REST]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_live_export_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    random = np.random.default_rng(0)
+    specs = P("x", None, "y"), P(None, "x"), P(("y", "x"))
+    tree: dict[str, Any] = {
+        f"w{i}": jax.device_put(random.normal(size=(4, 6, 8)).astype(np.float32), NamedSharding(mesh, spec))
+        for i, spec in enumerate(specs)
+    }
+    tree |= {"v": jax.device_put(jnp.arange(64, dtype=jnp.bfloat16), NamedSharding(mesh, P("y"))), "n": np.int64(7)}
+    tree["tied"] = tree["v"]
+    jaxckpt.save(tmp_path / "checkpoint", tree)
+    jaxckpt.convert(tmp_path / "checkpoint", tmp_path / "converted", format="safetensors", rename=RULES[name])
+    options = jaxckpt.Options(object_bytes=1 << 16, chunk_bytes=256, host_bytes=1 << 20)
+    jaxckpt.save(tmp_path / "live", tree, format="safetensors", rename=RULES[name], options=options)
+    assert jaxckpt.diff(tmp_path / "converted", tmp_path / "live").identical
+    (file,) = (tmp_path / "live").glob("*.safetensors")
+    assert file.read_bytes() == (tmp_path / "converted" / file.name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -171,14 +220,65 @@ def test_the_next_export_deletes_what_a_killed_one_left(run_python: RunPython, t
     program = """
         import os, sys, jaxckpt, jax.numpy as jnp
         from jaxckpt._formats import safetensors
-        safetensors._write_tensors = lambda *_, **__: os._exit(9)
+        safetensors.write_tensors = lambda *_, **__: os._exit(9)
         jaxckpt.save({path!r}, {{"w": jnp.ones(3)}}, format="safetensors")
     """
     run_python(program.format(path=str(tmp_path / "hf")), devices=1, check=False)
-    assert len(os.listdir(tmp_path)) == 2, "a temporary checkpoint and a draft"
+    assert len(os.listdir(tmp_path)) == 1, "a temporary checkpoint with a draft"
     jaxckpt.save(tmp_path / "hf", {"w": jnp.zeros(3)}, format="safetensors")
     assert os.listdir(tmp_path) == ["hf"]
     assert jaxckpt.load_numpy(tmp_path / "hf")["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.child
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_exports_leave_a_complete_folder_or_none(
+    tmp_path: Path, request: pytest.FixtureRequest, processes: int
+) -> None:
+    if not request.config.getoption("--campaign"):
+        pytest.skip("the campaign kills exports")
+    transformers = pytest.importorskip("transformers", reason="transformers loads the export")
+    original, chance = jaxckpt.load_numpy(DATA), random.Random(processes)
+    out, log, copy = tmp_path / "folder/hf", tmp_path / "log", tmp_path / "copy"
+    outcomes, last = Counter[str](), 0
+    for number_of_kill in range(30):
+        run_bytes = 1 << 30 * (number_of_kill % 2)  # direct writes, or none of tensors that both processes hold
+        given = {"model": str(DATA), "out": str(out), "first": last + 1, "run_bytes": run_bytes, "shard_bytes": 9000}
+        address = f"127.0.0.1:{free_port()}"
+        with log.open("wb") as stdout:
+            children = [
+                start(
+                    [str(PROGRAMS / "exports_forever.py"), str(number), str(processes), address, json.dumps(given)],
+                    environment(2),
+                    stdout if number == 0 else None,
+                    number=number,
+                )
+                for number in range(processes)
+            ]
+        while not log.read_text() and all(child.poll() is None for child in children):
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.5))
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+        for child in children:
+            child.wait()
+        last = int(log.read_text().split()[-1])
+        if not out.exists():
+            outcomes["none"] += 1
+            continue
+        shutil.copytree(out, copy)
+        shutil.copy(DATA / "config.json", copy)
+        model = transformers.LlamaForCausalLM.from_pretrained(copy)
+        shutil.rmtree(copy)
+        found = {name: tensor.numpy() for name, tensor in model.state_dict().items() if name in original}
+        version = round(float(np.median(found["model.norm.weight"] / original["model.norm.weight"])))
+        for name, tensor in original.items():
+            assert found[name].tobytes() == (tensor.astype(np.float32) * np.float32(version)).tobytes(), name
+        assert version in (last, last + 1)
+        outcomes["old" if version == last else "new"] += 1
+        last = version
+        print(outcomes, os.listdir(out.parent), flush=True)
+    assert outcomes.total() == 30
 
 
 def test_the_shards_are_as_large_as_those_of_transformers() -> None:

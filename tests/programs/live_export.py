@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._formats import safetensors
+from jaxckpt._formats import direct_writes, safetensors
 
 OUT = args["out"]
 safetensors.SHARD_BYTES = 4000
 written: dict[str, list[str]] = {}
-write_tensors = safetensors._write_tensors
+write_tensors = safetensors.write_tensors
 broken = ""
 
 
@@ -34,7 +34,7 @@ def write(path: str, *rest: Any, **named: Any) -> None:
     written.setdefault(current, []).append(os.path.basename(path))
 
 
-safetensors._write_tensors = write
+safetensors.write_tensors = write
 outcomes: dict[str, Any] = {}
 current = ""
 
@@ -71,6 +71,12 @@ def export(name: str, scan: bool = False, **named: Any) -> Any:
 
 attempt("plain", lambda: export("plain"))
 attempt("scanned", lambda: export("scanned", True))
+direct_writes.SHARED_RUN_BYTES = 1
+attempt("direct", lambda: export("direct"))
+attempt("direct and scanned", lambda: export("direct-scanned", True))
+coherent, direct_writes._COHERENT = direct_writes._COHERENT, frozenset()
+attempt("stored", lambda: export("stored"))
+direct_writes._COHERENT = coherent
 attempt("exists", lambda: export("plain"))
 attempt("replaced", lambda: export("plain", overwrite=True))
 attempt("wrong rules", lambda: export("wrong", rename=inverse[True]))
