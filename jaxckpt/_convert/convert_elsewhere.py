@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
@@ -176,7 +176,8 @@ class FilesElsewhere:
                 if name.startswith(_ATTEMPT):
                     os.unlink(os.path.join(draft, name))
 
-        def write_one(path: str) -> None:
+        def write_one(path: str, skip: Collection[str] = ()) -> None:
+            assert not skip, "nothing else writes to the folder"
             if not os.path.exists(path):
                 write_all(path)
 
