@@ -9,7 +9,7 @@ import fnmatch
 import os
 from collections.abc import Collection, Mapping
 
-from jaxckpt._store.foreign_files import is_visible_file, opened, store_of
+from jaxckpt._store.foreign_files import opened, store_of
 from jaxckpt.errors import DataError, StorageError
 
 _HEAD_BYTES = 512
@@ -91,7 +91,7 @@ def describe(path: str, names: Collection[str]) -> str | None:
     # Each takes a request in a bucket.
     n_looked_at = 1000 if store_of(path) is None else 3
     for name in sorted(names, key=lambda name: (not name.endswith(_WEIGHTS), name))[:n_looked_at]:
-        what = _by_first_bytes(_head(f"{path}/{name}"))
+        what = _by_first_bytes(_head(f"{path}/{name}") or b"")
         if what == _POINTER:
             return f"has Git LFS pointers in place of files, such as {name}: run `git lfs pull` in its repository"
         if what in (_PAGE, _MESSAGE):
@@ -105,7 +105,9 @@ _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".pt", ".pth", ".h5")
 
 def _describe_file(path: str) -> str | None:
     head = _head(path)
-    if not head and is_visible_file(path):
+    if head is None:
+        return None
+    if not head:
         return "is empty"
     if meaning := _by_first_bytes(head):
         return meaning
@@ -122,7 +124,7 @@ def _by_first_bytes(head: bytes) -> str | None:
 
 def describe_unknown(path: str) -> str:
     """What a file is that no format recognizes, and that `describe` does not know."""
-    head = _head(path)
+    head = _head(path) or b""
     if head.startswith(b"PK"):
         return "is a zip archive in no format that jaxckpt reads: extract it, and open what it holds"
     return f"is a file in no format that jaxckpt reads; it begins with {head[:16]!r}"
@@ -144,10 +146,10 @@ def _by_name(names: Collection[str], table: Mapping[str, str]) -> str | None:
     return meaning and meaning.format_map(_ADVICE)
 
 
-def _head(path: str) -> bytes:
-    """The first bytes of a file; none if it cannot be read."""
+def _head(path: str) -> bytes | None:
+    """The first bytes of a file; None if it cannot be read."""
     try:
         with opened(path) as file:
             return file.read(_HEAD_BYTES, 0)
     except (DataError, StorageError):
-        return b""
+        return None
