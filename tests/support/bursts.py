@@ -73,12 +73,18 @@ class Training:
         self._published: int | None = None
         """Saves that were published, if the loop notes them."""
 
-        self.longest_burst = 0
-        """Steps from the begin to the end of the longest burst."""
+        self._longest = 0
+        self._begun_at: int | None = None
+        """The step at which the burst began that has not ended."""
 
         self._bursts = bursts
         self._refuse = refuse
         self._ended = threading.Event()
+
+    @property
+    def longest_burst(self) -> int:
+        """Steps from the begin to the end of the longest burst, or until now."""
+        return max(self._longest, 0 if self._begun_at is None else self.step - self._begun_at)
 
     def note_published(self, _: object) -> None:
         """Note that a save was published. A burst then begins only after one that followed the burst before: on a busy
@@ -99,7 +105,7 @@ class Training:
             self._refuse(False)
 
     def _alternate(self) -> None:
-        published, begun_at = None, 0
+        published = None
         for times in self._bursts:
             for refused, at in zip((True, False), times, strict=True):
                 begun = time.monotonic()
@@ -117,8 +123,8 @@ class Training:
                     break  # the training was faster: a late burst could end after the last step
                 self._refuse(refused)
                 published = self._published
-                begun_at = self.step if refused else begun_at
-                self.longest_burst = max(self.longest_burst, self.step - begun_at)
+                self._longest = self.longest_burst
+                self._begun_at = self.step if refused else None
 
 
 def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
