@@ -51,7 +51,7 @@ _SUMMARY = {
     24: ("S3, GCS: a server that ignores conditions", "refused, with the reason"),
     25: ("hostile manifests, states and files, and a fuzzer", _TYPED),
     26: ("any sequence of operations and crashes", "the same result as a plain dict"),
-    27: ("storage that fails in bursts during training", "with a policy: no stop; no step is lost silently"),
+    27: ("storage fails in bursts during training", "no stop; each step published or reported"),
 }
 """What the page says of all tests of a fault: (fault, promise)."""
 

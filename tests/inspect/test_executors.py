@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from servers import Bucket
 
 import jaxckpt
 from jaxckpt._inspect import diff as diffs
@@ -267,4 +268,14 @@ def test_an_interrupt_ends_the_call(call: str, tmp_path: Path, path: Path, caplo
             getattr(jaxckpt, call)(path, *destination, executor=executor)
         assert executor.submit(os.getpid).result() == pid
     assert not (tmp_path / "b").exists()
+    assert not caplog.records
+
+
+def test_workers_read_and_write_in_a_bucket(s3: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    jaxckpt.save(f"{s3.url}/a", tree(1), options=SMALL)
+    with pool() as executor:
+        assert jaxckpt.verify(f"{s3.url}/a", executor=executor) == jaxckpt.verify(f"{s3.url}/a")
+        jaxckpt.convert(f"{s3.url}/a", f"{s3.url}/b", executor=executor, options=SMALL)
+        assert jaxckpt.diff(f"{s3.url}/a", f"{s3.url}/b", executor=executor).identical
+    assert jaxckpt.verify(f"{s3.url}/b").ok
     assert not caplog.records

@@ -73,9 +73,18 @@ class Training:
         self._published: int | None = None
         """Saves that were published, if the loop notes them."""
 
+        self._longest = 0
+        self._begun_at: int | None = None
+        """The step at which the burst began that has not ended."""
+
         self._bursts = bursts
         self._refuse = refuse
         self._ended = threading.Event()
+
+    @property
+    def longest_burst(self) -> int:
+        """Steps from the begin to the end of the longest burst, or until now."""
+        return max(self._longest, 0 if self._begun_at is None else self.step - self._begun_at)
 
     def note_published(self, _: object) -> None:
         """Note that a save was published. A burst then begins only after one that followed the burst before: on a busy
@@ -114,6 +123,8 @@ class Training:
                     break  # the training was faster: a late burst could end after the last step
                 self._refuse(refused)
                 published = self._published
+                self._longest = self.longest_burst
+                self._begun_at = self.step if refused else None
 
 
 def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
@@ -126,6 +137,9 @@ def unaccounted(directory: str | os.PathLike[str], steps: int) -> list[int]:
 
 
 STEPS, FAILURES = 24, 5
+
+TOO_LONG = "a burst was longer than three saves"
+"""The outcome of a round in which a busy machine has stretched a burst. It shows nothing."""
 
 
 def train(
@@ -141,10 +155,10 @@ def train(
     if is_long:
         plan = [*plan[: len(plan) // 2], (STEPS / 2, LONG)]
     background, step = seed % 4 != 3 or is_long, 0
+    training = Training(plan, refuse)
     policies: dict[str, Any] = {"on_failure": policy, "max_failures": FAILURES, "keep_last": 50, **more}
     try:
         with jaxckpt.Checkpointer(directory, background=background, options=options, **policies) as checkpoints:
-            training = Training(plan, refuse)
             for step in training.steps(STEPS):
                 state = {"w": np.full(5000, step), "step": step}
                 checkpoints.save(step, state, on_done=training.note_published)
@@ -153,6 +167,8 @@ def train(
         notes = " ".join(getattr(error, "__notes__", ()))
         if "max_failures" not in notes:
             return f"{error}: {notes}"
+        if training.longest_burst > 3 and not is_long:
+            return TOO_LONG
         if len(reported) < FAILURES or step > (reported[-1] or 0) + 3:
             return f"stopped at step {step}: {reported}"
         return "stopped"
