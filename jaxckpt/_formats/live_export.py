@@ -151,6 +151,9 @@ class ExportedFolder(SharedPath):
     def check(self, request: SaveRequest) -> None:
         if request.metadata is not None or request.process_state is not None:
             raise InputError("save(format=…) takes no metadata= or process_state=: the format has no place for them")
+        self._require_replaceable()
+
+    def _require_replaceable(self) -> None:
         if os.path.lexists(self._writer.target):
             require_replaceable(self._writer.target, self._temporary, self._writer.overwrite)
 
@@ -198,8 +201,10 @@ class ExportedFolder(SharedPath):
             with call.rendezvous("publishing the export") as rendezvous:
                 rendezvous.gather("")
                 if call.index == 0:
-                    with call.watchdog.operation(f"publishing {writer.target}"), replacing(writer.target) as draft:
-                        os.rename(direct.folder, draft)
+                    with call.watchdog.operation(f"publishing {writer.target}"):
+                        self._require_replaceable()
+                        with replacing(writer.target) as draft:
+                            os.rename(direct.folder, draft)
                 rendezvous.broadcast("")
 
 
