@@ -285,15 +285,15 @@ class _PartWriter:
                 array = pieces.array() if array is None else array
                 path = os.path.join(self.direct.folder, part.file)
                 with translate_os_errors(f"cannot write {path}"):
-                    handle = os.open(path, os.O_WRONLY)
-                    try:
-                        for offsets, runs in part.runs(tuple(region), array[row - first]):
+                    for offsets, runs in part.runs(tuple(region), array[row - first]):
+                        handle = os.open(path, os.O_WRONLY)
+                        try:
                             for offset, run in zip(offsets.tolist(), runs, strict=True):
                                 _write_all(handle, run, offset)
-                            require_not_stalled()
-                            note_progress()
-                    finally:
-                        os.close(handle)
+                        finally:
+                            os.close(handle)
+                        require_not_stalled()
+                        note_progress()
         # What the object would take. The manifest describes it, but nothing reads it.
         return ObjectRecord(self.stack.index_bytes + self.stack.chunks_per_object * self.stack.chunk_stored_bytes, "")
 
