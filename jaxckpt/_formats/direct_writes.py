@@ -249,7 +249,7 @@ class ExportStore(Folder):
     def array_writer(self, data: str, stack: Stack, *, sync: bool) -> ArrayWriter:
         assert self.direct is not None
         stored = super().array_writer(data, stack, sync=False) if stack.name in self.direct.stored else None
-        return _PartWriter(self.direct, stack, stored)
+        return _PartWriter(self.url, self.direct, stack, stored)
 
     def sync_folders(self, data: str, stack: Stack, indices: Iterable[tuple[int, ...]]) -> None:
         """Nothing of a temporary checkpoint need be durable."""
@@ -261,6 +261,9 @@ class ExportStore(Folder):
 @dataclass(frozen=True, slots=True)
 class _PartWriter:
     """Writes the parts of tensors that come from the objects of a stack."""
+
+    target: str
+    """The path of the export, for messages."""
 
     direct: DirectWrites
     stack: Stack
@@ -284,16 +287,16 @@ class _PartWriter:
             for part in self.direct.parts.get(UnwrittenRow(self.stack.name, row), ()):
                 array = pieces.array() if array is None else array
                 path = os.path.join(self.direct.folder, part.file)
-                with translate_os_errors(f"cannot write {path}"):
-                    handle = os.open(path, os.O_WRONLY)
-                    try:
-                        for offsets, runs in part.runs(tuple(region), array[row - first]):
+                with translate_os_errors(f"cannot write {self.target}"):
+                    for offsets, runs in part.runs(tuple(region), array[row - first]):
+                        handle = os.open(path, os.O_WRONLY)
+                        try:
                             for offset, run in zip(offsets.tolist(), runs, strict=True):
                                 _write_all(handle, run, offset)
-                            require_not_stalled()
-                            note_progress()
-                    finally:
-                        os.close(handle)
+                        finally:
+                            os.close(handle)
+                        require_not_stalled()
+                        note_progress()
         # What the object would take. The manifest describes it, but nothing reads it.
         return ObjectRecord(self.stack.index_bytes + self.stack.chunks_per_object * self.stack.chunk_stored_bytes, "")
 
