@@ -59,7 +59,7 @@ from jaxckpt._model.grid import Layout, Spec, spec_box, touched_cells
 from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
-from jaxckpt._save.compose_manifest import PublishResult, Share, compose_manifest
+from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
@@ -201,7 +201,7 @@ def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
     return requests, n_bytes
 
 
-def shares_of(job: Job, plan: SavePlan) -> list[Share]:
+def shares_of(job: Job, plan: SavePlan) -> list[WrittenShare]:
     """The reports of all processes if each wrote about the same number of objects; lengths and digests are made up."""
     objects = [
         (number, "/".join(map(str, index)), stored_bytes(stack), f"{order:08x}", "")
@@ -210,7 +210,9 @@ def shares_of(job: Job, plan: SavePlan) -> list[Share]:
     ]
     edges = np.linspace(0, len(objects), job.processes + 1).astype(int).tolist()
     phases = {"plan": 0.123456, "device_to_host": 1.234567, "write": 12.345678, "sync": 0.0, "barrier": 0.123456}
-    return [Share(objects[start:stop], 0, None, phases, "host-0000") for start, stop in itertools.pairwise(edges)]
+    return [
+        WrittenShare(objects[start:stop], 0, None, phases, "host-0000") for start, stop in itertools.pairwise(edges)
+    ]
 
 
 def stored_bytes(stack: Stack) -> int:
@@ -218,7 +220,7 @@ def stored_bytes(stack: Stack) -> int:
     return stack.chunks_per_object * stack.chunk_stored_bytes + stack.index_bytes
 
 
-def manifest_of(job: Job, plan: SavePlan, shares: list[Share]) -> Manifest:
+def manifest_of(job: Job, plan: SavePlan, shares: list[WrittenShare]) -> Manifest:
     """The manifest that process 0 composes."""
     leaves = leaves_of(job)
     specs = list(dict.fromkeys(spec for _, _, spec in leaves.values()))
@@ -295,7 +297,7 @@ def simulate(job: Job) -> dict[str, Any]:
         _, result["decode_cpu"] = timed(lambda: manifests.decode(content, "/ckpt"))
     else:
         result["decode_cpu"] = math.nan
-    published = msgspec.json.encode(PublishResult(10**12, 0, "0" * 64, manifest.created)).decode()
+    published = msgspec.json.encode(PublishResult("0" * 32, 10**12, 0, "0" * 64, manifest.created)).decode()
     result["rendezvous"] = {
         "agree": meet(job.processes, agreement_of, "0" * 32, first=True),
         "look": meet(job.processes, lambda _: "", ""),

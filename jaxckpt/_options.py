@@ -65,8 +65,8 @@ class Options:
             it and sends it over the devices' interconnect, which is faster if storage is the limit; all processes then
             need the same `host_bytes` (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes of a save or restore in addition to the arrays, but at least four
-            times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the host's memory, at least 256 MiB;
-            processes that Slurm, MPI or torchrun started on one host share both.
+            times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the host's memory, at least 256 MiB.
+            Processes that a launcher started on one host share both.
         staging_bytes: Host memory in bytes that `save_async` may use for copies of NumPy arrays and of arrays on
             accelerators. If this is not enough, `save_async` returns only once the rest fits. None: as much as this
             process writes.

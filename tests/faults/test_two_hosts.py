@@ -149,9 +149,8 @@ class Requests:
     def __init__(self, keys: ts.KvStore, host: Host) -> None:
         self._keys, self._host = keys, host
 
-    def read(self, key: str, **named: Any) -> Any:
-        self._host.pause(f"GET {key.rpartition('/')[2]}")
-        return self._keys.read(key, **named)
+    def __add__(self, below: str) -> ts.KvStore:
+        return self._keys + below
 
     def list(self, *args: Any, **named: Any) -> Any:
         self._host.pause("LIST")
@@ -178,6 +177,11 @@ class SharedBucket(Bucket):
         host = getattr(_here, "host", None)
         keys = super()._keys
         return keys if host is None else Requests(keys, host)
+
+    def _begin_read(self, key: str, byte_range: slice | None = None) -> Any:
+        if (host := getattr(_here, "host", None)) is not None:
+            host.pause(f"GET {key.rpartition('/')[2]}")
+        return super()._begin_read(key, byte_range)
 
 
 def note_replaced(previous: bytes | None, content: bytes | None) -> None:

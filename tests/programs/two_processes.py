@@ -25,7 +25,7 @@ from sharded_tree import check, make, mesh_of, put, value
 import jaxckpt
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._pipeline.control import Cancellation
-from jaxckpt._save import save
+from jaxckpt._save import write
 from jaxckpt._store.files import FileReader, FileWriter
 
 OPTIONS = jaxckpt.Options(timeout_seconds=60)
@@ -271,15 +271,15 @@ def ctrl_c_after_the_first_text_of_a_restore(folder: str) -> None:
 
 @case
 def one_stages_for_longer_than_the_timeout(folder: str) -> None:
-    stage = save.stage
+    stage = write.stage
 
     def late(*arguments: Any, **named: Any) -> Iterator[Any]:
         time.sleep(5 * (process_id == 0))  # as if a leaf were still being computed
         yield from stage(*arguments, **named)
 
-    save.stage = late  # type: ignore[assignment]
+    write.stage = late  # type: ignore[assignment]
     attempt(lambda: jaxckpt.save(f"{folder}/c", {"w": rows(0)}, options=jaxckpt.Options(timeout_seconds=2)))
-    save.stage = stage  # type: ignore[assignment]
+    write.stage = stage  # type: ignore[assignment]
 
 
 # Processes out of step --------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from jaxckpt._save.describe import Draft
 from jaxckpt._save.prepare import prepare
 from jaxckpt._save.request import PlanCache, SaveRequest
 from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.write import OwnShare
 from jaxckpt._store.files import FileWriter
 
 TREE = {"a": np.arange(1000.0), "b": np.ones(10)}
@@ -223,6 +224,7 @@ jaxckpt.save_async(sys.argv[1], {"x": np.zeros(3)})
 def at_exit(program: str, path: Path) -> Finished:
     begin = """
 import atexit, numpy as np, jaxckpt
+from jaxckpt._save.write import OwnShare
 from jaxckpt._store.files import FileWriter
 atexit.register(print, "theirs")
 """
@@ -769,18 +771,25 @@ def test_a_checkpointer_calls_on_done_for_the_steps_that_it_saves(tmp_path: Path
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a priority of a thread exists on Linux")
 def test_what_nothing_waits_for_is_written_at_a_lower_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, priorities, go_on = os.getpriority(os.PRIO_PROCESS, 0), list[int](), threading.Event()
+    own, priorities = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    has_returned, go_on = threading.Event(), threading.Event()
 
     def writev(*args: Any) -> int:
         priorities.append(os.getpriority(os.PRIO_PROCESS, 0) - own)
         assert go_on.wait(60)
         return os_writev(*args)
 
-    os_writev = os.writev
+    def write(*args: Any) -> Any:
+        assert has_returned.wait(60)
+        return write_share(*args)
+
+    os_writev, write_share = os.writev, OwnShare.write
     monkeypatch.setattr(os, "writev", writev)
+    monkeypatch.setattr(OwnShare, "write", write)
     tree = {name: np.full(1 << 20, 1.0) for name in "abcdefgh"}
     options = jaxckpt.Options(object_bytes=1 << 20, chunk_bytes=1 << 20, host_bytes=1 << 20)
     pending = jaxckpt.save_async(tmp_path / "c", tree, options=options)
+    has_returned.set()
     while not priorities:
         time.sleep(0.001)
     threading.Timer(0.2, go_on.set).start()
