@@ -1,8 +1,9 @@
 """Conditions of a benchmark: simulated devices, freed memory that stays in the process, and touched memory.
 
 On small virtual machines, memory that a process frees returns to the host, and the next access to it is slow. With
-MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_, glibc keeps memory that was used once, so that the benchmark
-measures the libraries and not the hypervisor. A benchmark of memory itself does not use these settings.
+MALLOC_MMAP_MAX_=0 and a large MALLOC_TRIM_THRESHOLD_, glibc keeps memory that was used once, and with
+MALLOC_ARENA_MAX=1 for all threads, so that the benchmark measures the libraries and not the hypervisor. A benchmark of
+memory itself does not use these settings.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _KEPT_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_ARENA_MAX": "1",
 }
 
 

@@ -95,7 +95,9 @@ class WrittenElsewhere(SharedPath):
         total = sum(obj.n_bytes for obj in plan.objects)
         with (
             display_progress("convert", total, save.options.progress) as report,
-            contextlib.closing(spread(self._executor, write, units, options.timeout_seconds)) as written,
+            contextlib.closing(
+                spread(self._executor, write, units, options.timeout_seconds, save.call.cancellation.check)
+            ) as written,
         ):
             for unit, record in written:
                 save.call.cancellation.check()
@@ -164,10 +166,11 @@ class FilesElsewhere:
         def write_all(first: str) -> None:
             draft = os.path.dirname(first)
             write = functools.partial(_write_file, Remembered.of(self._opened.open), self._opened.options, draft)
-            seconds = self._opened.options.timeout_seconds
+            seconds, check = self._opened.options.timeout_seconds, self._call.cancellation.check
+            names = [file.name for file in own]
             with (
                 display_progress("convert", sum(file.n_bytes for file in own), progress) as display,
-                contextlib.closing(spread(self._executor, write, [file.name for file in own], seconds)) as written,
+                contextlib.closing(spread(self._executor, write, names, seconds, check)) as written,
             ):
                 for file, _ in zip(own, written, strict=True):
                     report(0)

@@ -85,15 +85,22 @@ def _checkpoint_names(path: str, names: Collection[str]) -> Collection[str]:
 def replacing(path: str) -> Generator[str]:
     """A temporary path to write to. It replaces `path` when everything is on disk, and is deleted on failure."""
     parent, name = os.path.split(path)
-    with translate_os_errors(f"cannot write {path}"), contextlib.ExitStack() as cleanup:
-        os.makedirs(parent, exist_ok=True)
-        _recover_killed(path)
-        folder = _locked_folder(path, cleanup)
+    with draft_folder(path) as folder:
         draft = os.path.join(folder, f"new{os.path.splitext(name)[1][:20]}")  # the suffix matters to some writers
         yield draft
         _sync(draft)
         _put_in_place(draft, path)
         sync_path(parent)
+
+
+@contextlib.contextmanager
+def draft_folder(path: str) -> Generator[str]:
+    """A hidden folder next to `path` for incomplete output. It is deleted at the end or, if this process is killed, by
+    the next one that writes to `path`. Raises StorageError."""
+    with translate_os_errors(f"cannot write {path}"), contextlib.ExitStack() as cleanup:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _recover_killed(path)
+        yield _locked_folder(path, cleanup)
 
 
 def _locked_folder(path: str, cleanup: contextlib.ExitStack) -> str:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 
-from jaxckpt._formats.destination import replacing, require_replaceable
+from jaxckpt._formats.destination import draft_folder, replacing, require_replaceable
 from jaxckpt._formats.direct_writes import (
     DirectWrites,
     ExportStore,
@@ -37,16 +36,16 @@ from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_
 from jaxckpt._save.request import PreparedSave, SaveRequest
 from jaxckpt._save.shared_path import SharedPath
 from jaxckpt._save.staging import StagedAhead
+from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.open_source import source_at
 from jaxckpt._sources.source import Source
-from jaxckpt._store.files import remove_folder
 from jaxckpt._store.folder import sync_path
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import InputError
+from jaxckpt.errors import CheckpointExistsError, InputError
 
 PlanFolder = Callable[[Source, Options, Report], FolderPlan]
 
@@ -140,11 +139,11 @@ class ExportedFolder(SharedPath):
         overwrite: bool,
     ) -> None:
         target = require_folder(path)
-        parent, name = os.path.split(target)
-        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]  # the name may be as long as the file system allows
-        self._temporary = os.path.join(parent, f".{digest}-export")
-        # Messages and results name the folder that the user has given.
-        self._store = ExportStore(target, self._temporary, options.io, options.timeout_seconds)
+        self._draft = contextlib.ExitStack()
+        """Holds the folder of this save's own with the temporary checkpoint. In process 0."""
+
+        # `begin` sets the folder. Messages and results name the one that the user has given.
+        self._store = ExportStore(target, target, options.io, options.timeout_seconds)
         super().__init__(self._store, overwrite=True)
         self._writer = FolderWriter(target, plan_folder, None, rename, require_bool(overwrite, "overwrite"))
 
@@ -154,15 +153,36 @@ class ExportedFolder(SharedPath):
         self._require_replaceable()
 
     def _require_replaceable(self) -> None:
-        if os.path.lexists(self._writer.target):
-            require_replaceable(self._writer.target, self._temporary, self._writer.overwrite)
+        target = self._writer.target
+        if os.path.islink(target) and self._writer.overwrite:
+            raise CheckpointExistsError(
+                f"{target} is a symbolic link to {os.readlink(target)}, and overwriting it would replace the link: give"
+                " that path, or delete the link first"
+            )
+        if os.path.lexists(target):
+            require_replaceable(target, self._store.folder, self._writer.overwrite)
 
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
         return super().plan(with_single_writers([*arrays]), options, process, processes)
 
+    def save(self, share: OwnShare) -> PublishResult:
+        with contextlib.ExitStack() as self._draft:
+            return super().save(share)
+
     def begin(self, save: PreparedSave, ahead: StagedAhead | None) -> tuple[str, Transaction | None]:
+        call, draft = save.call, ""
+        with call.rendezvous("preparing the export") as rendezvous:
+            if ahead is not None:
+                with call.phases.timed("device_to_host"):
+                    ahead.fill()
+            rendezvous.gather("")
+            if call.index == 0:
+                with call.watchdog.operation(f"preparing {self._writer.target}"):
+                    draft = self._draft.enter_context(draft_folder(self._writer.target))
+            checkpoint = os.path.join(rendezvous.broadcast(draft), "checkpoint")
+        self.store = self._store = replace(self._store, folder=checkpoint)
         save_id, transaction = super().begin(save, ahead)
-        call, folder = save.call, os.path.join(self._temporary, data_folder(save_id), "files")
+        folder = os.path.join(checkpoint, data_folder(save_id), "files")
         try:
             with call.rendezvous("preparing the files of the export") as rendezvous:
                 source, files = self._planned(save)  # raises if the rules do not fit
@@ -170,8 +190,9 @@ class ExportedFolder(SharedPath):
                 plan = functools.partial(plan_writes, source, files, save.plan, folder)
                 coherent = ""
                 if call.index == 0:
-                    coherent = _COHERENT if call.count == 1 or is_coherent(self._temporary) else "no"
-                    with call.watchdog.operation(f"preparing {folder}"):
+                    coherent = _COHERENT if call.count == 1 or is_coherent(checkpoint) else "no"
+                    cannot = translate_os_errors(f"cannot write {self._writer.target}")
+                    with call.watchdog.operation(f"preparing {folder}"), cannot:
                         plan(is_coherent=coherent == _COHERENT).create(files)
                 with call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
                     coherent = rendezvous.broadcast(coherent)
@@ -192,20 +213,17 @@ class ExportedFolder(SharedPath):
     def finish(self, save: PreparedSave, published: PublishResult) -> None:
         call, writer, direct = save.call, self._writer, self._store.direct
         assert direct is not None
-        with contextlib.ExitStack() as at_end:
+        source = writer.open(call, self._store.folder, save.options) if direct.stored else self._planned(save)[0]
+        files = direct.files(save.plan)
+        _write_files(call, source, direct, files, writer.target, writer.plan_folder, save.options)
+        with call.rendezvous("publishing the export") as rendezvous:
+            rendezvous.gather("")
             if call.index == 0:
-                at_end.callback(remove_folder, self._temporary)
-            source = writer.open(call, self._temporary, save.options) if direct.stored else self._planned(save)[0]
-            files = direct.files(save.plan)
-            _write_files(call, source, direct, files, writer.target, writer.plan_folder, save.options)
-            with call.rendezvous("publishing the export") as rendezvous:
-                rendezvous.gather("")
-                if call.index == 0:
-                    with call.watchdog.operation(f"publishing {writer.target}"):
-                        self._require_replaceable()
-                        with replacing(writer.target) as draft:
-                            os.rename(direct.folder, draft)
-                rendezvous.broadcast("")
+                with call.watchdog.operation(f"publishing {writer.target}"):
+                    self._require_replaceable()
+                    with replacing(writer.target) as draft:
+                        os.rename(direct.folder, draft)
+            rendezvous.broadcast("")
 
 
 _COHERENT = "coherent"

@@ -83,10 +83,11 @@ class _Sent(Generic[T]):
 class _Workers(Generic[T, R]):
     """The executor, until it is given up."""
 
-    def __init__(self, executor: Executor, work: Callable[[T], R], seconds: float) -> None:
+    def __init__(self, executor: Executor, work: Callable[[T], R], seconds: float, check: Callable[[], object]) -> None:
         self._executor: Executor | None = executor
         self._work = work
         self._seconds = seconds
+        self._check = check
         self._answered = time.monotonic()
         self._has_done_any = False
 
@@ -141,7 +142,7 @@ class _Workers(Generic[T, R]):
             if self._executor is None:
                 future.cancel()
                 return False
-            require_not_stalled()
+            self._check()
             if time.monotonic() - self._answered > self._seconds:
                 self._give_up(f"has not finished a unit for {self._seconds:g} s")
         return True
@@ -151,14 +152,20 @@ def _show(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def spread(executor: Executor, work: Callable[[T], R], units: Iterable[T], seconds: float) -> Generator[tuple[T, R]]:
+def spread(
+    executor: Executor,
+    work: Callable[[T], R],
+    units: Iterable[T],
+    seconds: float,
+    check: Callable[[], object] = require_not_stalled,
+) -> Generator[tuple[T, R]]:
     """Each unit with the result of `work(unit)`, in order. Workers do the units; the caller does what they cannot.
 
-    `work`, `units` and results must pickle. If no worker finishes a unit for `seconds`, the caller does the rest. Also
-    after an error, the generator ends only when no worker does a unit of it any more, as far as the executor knows. In
-    a lane.
+    `work`, `units` and results must pickle. While this waits, it calls `check`, which may raise. If no worker finishes
+    a unit for `seconds`, the caller does the rest. Also after an error, the generator ends only when no worker does a
+    unit of it any more, as far as the executor knows. In a lane.
     """
-    workers = _Workers[T, R](executor, work, seconds)
+    workers = _Workers[T, R](executor, work, seconds, check)
     left = deque[_Sent[T]]()
     try:
         for unit in units:

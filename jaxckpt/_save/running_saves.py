@@ -109,6 +109,9 @@ class RunningSave:
         self.is_raised = False
         """Whether a later save has raised its error, or a Checkpointer has dealt with it."""
 
+        self.is_reported = False
+        """Whether its end has been reported, or needs no report."""
+
         self.step = step
         """The step, if a Checkpointer saves it."""
 
@@ -154,6 +157,8 @@ class RunningSave:
     def _run(self, work: Callable[[RunningSave], SaveInfo]) -> None:
         self._thread = threading.get_ident()
         _saves.append(self)  # here, because an interrupt could end the caller in between
+        if self.is_reported:  # its caller had no time to wait until now
+            _mark_reported(self)
         try:
             outcome: SaveInfo | BaseException = work(self)
         except BaseException as error:
@@ -375,6 +380,7 @@ def _keep_abandoned(saves: list[RunningSave]) -> None:
 
 def _mark_reported(save: RunningSave) -> None:
     """Note that the end of a save has been reported."""
+    save.is_reported = True
     with contextlib.suppress(ValueError):
         _saves.remove(save)
 

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -297,3 +299,32 @@ def test_killed_exports_leave_a_complete_folder_or_none(
 
 def test_the_shards_are_as_large_as_those_of_transformers() -> None:
     assert safetensors.SHARD_BYTES == 5_000_000_000
+
+
+@pytest.mark.child
+def test_two_jobs_that_export_to_one_path(tmp_path: Path) -> None:
+    """One of them wins each time."""
+    program = """
+import sys, numpy as np, jaxckpt
+path, value = sys.argv[1], int(sys.argv[2])
+for _ in range(60):
+    tree = {f"w{n}": np.full((50, 30), value + n, np.float32) for n in range(4)}
+    try:
+        jaxckpt.save(path, tree, format="safetensors", overwrite=True)
+    except jaxckpt.errors.JaxckptError:
+        pass
+"""
+    run = [sys.executable, "-c", program, str(tmp_path / "hf")]
+    jobs = [subprocess.Popen([*run, value], env=environment(1)) for value in ("0", "200")]
+    assert [job.wait(120) for job in jobs] == [0, 0]
+    found = jaxckpt.load_numpy(tmp_path / "hf")
+    assert {float(found[f"w{n}"].max()) - n for n in range(4)} in ({0.0}, {200.0})
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "hf", {"w": jnp.ones(3)}, format="safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "hf")
+    with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is a symbolic link to"):
+        jaxckpt.save(tmp_path / "link", {"w": jnp.zeros(3)}, format="safetensors", overwrite=True)
+    assert (tmp_path / "link").is_symlink()

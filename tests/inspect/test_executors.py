@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -269,6 +270,25 @@ def test_an_interrupt_ends_the_call(call: str, tmp_path: Path, path: Path, caplo
         assert executor.submit(os.getpid).result() == pid
     assert not (tmp_path / "b").exists()
     assert not caplog.records
+
+
+class Silent(Executor):
+    """A cluster whose workers are all busy."""
+
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:
+        return Future()
+
+
+@pytest.mark.parametrize("format", [None, "safetensors"])
+def test_an_interrupt_ends_a_conversion_that_no_worker_begins(format: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    jaxckpt.save(path, {"w": np.ones((64, 64))})
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        jaxckpt.convert(path, tmp_path / "b", format=format, executor=Silent())
+    assert time.monotonic() - begun < 60  # timeout_seconds is 300
+    assert not (tmp_path / "b").exists()
 
 
 def test_workers_read_and_write_in_a_bucket(s3: Bucket, caplog: pytest.LogCaptureFixture) -> None:

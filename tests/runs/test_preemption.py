@@ -246,6 +246,23 @@ for name in "ab":
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "[2]\n[2]\n"), str(done)
 
 
+@pytest.mark.child
+def test_a_deadline_that_passed_before_the_last_step_is_no_other_failure(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, time
+import numpy as np, jaxckpt
+
+with jaxckpt.Checkpointer(sys.argv[1], every=100, preemption_seconds=0.1) as checkpoints:
+    checkpoints.save(1, {"x": np.ones((1024, 1024))})
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)
+    checkpoints.save(2, {"x": np.ones((1024, 1024))})
+"""
+    done = finish(program, str(tmp_path))
+    assert done.returncode == 128 + signal.SIGTERM, str(done)
+    assert "Traceback" not in done.stderr, str(done)
+
+
 def test_a_step_that_is_not_on_disk_by_the_deadline_is_not_reported_as_saved(
     run_python: RunPython, tmp_path: Path
 ) -> None:
