@@ -135,7 +135,7 @@ def saved_format(format: str | None, *, is_renamed: bool) -> Callable[..., Any] 
     if format not in savable:
         raise InputError(
             f"format={format!r} cannot be saved directly; expected one of {', '.join(['jaxckpt', *savable])}. For other"
-            " formats, jaxckpt.convert writes a saved checkpoint"
+            f" formats, jaxckpt.convert writes a saved checkpoint{missing_formats_hint()}"
         )
     return savable[format]
 
