@@ -653,14 +653,6 @@ def leaves_that_a_format_cannot_store(path: Path) -> Any:
     assert len(jaxckpt.open(destination)) == 1
 
 
-@advice("(in a save: rename=Rules([], drop=[…], keep=True))")
-def leaves_that_a_format_cannot_store_in_a_save(path: Path) -> Any:
-    tree = {"w": jnp.ones(2), "name": "x"}
-    yield lambda: jaxckpt.save(path, tree, format="safetensors")
-    jaxckpt.save(path, tree, format="safetensors", rename=jaxckpt.rules.Rules([], drop=["name"], keep=True))
-    assert [*jaxckpt.load_numpy(path)] == ["w"]
-
-
 @advice("the truth value of a Delta is ambiguous: use .identical or .differing")
 def the_truth_of_a_difference(path: Path) -> Any:
     jaxckpt.save(path, ODD)

@@ -118,8 +118,8 @@ def arrays_of(
             problems.append(f"{show_path(leaf.path)} {problem}")
     if problems:
         raise TreeError(
-            f"the format cannot store {len(problems)} of these leaves; leave them out with select= (in a save:"
-            f" rename=Rules([], drop=[…], keep=True)), or rename them with rename=:\n{show_lines(problems)}"
+            f"the format cannot store {len(problems)} of these leaves; leave them out with select=, or rename them with"
+            f" rename=:\n{show_lines(problems)}"
         )
     return arrays
 

@@ -45,7 +45,7 @@ from jaxckpt._store.folder import sync_path
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store_path import local_path
 from jaxckpt._store.transaction import Transaction
-from jaxckpt.errors import CheckpointExistsError, InputError
+from jaxckpt.errors import CheckpointExistsError, InputError, TreeError
 
 PlanFolder = Callable[[Source, Options, Report], FolderPlan]
 
@@ -208,7 +208,11 @@ class ExportedFolder(SharedPath):
         manifest = compose_manifest("", save.plan, save.draft, [WrittenShare([], 0, None, {}, "")] * save.call.count)
         rows = [[UnwrittenRow(stack.name, row) for row in range(stack.rows)] for stack in save.plan.stacks]
         source = renamed_source(ForeignCheckpoint(self._store.url, manifest, rows), self._writer.rename)
-        return source, self._writer.plan_folder(source, save.options, report_nothing)
+        try:
+            return source, self._writer.plan_folder(source, save.options, report_nothing)
+        except TreeError as error:
+            error.add_note("jaxckpt: a save has no select=; rename=Rules([], drop=[…], keep=True) leaves leaves out")
+            raise
 
     def finish(self, save: PreparedSave, published: PublishResult) -> None:
         call, writer, direct = save.call, self._writer, self._store.direct

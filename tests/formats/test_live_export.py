@@ -328,3 +328,12 @@ def test_a_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.errors.CheckpointExistsError, match="is a symbolic link to"):
         jaxckpt.save(tmp_path / "link", {"w": jnp.zeros(3)}, format="safetensors", overwrite=True)
     assert (tmp_path / "link").is_symlink()
+
+
+def test_a_leaf_that_the_format_cannot_store_is_left_out_by_a_rule(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(2), "name": "x"}
+    with pytest.raises(jaxckpt.errors.TreeError, match="leave them out") as raised:
+        jaxckpt.save(tmp_path / "hf", tree, format="safetensors")
+    assert "rename=Rules([], drop=[…], keep=True) leaves leaves out" in raised.value.__notes__[0]
+    jaxckpt.save(tmp_path / "hf", tree, format="safetensors", rename=Rules([], drop=["name"], keep=True))
+    assert [*jaxckpt.load_numpy(tmp_path / "hf")] == ["w"]
