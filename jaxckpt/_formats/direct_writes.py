@@ -288,15 +288,15 @@ class _PartWriter:
                 array = pieces.array() if array is None else array
                 path = os.path.join(self.direct.folder, part.file)
                 with translate_os_errors(f"cannot write {self.target}"):
-                    for offsets, runs in part.runs(tuple(region), array[row - first]):
-                        handle = os.open(path, os.O_WRONLY)
-                        try:
+                    handle = os.open(path, os.O_WRONLY)
+                    try:
+                        for offsets, runs in part.runs(tuple(region), array[row - first]):
                             for offset, run in zip(offsets.tolist(), runs, strict=True):
                                 _write_all(handle, run, offset)
-                        finally:
-                            os.close(handle)
-                        require_not_stalled()
-                        note_progress()
+                            require_not_stalled()
+                            note_progress()
+                    finally:
+                        os.close(handle)
         # What the object would take. The manifest describes it, but nothing reads it.
         return ObjectRecord(self.stack.index_bytes + self.stack.chunks_per_object * self.stack.chunk_stored_bytes, "")
 

@@ -34,7 +34,7 @@ from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.shared_path import SharedPath
+from jaxckpt._save.shared_path import SharedPath, begin_exchanges
 from jaxckpt._save.staging import StagedAhead
 from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
@@ -142,6 +142,9 @@ class ExportedFolder(SharedPath):
         self._draft = contextlib.ExitStack()
         """Holds the folder of this save's own with the temporary checkpoint. In process 0."""
 
+        self._view: Source
+        """The tensors of the tree that is saved, once the save has begun."""
+
         # `begin` sets the folder. Messages and results name the one that the user has given.
         self._store = ExportStore(target, target, options.io, options.timeout_seconds)
         super().__init__(self._store, overwrite=True)
@@ -194,13 +197,13 @@ class ExportedFolder(SharedPath):
                     cannot = translate_os_errors(f"cannot write {self._writer.target}")
                     with call.watchdog.operation(f"preparing {folder}"), cannot:
                         plan(is_coherent=coherent == _COHERENT).create(files)
-                with call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
-                    coherent = rendezvous.broadcast(coherent)
+                coherent = begin_exchanges(rendezvous, save, coherent)
         except BaseException:
             if transaction is not None:
                 transaction.close()
             raise
         self.store = self._store = replace(self._store, direct=plan(is_coherent=coherent == _COHERENT))
+        self._view = source
         return save_id, transaction
 
     def _planned(self, save: PreparedSave) -> tuple[ForeignCheckpoint, FolderPlan]:
@@ -217,7 +220,7 @@ class ExportedFolder(SharedPath):
     def finish(self, save: PreparedSave, published: PublishResult) -> None:
         call, writer, direct = save.call, self._writer, self._store.direct
         assert direct is not None
-        source = writer.open(call, self._store.folder, save.options) if direct.stored else self._planned(save)[0]
+        source = writer.open(call, self._store.folder, save.options) if direct.stored else self._view
         files = direct.files(save.plan)
         _write_files(call, source, direct, files, writer.target, writer.plan_folder, save.options)
         with call.rendezvous("publishing the export") as rendezvous:

@@ -43,7 +43,7 @@ from jaxckpt._save.compose_manifest import (
 )
 from jaxckpt._save.consistency import gather_agreed
 from jaxckpt._save.request import PreparedSave, SaveRequest
-from jaxckpt._save.shared_path import join_exchanges
+from jaxckpt._save.shared_path import begin_exchanges
 from jaxckpt._save.staging import StagedAhead, StagedObject
 from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, Object
@@ -123,7 +123,8 @@ class ProcessFolders:
                 transaction = begin_own(self.store, terms.save_id, save.plan.stacks)
                 undone.callback(transaction.close)
             with phases.timed("barrier"):
-                join_exchanges(rendezvous, save)
+                rendezvous.gather("")
+                begin_exchanges(rendezvous, save)
             undone.pop_all()
         return terms, transaction
 

@@ -102,7 +102,8 @@ class SharedPath:
                 with phases.timed("plan"), call.watchdog.operation(f"looking for {self.store.url}"):
                     require_shared(self.store, data_folder(save_id), call.index)
                 with phases.timed("barrier"):
-                    join_exchanges(rendezvous, save)
+                    rendezvous.gather("")
+                    begin_exchanges(rendezvous, save)
         except BaseException:
             if transaction is not None:
                 transaction.close()
@@ -216,11 +217,10 @@ def _previous_manifest(store: Store, overwrite: bool) -> bytes | None:
     return None
 
 
-def join_exchanges(rendezvous: Rendezvous, save: PreparedSave) -> None:
-    """Wait until all processes are prepared. The others begin their exchanges as soon as all have answered."""
-    rendezvous.gather("")
+def begin_exchanges(rendezvous: Rendezvous, save: PreparedSave, text: str = "") -> str:
+    """After all processes have gathered, share a text of process 0, with which the others begin their exchanges."""
     with save.call.cancellation.paused() if save.plan.is_collective else contextlib.nullcontext():
-        rendezvous.broadcast("")
+        return rendezvous.broadcast(text)
 
 
 def require_shared(store: Store, data: str, process: int) -> None:

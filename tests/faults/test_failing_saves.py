@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import bursts
@@ -43,6 +44,22 @@ def with_failing_calls(folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "FAILING_CALLS": str(switch)}
 
 
+def require_accounted(fault: Fault, train: Callable[[str], str]) -> None:
+    """Train in chunks of rounds, given as JSON. Each round prints a line: short bursts stop nothing, long ones do."""
+    rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
+    for start in range(0, len(rounds), 20):
+        given = rounds[start : start + 20]
+        for (policy, seed, is_long), said in zip(given, train(json.dumps(given)).splitlines(), strict=True):
+            expected = "stopped" if is_long else "all accounted for"
+            count(fault, said, expected, f"{policy}, {seed}")
+
+
+def in_a_process(tmp_path: Path, kind: str, rounds: str, env: Mapping[str, str]) -> str:
+    done = finish(PROGRAMS / "failing_storage.py", tmp_path, kind, rounds, timeout=280, env=env)
+    assert done.returncode == 0, str(done)
+    return done.stdout
+
+
 @pytest.mark.fault(
     27,
     "a file system that is full, refuses writes or breaks (EIO), in bursts shorter than three saves, and longer ones",
@@ -52,19 +69,12 @@ def with_failing_calls(folder: Path) -> dict[str, str]:
 )
 @pytest.mark.parametrize("kind", ["full", "refused", "broken"])
 def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
-    rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
-    for start in range(0, len(rounds), 20):
-        given = rounds[start : start + 20]
+    def train(rounds: str) -> str:
         if kind == "full":
-            printed = in_a_mount(tmp_path, "size=8m", "failing_storage", kind, json.dumps(given))
-        else:
-            env = with_failing_calls(tmp_path) if kind == "broken" else {}
-            done = finish(PROGRAMS / "failing_storage.py", tmp_path, kind, json.dumps(given), timeout=280, env=env)
-            assert done.returncode == 0, str(done)
-            printed = done.stdout
-        for (policy, seed, is_long), said in zip(given, printed.splitlines(), strict=True):
-            expected = "stopped" if is_long else "all accounted for"
-            count(fault, said, expected, f"{policy}, {seed}")
+            return in_a_mount(tmp_path, "size=8m", "failing_storage", kind, rounds)
+        return in_a_process(tmp_path, kind, rounds, with_failing_calls(tmp_path) if kind == "broken" else {})
+
+    require_accounted(fault, train)
 
 
 @pytest.mark.fault(
@@ -75,15 +85,8 @@ def test_training_goes_on(fault: Fault, tmp_path: Path, kind: str) -> None:
     full=160,
 )
 def test_training_goes_on_with_local_steps(fault: Fault, tmp_path: Path) -> None:
-    rounds = [(POLICIES[number % 2], fault.seed + number, number % 4 == 3) for number in fault.rounds()]
     env = with_failing_calls(tmp_path)
-    for start in range(0, len(rounds), 20):
-        given = rounds[start : start + 20]
-        done = finish(PROGRAMS / "failing_storage.py", tmp_path, "local", json.dumps(given), timeout=280, env=env)
-        assert done.returncode == 0, str(done)
-        for (policy, seed, is_long), said in zip(given, done.stdout.splitlines(), strict=True):
-            expected = "stopped" if is_long else "all accounted for"
-            count(fault, said, expected, f"{policy}, {seed}")
+    require_accounted(fault, lambda rounds: in_a_process(tmp_path, "local", rounds, env))
 
 
 @pytest.mark.fault(
