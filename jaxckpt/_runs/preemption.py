@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import os
 import signal
 import threading
@@ -151,7 +150,6 @@ class PreemptionListener:
         if self._listener_pid:
             _log.info("a library has set its handler of SIGTERM after the first save; it is called after jaxckpt's")
         handler = _Handler(self, signal.getsignal(signal.SIGTERM))
-        _address_of_python()  # the first call is in the main thread
         self._listener_pid = os.getpid()
         signal.signal(signal.SIGTERM, handler)
 
@@ -267,7 +265,8 @@ class PreemptionListener:
 
 
 def _has_replaced_handler_of_jax() -> bool:
-    """Whether the program's handler of SIGTERM is in effect, and not that of JAX's preemption service.
+    """Whether the program's handler of SIGTERM is in effect, and not that of JAX's preemption service. True if that is
+    unknown: a listener that replaces the service's handler notifies the service itself.
 
     Python does not know of handlers that C++ code has installed over its own, so the system's tables are compared.
     """
@@ -277,40 +276,23 @@ def _has_replaced_handler_of_jax() -> bool:
         and job.has_preemption_service
         and threading.current_thread() is threading.main_thread()
         and callable(signal.getsignal(signal.SIGTERM))
-        and _is_handler_of_python() is True
+        and _is_handler_of_python() is not False
     )
 
 
 def _is_handler_of_python() -> bool | None:
-    """Whether the system calls Python for SIGTERM, and not a handler of C++ code; None if that is unknown."""
-    python = _address_of_python()
-    return None if python is None else _address_of_handler(signal.SIGTERM) == python
-
-
-@functools.cache
-def _address_of_python() -> bytes | None:
-    """The address of the function of Python that the system calls for each signal that Python handles; None if unknown.
-    The first call is in the main thread."""
-    before = signal.getsignal(signal.SIGURG)
-    if before is None:
+    """Whether the system calls Python for SIGTERM, and not a handler of C++ code; None if that is unknown, because
+    Python does not handle Ctrl-C either, as in a program that a shell has started in the background."""
+    if not callable(signal.getsignal(signal.SIGINT)):
         return None
-    signal.signal(signal.SIGURG, lambda *_: None)
-    try:
-        return _address_of_handler(signal.SIGURG)
-    finally:
-        signal.signal(signal.SIGURG, before)
+    return _address_of_handler(signal.SIGTERM) == _address_of_handler(signal.SIGINT)
 
 
-def _address_of_handler(number: int) -> bytes:
-    """The address of the function that the system calls for a signal: the first field of `struct sigaction`."""
-    action = ctypes.create_string_buffer(1024)
-    _libc().sigaction(number, None, action)
-    return action.raw[: ctypes.sizeof(ctypes.c_void_p)]
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+def _address_of_handler(number: int) -> int | None:
+    """The address of the function that the system calls for a signal."""
+    get = ctypes.pythonapi.PyOS_getsig
+    get.restype = ctypes.c_void_p
+    return get(number)
 
 
 _unreported = set[PreemptionListener]()

@@ -1,7 +1,8 @@
 """Trains in two processes, and saves every `stride` steps; one of them gets SIGTERM before the seventh save.
 
 With "exits" or "logs" as the third argument, the program has its own handler of SIGTERM; with "late" in addition, it
-sets this handler after its first saves. With "asks", it calls `save` only if `should_save` returns True. With "dies",
+sets this handler after its first saves; with "ignores_interrupts", it also ignores Ctrl-C, as a program that a shell
+has started in the background. With "asks", it calls `save` only if `should_save` returns True. With "dies",
 both raise an error after the signal, as if the workers of their data loaders had received it too.
 """
 
@@ -35,6 +36,8 @@ def set_handler() -> None:
         signal.signal(signal.SIGTERM, lambda *_: print("notified", file=sys.stderr))
 
 
+if "ignores_interrupts" in handler:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 if "late" not in handler:
     set_handler()
 with jaxckpt.Checkpointer(folder, every=1000 * stride) as checkpoints:

@@ -47,16 +47,18 @@ def test_one_of_two_processes_is_notified_and_both_save_the_same_last_step(
     assert jaxckpt.open(tmp_path / "s" / f"{last:08d}").process_states == [{"at": last}] * 2
 
 
-@pytest.mark.parametrize("late", [[], ["late"]], ids=["before the first save", "after it"])
-@pytest.mark.parametrize(("handler", "status"), [("exits", 1), ("logs", 143)])
+@pytest.mark.parametrize(
+    ("handler", "status", "details"),
+    [("exits", 1, []), ("exits", 1, ["late"]), ("logs", 143, []), ("logs", 143, ["late", "ignores_interrupts"])],
+)
 def test_a_handler_that_has_replaced_that_of_jax_does_not_prevent_the_last_step(
-    run_processes: RunProcesses, tmp_path: Path, handler: str, status: int, late: list[str]
+    run_processes: RunProcesses, tmp_path: Path, handler: str, status: int, details: list[str]
 ) -> None:
     done = run_processes(
         PROGRAMS / "preempted_together.py",
         processes=2,
         devices_per_process=2,
-        args=[str(tmp_path / "s"), 1, handler, *late],
+        args=[str(tmp_path / "s"), 1, handler, *details],
         timeout=90,
         check=False,
     )
