@@ -281,6 +281,36 @@ def test_python_calls_per_leaf_are_bounded(tmp_path: Path, what: str) -> None:
     assert counts[1] - counts[0] <= 1000 * most + 50, counts
 
 
+HAND_OVERS: dict[str, tuple[Callable[[Path, Any], object], int]] = {
+    "open": (lambda path, tree: jaxckpt.open(path), 1),
+    "load_numpy": (lambda path, tree: jaxckpt.load_numpy(path), 1),
+    "restore": (lambda path, tree: jaxckpt.restore(path), 2),  # opens, matches in this thread, and reads
+    "save": (lambda path, tree: jaxckpt.save(path, tree, overwrite=True), 2),  # plans, and writes
+}
+
+
+@pytest.mark.parametrize("what", HAND_OVERS)
+def test_a_call_hands_its_work_to_another_thread_no_more_often_than_it_must(tmp_path: Path, what: str) -> None:
+    """Each hand-over and back takes 0.1 ms, which is a third of what it takes to open a checkpoint."""
+    act, most = HAND_OVERS[what]
+    tree = {"w": jnp.ones((8, 8)), "step": 3}
+    jaxckpt.save(tmp_path / "ckpt", tree)
+    act(tmp_path / "ckpt", tree)
+    puts = 0
+
+    def note(_: FrameType, event: str, called: Any) -> None:
+        nonlocal puts
+        puts += event == "c_call" and getattr(called, "__qualname__", "") == "SimpleQueue.put"
+
+    before = sys.getprofile()
+    sys.setprofile(note)  # of this thread alone
+    try:
+        act(tmp_path / "ckpt", tree)
+    finally:
+        sys.setprofile(before)
+    assert 1 <= puts <= most
+
+
 @pytest.mark.one_device
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_does_not_run_while_arrays_are_created(tmp_path: Path, enabled: bool) -> None:

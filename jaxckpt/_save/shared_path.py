@@ -35,7 +35,7 @@ from jaxckpt._save.write import OwnShare
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.load_manifest import find_lost, repair_hint
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import Path, store_at
+from jaxckpt._store.store_path import Path, require_no_dangling_link, unchecked_store_at
 from jaxckpt._store.transaction import Transaction, begin
 from jaxckpt.errors import CheckpointExistsError, PathNotSharedError, show_count
 
@@ -51,10 +51,10 @@ class SharedPath:
     @classmethod
     def at(cls, path: Path, options: Options, *, overwrite: bool) -> SharedPath:
         """The destination at a path or URL. Raises InputError, StorageError."""
-        return cls(store_at(path, options, to_write=True), overwrite=overwrite)
+        return cls(unchecked_store_at(path, options, to_write=True), overwrite=overwrite)
 
     def check(self, request: SaveRequest) -> None:
-        return
+        require_no_dangling_link(self.store)
 
     def plan(self, arrays: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
         return plan_save(arrays, options, process, processes)

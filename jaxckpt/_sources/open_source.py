@@ -34,7 +34,7 @@ from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, store_of, url_of
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
-from jaxckpt._store.store_path import local_path, store_at
+from jaxckpt._store.store_path import local_path, require_no_dangling_link, store_at, unchecked_store_at
 from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def source_at(
             options.timeout_seconds,
             lambda: _open_named_step(location.run, location.name, options, manifest_sha256),
         )
-    store = store_at(location, options)
+    store = unchecked_store_at(location, options)
     await_writes(store)
     return run_watched(
         f"opening {store.url}",
@@ -108,6 +108,7 @@ def _open_source(
             return foreign
         raise error
     except NotACheckpointError as error:
+        require_no_dangling_link(store)
         for _ in range(_TRIES):
             if (step := resolve_step(store)) is None:
                 break

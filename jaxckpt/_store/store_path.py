@@ -20,8 +20,15 @@ Path = str | os.PathLike[str]
 def store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
     """The store at a local path, or at a URL that tensorstore's kvstore takes.
 
-    Raises InputError; StorageError if it is `to_write` and can only be read.
+    Raises InputError, also for a broken symbolic link; StorageError if it is `to_write` and can only be read.
     """
+    store = unchecked_store_at(path, options, to_write=to_write)
+    require_no_dangling_link(store)
+    return store
+
+
+def unchecked_store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
+    """As `store_at`, without looking for a broken link. Uses no storage, so the caller need not wait for a lane."""
     local, text = local_path(path), os.fspath(path)
     if local is None:
         _require_plain_key(text)
@@ -30,9 +37,13 @@ def store_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
         if to_write:
             bucket.require_writable()
         return bucket
-    folder = Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io, options.timeout_seconds)
-    folder.require_no_dangling_link()
-    return folder
+    return Folder(local if "://" in text else text.rstrip("/") or "/", local, options.io, options.timeout_seconds)
+
+
+def require_no_dangling_link(store: Store) -> None:
+    """Raise InputError if the path of a store is a broken symbolic link, or below one."""
+    if isinstance(store, Folder):
+        store.require_no_dangling_link()
 
 
 def run_at(path: Path, options: Options, *, to_write: bool = False) -> Store:
