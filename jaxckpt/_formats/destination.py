@@ -96,7 +96,8 @@ def replacing(path: str) -> Generator[str]:
 @contextlib.contextmanager
 def draft_folder(path: str) -> Generator[str]:
     """A hidden folder next to `path` for incomplete output. It is deleted at the end or, if this process is killed, by
-    the next one that writes to `path`. Raises StorageError."""
+    the next one that writes to `path`. Raises StorageError; InputError if a folder above is a broken link."""
+    store_at(os.path.dirname(path), Options())
     with translate_os_errors(f"cannot write {path}"), contextlib.ExitStack() as cleanup:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _recover_killed(path)

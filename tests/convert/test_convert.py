@@ -474,6 +474,22 @@ def test_a_file_a_link_or_a_checkpoint_is_replaced(tmp_path: Path, to: str, ther
         assert jaxckpt.load_numpy(at)["w"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: jaxckpt.save(path, {"w": jnp.ones(3)}, format="safetensors"),
+        lambda path: jaxckpt.convert(path.parent.parent / "from", path, format="safetensors"),
+        lambda path: jaxckpt.convert(path.parent.parent / "from", f"{path}.npz"),
+    ],
+)
+def test_a_destination_below_a_broken_link_is_an_error(write: Callable[[Path], object], tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(jaxckpt.errors.InputError, match="link is a symbolic link to .*gone, which does not exist"):
+        write(tmp_path / "link" / "to")
+    assert sorted(os.listdir(tmp_path)) == ["from", "link"]
+
+
 @pytest.mark.parametrize("after", [0, 1])
 def test_an_interrupt_while_a_folder_is_replaced_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
