@@ -277,7 +277,8 @@ class _Comparison:
             return Match(
                 requests, assembly, [self._moved_remedy(leaves) or _RENAME] if self.numbers else [], has_any_match=False
             ), problems
-        accepted = self._accepted(leaves, origins, requests, unrequested) if self.strict.is_loose else NONE_ACCEPTED
+        is_accepting = self.strict.is_loose or (self.request.initial is not None and self.select is not None)
+        accepted = self._accepted(leaves, origins, requests, unrequested) if is_accepting else NONE_ACCEPTED
         return Match(requests, assembly, [*self._remedies(leaves, missing, extra, requests)], accepted), problems
 
     def _match_leaf(self, number: int, leaf: Leaf) -> LeafOrigin | _Missing | _Refused:
@@ -353,7 +354,12 @@ class _Comparison:
             if isinstance(origin, (Kept, Initialized)) and self._is_absent(leaf) and not self.strict(leaf.path)
         ]
         extra = [path for path in unrequested if not self.strict(path)]
-        return AcceptedDifferences(requests.paths, missing, extra, self._owner)
+        unselected = [
+            leaf.path
+            for leaf, origin in zip(leaves, origins, strict=True)
+            if isinstance(origin, Initialized) and leaf.path in self.numbers
+        ]
+        return AcceptedDifferences(requests.paths, missing, extra, unselected, self._owner)
 
     def _numbers_below(self, path: str) -> list[int]:
         """The numbers of the selected leaves below a path that exists."""

@@ -58,7 +58,7 @@ class Strictness:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedDifferences:
-    """What a restore that was not strict left out."""
+    """What a restore left out without an error."""
 
     restored: Sequence[str] = ()
     """Paths of the leaves that come from the checkpoint, if it left anything out."""
@@ -69,17 +69,23 @@ class AcceptedDifferences:
     extra: Sequence[str] = ()
     """Paths of the checkpoint's leaves that the target lacks."""
 
+    unselected: Sequence[str] = ()
+    """Paths of leaves that the checkpoint has, but that `init` creates, because `select` leaves them out."""
+
     owner: str = "target"
     """What has the values of missing leaves: "target" or "init"."""
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.extra)
+        return bool(self.missing or self.extra or self.unselected)
 
     def __str__(self) -> str:
         """A phrase that counts what was restored and what was not, by subtree."""
         texts = [self._restored_text()]
         if self.missing:
             texts.append(f"not in the checkpoint, and as in the {self.owner}: {self._by_subtree(self.missing)}")
+        if self.unselected:
+            unselected = self._by_subtree(self.unselected)
+            texts.append(f"in the checkpoint, but left out by select=, and as in the {self.owner}: {unselected}")
         if self.extra:
             texts.append(f"only in the checkpoint, and left out: {self._by_subtree(self.extra)}")
         return "; ".join(texts)
@@ -87,7 +93,8 @@ class AcceptedDifferences:
     def _restored_text(self) -> str:
         """How many of the target's leaves come from the checkpoint: in total, and for each key at its top."""
         restored = collections.Counter(path.partition("/")[0] for path in self.restored)
-        totals = restored + collections.Counter(path.partition("/")[0] for path in self.missing)
+        left_out = (path.partition("/")[0] for path in (*self.missing, *self.unselected))
+        totals = restored + collections.Counter(left_out)
         counts = [f"{restored[key]:,} of {total:,} in {show_path(key)}" for key, total in totals.items()]
         total = show_count(totals.total(), "leaf")
         return f"restored {len(self.restored):,} of the {total} of the {self.owner} ({_listed(counts)})"

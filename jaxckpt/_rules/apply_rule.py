@@ -35,12 +35,12 @@ class SourceLeaves:
         if within:
             self.paths = {path: None for path in self._numbers if relative_path(within, path) is not None}.keys()
 
-    def array(self, path: str) -> ForeignArray:
-        """A leaf. Raises MisfitError if a rule cannot use it."""
+    def array(self, path: str, *, or_key: bool = False) -> ForeignArray:
+        """An array of numbers, or with `or_key` of PRNG keys. Raises MisfitError for another leaf."""
         leaf = self.leaf(path)
-        if not isinstance(leaf, ForeignArray) or leaf.kind in ("key", "str", "bytes"):
+        if not isinstance(leaf, ForeignArray) or leaf.kind in ("str", "bytes") or (leaf.kind == "key" and not or_key):
             kind = self._source.manifest.leaves[self._numbers[path]].kind
-            raise MisfitError(f"{show_path(path)} is a {kind}, not a numeric array")
+            raise MisfitError(f"{show_path(path)} is a {kind}, not a numeric array: list it in Rules.drop")
         return leaf
 
     def leaf(self, path: str) -> Any:
@@ -154,7 +154,7 @@ def _stack_sources(
     blocks: dict[tuple[int, ...], ArrayData] = {}
     first = None
     for index, path in paths.items():
-        array = leaves.array(path)
+        array = leaves.array(path, or_key=rule.takes_keys)
         if rule.copies:
             array = _compared(array, path, paths_in(rule.copies), leaves)
         if path in scale_of:
@@ -165,7 +165,7 @@ def _stack_sources(
         first = first or array
         if (array.mesh, array.spec) != (first.mesh, first.spec):
             first = replace(first, mesh=None, spec=())
-        if (array.shape, array.dtype) != (first.shape, first.dtype):
+        if _shown(array) != _shown(first):
             raise MisfitError(f"{show_path(path)} is {_shown(array)}, and others are {_shown(first)}")
         blocks[index] = array.data
     assert first is not None
@@ -183,7 +183,12 @@ def _merged(stacks: Sequence[_SourceStack]) -> _SourceStack:
 
 
 def _shown(array: ForeignArray) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+    return f"{f'key<{array.impl}>' if array.kind == 'key' else array.dtype}{list(array.shape[: rank_of(array)])}"
+
+
+def rank_of(array: ForeignArray) -> int:
+    """The number of its dimensions, without the last one of the raw data of PRNG keys."""
+    return len(array.shape) - (array.kind == "key")
 
 
 def _compared(array: ForeignArray, path: str, names: Sequence[str], leaves: SourceLeaves) -> ForeignArray:
@@ -241,6 +246,7 @@ def _targets_of_group(
                 tuple(shape),
                 MappedData(placed, is_padded=bool(rule.resized)),
                 "numpy" if first.kind == "numpy_scalar" and shape else first.kind,
+                first.impl,
                 chunk=_unit(pieces[0], first.chunk) if first.chunk else None,
                 mesh=mesh,
                 spec=_carry_over_spec(mesh, first.spec, pieces[0], shape) if mesh else (),
@@ -288,6 +294,8 @@ def _piece(rule: Rule, stacked: tuple[str, ...], stack: _SourceStack, cut: Inter
         start[rule.axis], shape[rule.axis] = cut[0], cut[1] - cut[0]
     axes = tuple((f"_{number}",) for number in range(len(shape)))
     layout = AxisLayout.parse(rule.layout) if rule.layout else AxisLayout(axes, axes)
+    if rule.layout and stack.first.kind == "key":
+        layout = AxisLayout((*layout.source, axes[-1]), (*layout.target, axes[-1]))
     given = {**rule.sizes, **{name: len(values) for name, values in rule.numbers.items()}}
     if isinstance(rule.axis, str):
         given[rule.axis] = max(len(paths_in(rule.source)), len(paths_in(rule.target)))

@@ -234,6 +234,12 @@ class Rule:
         """Whether it is for all leaves below a container."""
         return all(isinstance(name, str) and name.split("/")[-1] == "**" for name in (self.source, self.target))
 
+    @property
+    def takes_keys(self) -> bool:
+        """Whether PRNG keys may be its source: it renames or stacks leaves, and computes nothing."""
+        computes = self.dtype or self.scales or self.packed or (self.scale, self.offset) != (1, 0)
+        return isinstance(self.source, str) and isinstance(self.target, str) and not computes
+
     def for_leaf(self, tail: str, ndim: int) -> Rule:
         """The rule for the leaves with this path below the containers of a rule, and this rank in the source."""
         source, target = (f"{str(name)[:-2]}{tail}" for name in (self.source, self.target))

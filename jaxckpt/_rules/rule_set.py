@@ -18,7 +18,7 @@ from jaxckpt._model.paths import closest_hint, join_paths
 from jaxckpt._model.select import parse_select
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import require_bool
-from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule
+from jaxckpt._rules.apply_rule import SourceLeaves, apply_rule, rank_of
 from jaxckpt._rules.axis_layouts import MisfitError
 from jaxckpt._rules.rule import Paths, Rule, captures, matching_paths, paths_in, tails_below
 from jaxckpt._sources.compose import compose
@@ -53,7 +53,8 @@ class Rules:
     """The rules. Each target path is made by exactly one of them."""
 
     drop: Sequence[str] = ()
-    """Patterns of source leaves that the target lacks, as in `select=`: a path with everything below, or a glob."""
+    """Patterns of source leaves that the target lacks, as in `select=`: a path with everything below, or a glob. A rule
+    for a container ("**") leaves them out."""
 
     keep: bool = False
     """Whether the other leaves of the source, including PRNG keys and Python values, keep their paths and values."""
@@ -150,7 +151,9 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
     leaves = SourceLeaves(source, rules.within)
     targets: dict[str, ForeignArray] = {}
     claimed: dict[str, Rule] = {}
-    rules_of_leaves, problems = _rules_of_leaves(rules.rules, leaves)
+    dropped, problems = _dropped_paths(rules, leaves)
+    rules_of_leaves, misfits = _rules_of_leaves(rules.rules, leaves, dropped)
+    problems += misfits
     for rule in rules_of_leaves:
         matches = [matching_paths(name, leaves.paths, rule.numbers) for name in paths_in(rule.source)]
         if not any(matches):
@@ -172,12 +175,6 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
             for path, array in made
             if targets.setdefault(path, array) is not array
         ]
-    dropped: set[str] = set()
-    for name in rules.drop:
-        matched = [name] if name in leaves.paths else [*filter(parse_select([name]), leaves.paths)]
-        dropped.update(matched)
-        if not matched:
-            problems.append(Problem(None, f"drop {name!r} matches nothing{_hint(name, leaves.paths)}"))
     problems += [
         Problem(path, f"is claimed by {claimed[path]} and dropped") for path in sorted(claimed.keys() & dropped)
     ]
@@ -197,17 +194,33 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
     return replace(view, origin=source)
 
 
-def _rules_of_leaves(rules: Sequence[Rule], leaves: SourceLeaves) -> tuple[list[Rule], list[Problem]]:
-    """The rules, with a rule for each leaf in place of those for all leaves below a container; and problems."""
+def _dropped_paths(rules: Rules, leaves: SourceLeaves) -> tuple[set[str], list[Problem]]:
+    """The source leaves that the target lacks, and problems."""
+    dropped: set[str] = set()
+    problems: list[Problem] = []
+    for name in rules.drop:
+        matched = [name] if name in leaves.paths else [*filter(parse_select([name]), leaves.paths)]
+        dropped.update(matched)
+        if not matched:
+            problems.append(Problem(None, f"drop {name!r} matches nothing{_hint(name, leaves.paths)}"))
+    return dropped, problems
+
+
+def _rules_of_leaves(
+    rules: Iterable[Rule], leaves: SourceLeaves, dropped: Collection[str]
+) -> tuple[list[Rule], list[Problem]]:
+    """The rules, with a rule for each leaf that is not dropped in place of those for all leaves below a container; and
+    problems."""
     made: list[Rule] = []
     problems: list[Problem] = []
+    paths = [path for path in leaves.paths if path not in dropped]
     for rule in rules:
-        tails = tails_below(str(rule.source), leaves.paths) if rule.is_for_container else {}
+        tails = tails_below(str(rule.source), paths) if rule.is_for_container else {}
         if not tails:
             made.append(rule)
         for tail, path in tails.items():
             try:
-                made.append(rule.for_leaf(tail, len(leaves.array(path).shape)))
+                made.append(rule.for_leaf(tail, rank_of(leaves.array(path, or_key=rule.takes_keys))))
             except MisfitError as misfit:
                 problems.append(Problem(None, f"{rule}: {misfit}"))
     return made, problems

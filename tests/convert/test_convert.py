@@ -485,7 +485,7 @@ def test_a_file_a_link_or_a_checkpoint_is_replaced(tmp_path: Path, to: str, ther
 def test_a_destination_below_a_broken_link_is_an_error(write: Callable[[Path], object], tmp_path: Path) -> None:
     jaxckpt.save(tmp_path / "from", {"w": np.arange(5.0)})
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(jaxckpt.errors.InputError, match="link is a symbolic link to .*gone, which does not exist"):
+    with pytest.raises(jaxckpt.errors.InputError, match=r"link is a symbolic link to .*gone, which does not exist"):
         write(tmp_path / "link" / "to")
     assert sorted(os.listdir(tmp_path)) == ["from", "link"]
 

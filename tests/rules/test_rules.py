@@ -880,3 +880,36 @@ def test_drop_takes_what_select_takes(tmp_path: Path) -> None:
     assert set(jaxckpt.open(tmp_path / "a").restore(select="h/{i}")["h"]) == {"0"}
     with pytest.raises(jaxckpt.MismatchError, match=r"drop 'opt/m\*/x' matches nothing"):
         jaxckpt.open(tmp_path / "a", rename=Rules([rule], ["opt/m*/x"], keep=True))
+
+
+def test_layers_with_random_keys_are_stacked_unstacked_and_extended(tmp_path: Path) -> None:
+    """Flax's Dropout has a PRNG key in each layer."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = {str(n): {"w": jnp.full(2, n), "dropout": {"key": keys[n], "count": jnp.uint32(n)}} for n in range(3)}
+    jaxckpt.save(tmp_path / "a", {"layers": layers, "rng": jax.random.key(7)})
+    rules = jaxckpt.rules.stack("layers/{i}")
+    stacked = jaxckpt.restore(tmp_path / "a", rename=rules)
+    assert stacked["layers"]["dropout"]["key"].dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(stacked["layers"]["dropout"]["key"]), jax.random.key_data(keys))
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stacked)
+    assert jaxckpt.restore(tmp_path / "a", target, rename=rules)["layers"]["dropout"]["key"].shape == (3,)
+    jaxckpt.save(tmp_path / "b", stacked)
+    jaxckpt.convert(tmp_path / "b", tmp_path / "back", rename=rules.inverse())
+    assert jaxckpt.diff(tmp_path / "back", tmp_path / "a").identical
+
+    key = "layers/dropout/key"
+    one = [Rule(source=key, target=key, layout="i -> i", sizes={"i": 3}, resized={"i": 4})]
+    extended = jaxckpt.restore(tmp_path / "b", rename=Rules(one, keep=True))["layers"]["dropout"]["key"]
+    assert jax.random.key_data(extended).tolist() == [*jax.random.key_data(keys).tolist(), [0, 0]]
+
+    dropped = jaxckpt.load_numpy(tmp_path / "a", rename=Rules(rules.rules, ["layers/*/dropout"], keep=True))
+    assert set(dropped["layers"]) == {"w"}
+    cast = Rule(source="layers/{i}/**", target="layers/**", dtype="bfloat16")
+    with pytest.raises(
+        jaxckpt.MismatchError, match=r"dropout/key' is a key, not a numeric array: list it in Rules.drop"
+    ):
+        jaxckpt.open(tmp_path / "a", rename=Rules([cast], keep=True))
+    other = {"0": {"key": jax.random.key(1)}, "1": {"key": jax.random.key(2, impl="rbg")}}
+    jaxckpt.save(tmp_path / "c", {"layers": other})
+    with pytest.raises(jaxckpt.MismatchError, match=r"is key<rbg>\[\], and others are key<fry>\[\]"):
+        jaxckpt.open(tmp_path / "c", rename=rules)

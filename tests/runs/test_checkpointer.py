@@ -1216,3 +1216,27 @@ def test_a_step_that_another_object_is_saving_is_deleted_too(tmp_path: Path) -> 
     second.delete(2)
     first.close()
     assert second.steps() == [1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_selection_that_leaves_out_what_an_earlier_start_has_saved_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    def init() -> dict[str, Any]:
+        return {"params": {"w": jnp.zeros(2)}, "opt_state": {"mu": jnp.zeros(2), "count": jnp.zeros((), int)}}
+
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.restore_or_init(init, select="params", strict=strict)
+        checkpoints.save(1, jax.tree.map(lambda leaf: leaf + 1, init()))
+    assert "left out" not in caplog.text
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        _, state = checkpoints.restore_or_init(init, select="params", strict=strict)
+    assert (int(state["params"]["w"][0]), int(state["opt_state"]["count"])) == (1, 0)
+    (record,) = [record for record in caplog.records if "left out" in record.message]
+    assert record.levelname == "WARNING"
+    assert "in the checkpoint, but left out by select=, and as in the init: 2 below 'opt_state'" in record.message
+    caplog.clear()
+    with jaxckpt.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.restore_or_init(init)
+        checkpoints.restore(target=init(), select="params")
+    assert "left out" not in caplog.text
