@@ -106,7 +106,7 @@ class Options:
     chunk_bytes: int | None = None
     compression: Literal["zstd", "blosc"] | None = None
     io: Literal["auto", "tensorstore"] = "auto"
-    read: Literal["each", "shared"] = "each"
+    read: Literal["each", "shared", "auto"] = "each"
     host_bytes: int = HOST_BYTES
     staging_bytes: int | None = None
     max_bytes_per_second: float | None = None
@@ -132,7 +132,7 @@ class Options:
             ("compression", COMPRESSIONS),
             ("io", ("auto", "tensorstore")),
             ("reuse", (None, "auto", "identity", "content")),
-            ("read", ("each", "shared")),
+            ("read", ("each", "shared", "auto")),
             ("sync", (True, False)),
             ("non_finite", ("ignore", "warn", "error")),
             ("indivisible", ("error", "replicate")),
