@@ -18,6 +18,7 @@ Stated rates convert counts to seconds. Each phase takes as long as its slowest 
     latency     50 ms for a request for a small object: an assumption for both stores
     network     25 Gb/s for each process, including process 0, which runs the coordination service: an assumption
     service     as measured by coordination.py
+    host        4 GiB for Options.host_bytes, the default with 32 cores and 128 GiB
 
 The state is that of a dense model of 70 billion parameters (the shapes of Llama 3 70B) with Adam: parameters in
 bfloat16, two moments in float32, 706 GB, in 2,170 leaves, or in 37 if the layers are scanned. A process has 4 devices.
@@ -42,7 +43,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -61,7 +62,7 @@ from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecor
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._restore.read_loop import reads_of
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.wants import plan_reads, plan_wants
+from jaxckpt._restore.wants import Wants, plan_reads, plan_wants
 from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
@@ -101,9 +102,6 @@ class Job:
     scanned: bool = False
     options: Options = field(default_factory=Options)
 
-    read: Literal["shared", "auto"] = "auto"
-    """How a restore reads that is compared with read="each"."""
-
     def sharding(self, spec: Spec) -> PlannedSharding:
         return PlannedSharding(self.mesh, spec, self.devices_per_process)
 
@@ -113,13 +111,15 @@ def job_of(processes: int, *, scanned: bool) -> Job:
     tensor, devices = 8, processes * 4
     fsdp = min(256, devices // tensor)
     mesh = (("replica", devices // (tensor * fsdp)), ("fsdp", fsdp), ("tensor", tensor))
-    return Job(processes, mesh, scanned=scanned, options=Options(host_bytes=4 << 30))  # as on a host with 32 cores
+    return Job(processes, mesh, scanned=scanned, options=Options(read="auto", host_bytes=4 << 30))
 
 
 def small_job(processes: int) -> Job:
     """A job that a test can run for real: two devices per process, and replicas if it has more than two processes."""
     mesh = (("replica", processes // 2), ("fsdp", 2), ("tensor", 2))
-    return Job(processes, mesh, 2, layers=3, width=64, hidden=128, heads=32, vocabulary=96, read="shared")
+    return Job(
+        processes, mesh, 2, layers=3, width=64, hidden=128, heads=32, vocabulary=96, options=Options(read="shared")
+    )
 
 
 def leaves_of(job: Job) -> dict[str, tuple[str, tuple[int, ...], Spec]]:
@@ -170,7 +170,7 @@ def plan_for(job: Job, process: int) -> SavePlan:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore onto the mesh of the save reads, with one value of `Options.read`."""
+    """What a restore onto the mesh of the save reads."""
 
     requests: int
     """Requests for objects, of all processes."""
@@ -188,17 +188,19 @@ class Restored:
     """Seconds of CPU time for the plan of process 1."""
 
 
-def restored_by(job: Job, manifest: Manifest, read: Literal["each", "shared", "auto"]) -> Restored:
-    """What the processes read if each needs as much as process 1, and each community as much as the first."""
-    options = replace(job.options, read=read)
+def wants_of(job: Job, manifest: Manifest) -> Wants:
+    """What process 1 needs to restore onto the mesh of the save."""
     abstract = {spec: AbstractLeaf("jax", None, job.sharding(spec)) for _, _, spec in leaves_of(job).values()}
     leaves = {number: abstract[spec] for number, (_, _, spec) in enumerate(leaves_of(job).values())}
     source: Any = SimpleNamespace(manifest=manifest, url="s3://checkpoints/1234abcd")
-    wants = plan_wants(source, leaves, options, [1], range(job.processes))
-    (reads,), plan_cpu = timed(lambda: list(plan_reads(wants, options, [1])))
-    requests, read_bytes = fetched(
-        job, wants.stacks, ((step.stack, read.boxes) for step, read in reads_of(reads.steps))
-    )
+    return plan_wants(source, leaves, job.options, [1], range(job.processes))
+
+
+def restored_by(job: Job, wants: Wants) -> Restored:
+    """What the processes read if each needs as much as process 1, and each community as much as the first."""
+    (reads,), plan_cpu = timed(lambda: list(plan_reads(wants, job.options, [1])))
+    own = ((step.stack, read.boxes) for step, read in reads_of(reads.steps))
+    requests, read_bytes = fetched(job, wants.stacks, own)
     requests *= job.processes
     for partition, rounds in reads.rounds.items():
         by_reader: dict[int, list[tuple[int, Sequence[Box]]]] = {}
@@ -207,7 +209,7 @@ def restored_by(job: Job, manifest: Manifest, read: Literal["each", "shared", "a
         each = {reader: fetched(job, wants.stacks, boxes) for reader, boxes in by_reader.items()}
         requests += sum(n_requests for n_requests, _ in each.values()) * len(partition)
         read_bytes += each.get(1, (0, 0))[1]
-    received_bytes = reads.cost(wants.stacks, options.host_bytes).received_bytes
+    received_bytes = reads.cost(wants.stacks, job.options.host_bytes).received_bytes
     return Restored(requests, read_bytes, received_bytes, max(map(len, reads.rounds.values()), default=0), plan_cpu)
 
 
@@ -327,7 +329,8 @@ def simulate(job: Job) -> dict[str, Any]:
         _, result["decode_cpu"] = timed(lambda: manifests.decode(content, "/ckpt"))
     else:
         result["decode_cpu"] = math.nan
-    result |= {"each": restored_by(job, manifest, "each"), "auto": restored_by(job, manifest, job.read)}
+    wants = wants_of(job, manifest)
+    result |= {"each": restored_by(job, replace(wants, layouts=None)), "auto": restored_by(job, wants)}
     published = msgspec.json.encode(PublishResult("0" * 32, 10**12, 0, "0" * 64, manifest.created)).decode()
     result["rendezvous"] = {
         "agree": meet(job.processes, agreement_of, "0" * 32, first=True),

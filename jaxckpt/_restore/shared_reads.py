@@ -118,7 +118,8 @@ def _communities(layout: Layout) -> Partition:
             if other_community is not joined:
                 joined.extend(other_community)
                 community_of.update(dict.fromkeys(other_community, joined))
-    return tuple(sorted({id(joined): tuple(sorted(joined)) for joined in community_of.values()}.values()))
+    distinct = {id(joined): joined for joined in community_of.values()}
+    return tuple(sorted(tuple(sorted(joined)) for joined in distinct.values()))
 
 
 @functools.lru_cache(maxsize=4096)
