@@ -18,6 +18,7 @@ Stated rates convert counts to seconds. Each phase takes as long as its slowest 
     latency     50 ms for a request for a small object: an assumption for both stores
     network     25 Gb/s for each process, including process 0, which runs the coordination service: an assumption
     service     as measured by coordination.py
+    host        4 GiB for Options.host_bytes, the default with 32 cores and 128 GiB
 
 The state is that of a dense model of 70 billion parameters (the shapes of Llama 3 70B) with Adam: parameters in
 bfloat16, two moments in float32, 706 GB, in 2,170 leaves, or in 37 if the layers are scanned. A process has 4 devices.
@@ -38,9 +39,10 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,10 +57,12 @@ from jaxckpt import Options
 from jaxckpt._arguments.pytree import flatten
 from jaxckpt._devices.shardings import LayoutTable, PlannedSharding
 from jaxckpt._model import manifest as manifests
-from jaxckpt._model.grid import Layout, Spec, spec_box, touched_cells
+from jaxckpt._model.grid import Box, Layout, Spec, touched_cells
 from jaxckpt._model.records import LayoutRecord, LeafRecord, Manifest, MeshRecord
 from jaxckpt._model.stacks import Stack, indexed_objects_of
-from jaxckpt._restore.read_plan import ReadStep, WantedRows, plan_read
+from jaxckpt._restore.read_loop import reads_of
+from jaxckpt._restore.resolve import AbstractLeaf
+from jaxckpt._restore.wants import Wants, plan_reads, plan_wants
 from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
 from jaxckpt._save.consistency import Fingerprint, require_agreement
 from jaxckpt._save.describe import Draft
@@ -107,13 +111,15 @@ def job_of(processes: int, *, scanned: bool) -> Job:
     tensor, devices = 8, processes * 4
     fsdp = min(256, devices // tensor)
     mesh = (("replica", devices // (tensor * fsdp)), ("fsdp", fsdp), ("tensor", tensor))
-    return Job(processes, mesh, scanned=scanned)
+    return Job(processes, mesh, scanned=scanned, options=Options(read="auto", host_bytes=4 << 30))
 
 
 def small_job(processes: int) -> Job:
     """A job that a test can run for real: two devices per process, and replicas if it has more than two processes."""
     mesh = (("replica", processes // 2), ("fsdp", 2), ("tensor", 2))
-    return Job(processes, mesh, 2, layers=3, width=64, hidden=128, heads=32, vocabulary=96)
+    return Job(
+        processes, mesh, 2, layers=3, width=64, hidden=128, heads=32, vocabulary=96, options=Options(read="shared")
+    )
 
 
 def leaves_of(job: Job) -> dict[str, tuple[str, tuple[int, ...], Spec]]:
@@ -148,16 +154,6 @@ def leaves_of(job: Job) -> dict[str, tuple[str, tuple[int, ...], Spec]]:
     return {leaf.path: found[leaf.path] for leaf in flatten(nested(dict.fromkeys(found, 0)))[0]}  # in the tree's order
 
 
-def own_boxes(job: Job, process: int, shape: tuple[int, ...], spec: Spec) -> tuple[Any, ...]:
-    """The distinct boxes that a process's devices hold."""
-    axes = dict(job.mesh)
-    first = process * job.devices_per_process
-    places = (
-        np.unravel_index(device, tuple(axes.values())) for device in range(first, first + job.devices_per_process)
-    )
-    return tuple(dict.fromkeys(spec_box(axes, spec, shape, [int(at) for at in place]) for place in places))
-
-
 # Planning -------------------------------------------------------------------------------------------------
 
 
@@ -172,29 +168,67 @@ def plan_for(job: Job, process: int) -> SavePlan:
     return plan_save(arrays, job.options, process, job.processes)
 
 
-def restored_by(job: Job, plan: SavePlan, process: int) -> tuple[int, int]:
-    """(requests for objects, bytes) of one process that restores from an object store onto the mesh of the save."""
-    specs = [(shape, spec) for _, shape, spec in leaves_of(job).values()]
-    wants = [
-        WantedRows(stack, (row, row + 1), own_boxes(job, process, *specs[leaf]), None, False)
-        for stack, rows in enumerate(plan.leaves)
-        for row, leaf in enumerate(rows)
-    ]
-    by_stack: dict[int, list[ReadStep]] = {}
-    for step in plan_read(plan.stacks, wants, job.options.host_bytes):
-        by_stack.setdefault(step.stack, []).append(step)
+@dataclass(frozen=True)
+class Restored:
+    """What a restore onto the mesh of the save reads."""
+
+    requests: int
+    """Requests for objects, of all processes."""
+
+    read_bytes: int
+    """Bytes that process 1 reads from the store."""
+
+    received_bytes: int
+    """Bytes that process 1 receives from others."""
+
+    rounds: int
+    """How often all processes meet to exchange what they have read."""
+
+    plan_cpu: float
+    """Seconds of CPU time for the plan of process 1."""
+
+
+def wants_of(job: Job, manifest: Manifest) -> Wants:
+    """What process 1 needs to restore onto the mesh of the save."""
+    abstract = {spec: AbstractLeaf("jax", None, job.sharding(spec)) for _, _, spec in leaves_of(job).values()}
+    leaves = {number: abstract[spec] for number, (_, _, spec) in enumerate(leaves_of(job).values())}
+    source: Any = SimpleNamespace(manifest=manifest, url="s3://checkpoints/1234abcd")
+    return plan_wants(source, leaves, job.options, [1], range(job.processes))
+
+
+def restored_by(job: Job, wants: Wants) -> Restored:
+    """What the processes read if each needs as much as process 1, and each community as much as the first."""
+    (reads,), plan_cpu = timed(lambda: list(plan_reads(wants, job.options, [1])))
+    own = ((step.stack, read.boxes) for step, read in reads_of(reads.steps))
+    requests, read_bytes = fetched(job, wants.stacks, own)
+    requests *= job.processes
+    for partition, rounds in reads.rounds.items():
+        by_reader: dict[int, list[tuple[int, Sequence[Box]]]] = {}
+        for portion in itertools.chain.from_iterable(rounds):
+            by_reader.setdefault(portion.reader, []).append((portion.step.stack, portion.read.boxes))
+        each = {reader: fetched(job, wants.stacks, boxes) for reader, boxes in by_reader.items()}
+        requests += sum(n_requests for n_requests, _ in each.values()) * len(partition)
+        read_bytes += each.get(1, (0, 0))[1]
+    received_bytes = reads.cost(wants.stacks, job.options.host_bytes).received_bytes
+    return Restored(requests, read_bytes, received_bytes, max(map(len, reads.rounds.values()), default=0), plan_cpu)
+
+
+def fetched(job: Job, stacks: Sequence[Stack], reads: Iterable[tuple[int, Sequence[Box]]]) -> tuple[int, int]:
+    """(requests for objects, bytes) of one process that reads these boxes of stacks from an object store."""
+    by_stack: dict[int, list[Sequence[Box]]] = {}
+    for number, boxes in reads:
+        by_stack.setdefault(number, []).append(boxes)
     requests = n_bytes = 0
-    for number, steps in by_stack.items():
-        stack = plan.stacks[number]
-        boxes = [read.boxes for step in steps for read in step.reads]
+    for number, boxes in by_stack.items():
+        stack = stacks[number]
         whole = stored_bytes(stack), ""
         stored = collections.defaultdict(lambda whole=whole: whole)
-        fetched = objects_to_fetch(stack, stored, boxes, job.options.host_bytes // 4)
-        requests += len(fetched)
-        n_bytes += sum(one.length for one in fetched.values())
+        objects = objects_to_fetch(stack, stored, boxes, job.options.host_bytes // 4)
+        requests += len(objects)
+        n_bytes += sum(one.length for one in objects.values())
         for box in itertools.chain.from_iterable(boxes):
             for index, part, _ in indexed_objects_of(stack, box):
-                if index not in fetched:  # one request for the index and one per chunk, as if none were merged
+                if index not in objects:  # one request for the index and one per chunk, as if none were merged
                     chunks = math.prod(stop - start for start, stop in touched_cells(part, stack.chunk))
                     requests += 1 + chunks
                     n_bytes += chunks * stack.chunk_stored_bytes
@@ -248,10 +282,11 @@ class Counted:
     restore: dict[str, int]
 
 
-def store_requests(job: Job, plan: SavePlan, read_objects: int) -> Counted:
-    """Requests of a save to a new path, by a process that has saved to the bucket before, and of a restore.
+def store_requests(job: Job, plan: SavePlan) -> Counted:
+    """Requests of a save to a new path, by a process that has saved to the bucket before, and of a restore without
+    its objects.
 
-    `read_objects` is the number of requests for objects by all processes. The writer's note is created and replaced
+    The writer's note is created and replaced
     twice; the manifest and its copy are written once.
     """
     stacks = len(plan.stacks)
@@ -266,7 +301,7 @@ def store_requests(job: Job, plan: SavePlan, read_objects: int) -> Counted:
         "PUT manifest.json": 1,
         "PUT manifest-copy.json": 1,
     }
-    restore = {"GET manifest.json": job.processes, "GET zarr.json": stacks, "GET object": read_objects}
+    restore = {"GET manifest.json": job.processes, "GET zarr.json": stacks}
     return Counted(save, restore)
 
 
@@ -274,7 +309,6 @@ def simulate(job: Job) -> dict[str, Any]:
     """Counts, bytes and seconds of CPU time of one job."""
     result: dict[str, Any] = {"processes": job.processes, "leaves": len(leaves_of(job))}
     plan, result["plan_save_cpu"] = timed(lambda: plan_for(job, 1))
-    (reads, read_bytes), result["plan_restore_cpu"] = timed(lambda: restored_by(job, plan, 1))
     loads = plan.process_bytes
     result |= {
         "bytes": sum(loads),
@@ -282,8 +316,6 @@ def simulate(job: Job) -> dict[str, Any]:
         "objects": plan.n_objects,
         "busiest": max(loads) / (sum(loads) / len(loads)),
         "busiest_bytes": max(loads),
-        "reads": reads,
-        "read_bytes": read_bytes,
     }
     shares = shares_of(job, plan)
     texts = [msgspec.json.encode(share).decode() for share in shares]
@@ -297,16 +329,19 @@ def simulate(job: Job) -> dict[str, Any]:
         _, result["decode_cpu"] = timed(lambda: manifests.decode(content, "/ckpt"))
     else:
         result["decode_cpu"] = math.nan
+    wants = wants_of(job, manifest)
+    result |= {"each": restored_by(job, replace(wants, layouts=None)), "auto": restored_by(job, wants)}
     published = msgspec.json.encode(PublishResult("0" * 32, 10**12, 0, "0" * 64, manifest.created)).decode()
     result["rendezvous"] = {
         "agree": meet(job.processes, agreement_of, "0" * 32, first=True),
         "look": meet(job.processes, lambda _: "", ""),
         "publish": meet(job.processes, texts.__getitem__, published),
         "open": meet(job.processes, lambda _: "0" * 64 + " s3://checkpoints/1234abcd", "0" * 90, first=True),
+        "round": meet(job.processes, lambda _: "0" * 64 + " [[[[11010048, 32]], [[65536, 64]]], false]", "0" * 40),
         "end": meet(job.processes, lambda _: "0" * 64, ""),
     }
     result["waiting_requests"], result["waiting_bytes"] = wait(job.processes, 60.0)
-    result["requests"] = store_requests(job, plan, reads * job.processes)
+    result["requests"] = store_requests(job, plan)
     result["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return result
 
@@ -340,12 +375,18 @@ def phases(found: dict[str, Any], store: Rates) -> dict[str, float]:
         + found["manifest_bytes"] / NETWORK_BYTES
         + found["decode_cpu"]
         + met["open"].seconds,
-        "restore: plan": found["plan_restore_cpu"],
         "restore: zarr.json": counts.restore["GET zarr.json"] / store.reads,
-        "restore: read objects": max(counts.restore["GET object"] / store.reads, found["read_bytes"] / NETWORK_BYTES),
         "restore: end": met["end"].seconds,
         "delete an old checkpoint": counts.save["PUT object"] / store.writes,
     }
+    for read in ("each", "auto"):
+        restored: Restored = found[read]
+        seconds |= {
+            f"restore, {read}: plan": restored.plan_cpu,
+            f"restore, {read}: read objects": max(restored.requests / store.reads, restored.read_bytes / NETWORK_BYTES),
+            f"restore, {read}: exchange": restored.rounds * met["round"].seconds
+            + restored.received_bytes / NETWORK_BYTES,
+        }
     assert writes + reads == sum(counts.save.values())
     return seconds
 
@@ -365,7 +406,7 @@ def main() -> None:
         processes, scanned = json.loads(arguments.one)
         found = simulate(job_of(processes, scanned=scanned))
         seconds = {store.name: phases(found, store) for store in STORES}
-        plain = found | {"requests": asdict(found["requests"])}
+        plain = found | {name: asdict(found[name]) for name in ("requests", "each", "auto")}
         plain["rendezvous"] = {
             name: vars(one) | {"requests": one.requests, "first": one.first, "seconds": one.seconds}
             for name, one in found["rendezvous"].items()

@@ -54,7 +54,11 @@ KINDS = {
 }
 """The methods of the coordination service's client that the library calls, and the kind of request that each sends."""
 
-CALLS = {"save": ("agree", "look", "publish"), "restore": ("open", "end")}
+CALLS = {
+    "save": ("agree", "look", "publish"),
+    "restore": ("open", "end"),
+    "restore, shared": ("open", "round", "end"),
+}
 """The rendezvous of each call, in order."""
 
 

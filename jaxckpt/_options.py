@@ -62,8 +62,8 @@ class Options:
             system, which needs half the CPU time, otherwise tensorstore. "tensorstore": always tensorstore. Each reads
             the other's files, equally strictly.
         read: How a restore reads data that several processes need. "each": each process reads it. "shared": one reads
-            it and sends it over the devices' interconnect, which is faster if storage is the limit; all processes then
-            need the same `host_bytes` (docs/many-processes.md).
+            it and sends it over the devices' interconnect; all processes then need the same `host_bytes`. "auto":
+            "shared" from an object store, if that saves each process 64 MiB on average (docs/many-processes.md).
         host_bytes: Approximate host memory in bytes of a save or restore in addition to the arrays, but at least four
             times `chunk_bytes`. Default: 128 MiB per core, up to 4 GiB and 1/32 of the host's memory, at least 256 MiB.
             Processes that a launcher started on one host share both.
@@ -106,7 +106,7 @@ class Options:
     chunk_bytes: int | None = None
     compression: Literal["zstd", "blosc"] | None = None
     io: Literal["auto", "tensorstore"] = "auto"
-    read: Literal["each", "shared"] = "each"
+    read: Literal["each", "shared", "auto"] = "each"
     host_bytes: int = HOST_BYTES
     staging_bytes: int | None = None
     max_bytes_per_second: float | None = None
@@ -132,7 +132,7 @@ class Options:
             ("compression", COMPRESSIONS),
             ("io", ("auto", "tensorstore")),
             ("reuse", (None, "auto", "identity", "content")),
-            ("read", ("each", "shared")),
+            ("read", ("each", "shared", "auto")),
             ("sync", (True, False)),
             ("non_finite", ("ignore", "warn", "error")),
             ("indivisible", ("error", "replicate")),

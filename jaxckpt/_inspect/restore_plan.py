@@ -23,6 +23,7 @@ from jaxckpt._restore.read_plan import ReadCost
 from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf
 from jaxckpt._restore.shared_exchange import needs_whole_job
 from jaxckpt._restore.wants import placement_of, plan_reads, plan_wants, restored_dtype, split_ties
+from jaxckpt._sources.source import Source
 from jaxckpt.errors import show_count, show_path
 
 _MAX_BARS = 24
@@ -235,8 +236,9 @@ def _describe_layout(where: LeafLayout) -> str:
     return " on ".join(filter(None, [where.spec, where.on]))
 
 
-def plan_restore(manifest: Manifest, resolved: Resolved, options: Options) -> RestorePlan:
+def plan_restore(source: Source, resolved: Resolved, options: Options) -> RestorePlan:
     """Compute what every process reads of the requested leaves."""
+    manifest = source.manifest
     stored = {
         number: abstract for number, abstract in resolved.leaves.items() if manifest.leaves[number].stack is not None
     }
@@ -248,7 +250,7 @@ def plan_restore(manifest: Manifest, resolved: Resolved, options: Options) -> Re
     job_size = len(processes) if has_real_sharding and needs_whole_job() else None
     costs = [ReadCost() for _ in processes]
     for abstract_leaves in [*split_ties(manifest, stored), *split_ties(manifest, compared)]:
-        wants = plan_wants(manifest, abstract_leaves, options, processes, processes)
+        wants = plan_wants(source, abstract_leaves, options, processes, processes)
         for reads in plan_reads(wants, options, processes, job_size):
             costs[reads.process] += reads.cost(wants.stacks, options.host_bytes)
     device_bytes = _device_bytes(manifest, stored)

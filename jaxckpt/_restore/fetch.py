@@ -17,7 +17,7 @@ from jaxckpt._pipeline.progress import Report, display_progress
 from jaxckpt._restore.placement import Destinations, LeafBuilder, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of, require_metadata
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared, require_agreement
+from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared
 from jaxckpt._restore.shared_reads import wants_digest
 from jaxckpt._restore.wants import plan_reads, plan_wants, split_ties
 from jaxckpt._sources.source import Source
@@ -54,11 +54,7 @@ def fetch(
         if records[number].stack is None
     }
     for group in split_ties(source.manifest, abstract_leaves):
-        wants = plan_wants(source.manifest, group, options, [process], range(processes))
-        if wants.layouts is not None:
-            # The rounds also depend on the memory limit.
-            require_agreement(rendezvous, f"{wants_digest(wants.layouts_for(process))} {options.host_bytes}")
-            rendezvous.start_next()
+        wants = plan_wants(source, group, options, [process], range(processes))
         job_size = processes if wants.layouts is not None and needs_whole_job() else None
         (reads,) = plan_reads(wants, options, [process], job_size)
         leaves = LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
@@ -73,7 +69,8 @@ def fetch(
 
             require_metadata(source, leaves.stacks[process::processes], options)
             if reads.rounds:
-                read_shared(source, reads.rounds, options, leaves, report, rendezvous)
+                digest = wants_digest(wants.layouts_for(process), options.host_bytes)
+                read_shared(source, reads.rounds, digest, options, leaves, report, rendezvous)
             boxes = ((step.stack, planned.boxes) for step, planned in reads_of(reads.steps))
             with source.arrivals(boxes, options, rendezvous) as arrivals:
                 read(source, reads.steps, options, leaves, report, arrivals)

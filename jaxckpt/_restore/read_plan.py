@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,11 +125,11 @@ def max_read_bytes(host_bytes: int) -> int:
 
 
 def plan_read(
-    stacks: Sequence[Stack], wants: Iterable[WantedRows], host_bytes: int, max_bytes: int | None = None
+    stacks: Sequence[Stack], wants: Iterable[WantedRows], host_bytes: int, max_bytes: Mapping[int, int] | None = None
 ) -> list[ReadStep]:
     """Steps that read every needed box once, and no chunk twice, in reads that fit `host_bytes` of memory.
 
-    With `max_bytes`, no read is larger than that, unless it is a single chunk.
+    With `max_bytes`, no read of a stack, by number, is larger than that, unless it is a single chunk.
     """
     by_stack: dict[int, list[WantedRows]] = {}
     for want in wants:
@@ -141,7 +141,8 @@ def plan_read(
         stack = stacks[number]
         stack_wants.sort(key=lambda want: want.rows)
         groups = _grouped(stack, stack_wants, min(STEP_BYTES, max_buffer_bytes))
-        steps.extend(_step(number, stack, group, max_buffer_bytes, max_bytes or max_buffer_bytes) for group in groups)
+        max_read = max_buffer_bytes if max_bytes is None else max_bytes[number]
+        steps.extend(_step(number, stack, group, max_buffer_bytes, max_read) for group in groups)
     return steps
 
 

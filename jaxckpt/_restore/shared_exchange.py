@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -43,12 +44,19 @@ from jaxckpt.errors import PeersDisagreeError
 
 def require_agreement(rendezvous: Rendezvous, digest: str) -> None:
     """Raise PeersDisagreeError unless all processes have the same digest of their request. Every process."""
-    if len(set(rendezvous.gather(digest))) > 1:
+    _gather_alike(rendezvous, digest, "")
+    rendezvous.broadcast("")
+
+
+def _gather_alike(rendezvous: Rendezvous, digest: str, text: str) -> list[str]:
+    """In process 0, the texts of all processes. Raises PeersDisagreeError unless their digests are equal."""
+    parts = [gathered.partition(" ") for gathered in rendezvous.gather(f"{digest} {text}")]
+    if len({other for other, _, _ in parts}) > 1:
         raise PeersDisagreeError(
             "the processes want different leaves, or in different dtypes or layouts: every process must call restore"
             " with the same arguments and options"
         )
-    rendezvous.broadcast("")
+    return [own for _, _, own in parts]
 
 
 def needs_whole_job() -> bool:
@@ -59,33 +67,45 @@ def needs_whole_job() -> bool:
 def read_shared(
     source: Source,
     planned: Mapping[Partition, Sequence[SharedRead]],
+    digest: str,
     options: Options,
     delivery: Delivery,
     report: Report,
     rendezvous: Rendezvous,
 ) -> None:
-    """Run the rounds of this process's community in each partition. Every process calls this, even if it has none."""
-    process = rendezvous.call.index
+    """Run the rounds of this process's communities, of one in each partition, side by side. Every process calls this,
+    even if it has none. Raises PeersDisagreeError unless `digest`, of what is planned, is equal in all."""
+    budget = Budget(options.host_bytes)
+    communities: list[_Community | None] = []
     for partition, rounds in planned.items():
-        community: _Community | None = None
+        community = None
         if rounds:
+            process = rendezvous.call.index
             together = partition if covers(partition, rendezvous.call.count) else (community_of(partition, process),)
-            community = _Community(source, rounds, Interconnect(process, together), options)
-        pending_rounds = iter(community.start_rounds() if community else ())
-        current = next(pending_rounds, None)
-        while True:
-            if current is not None:
-                current.wait()
-            ahead = next(pending_rounds, None)  # read while the current round is sent
-            if community is not None:
-                is_left = community.exchange(current, rendezvous, delivery, report)
-            else:
-                is_left = _agree_on_programs(rendezvous, None) is not None
-            if not is_left:
-                break
-            current = ahead
-        if community is not None:
-            community.budget.drain()
+            max_bytes = max_read_bytes(options.host_bytes // len(planned))
+            community = _Community(source, rounds, Interconnect(process, together), max_bytes, budget)
+        communities.append(community)
+    started = [community.start_rounds() if community else iter(()) for community in communities]
+    current = [next(rounds, None) for rounds in started]
+    is_left = True
+    while is_left:
+        for pending in filter(None, current):
+            pending.wait()
+        ahead = [next(rounds, None) for rounds in started]  # read while the current rounds are sent
+        offers = [pending.offers if pending else [] for pending in current]
+        with rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the programs
+            programs, is_left = _agree_on_programs(rendezvous, digest, offers, any(ahead))
+        sent = [
+            _Sending(community, pending, shipment or Shipment([], {}), program)  # other communities have more
+            for community, pending, agreed in zip(communities, current, programs, strict=True)
+            if community is not None
+            for shipment, program in itertools.zip_longest(pending.shipments if pending else (), agreed)
+        ]
+        with CollectiveCalls(sent, _Sending.gather) as calls:
+            for sending in calls:
+                sending.community.deliver(sending.shipment, calls.run_next(), delivery, report)
+        current = ahead
+    budget.drain()
 
 
 _Program = tuple[int, int]
@@ -93,11 +113,18 @@ _Program = tuple[int, int]
 same programs."""
 
 
-def _agree_on_programs(rendezvous: Rendezvous, offered: list[_Program] | None) -> list[_Program] | None:
-    """Programs that are large enough for the offers of all processes; None if no process has a round left."""
-    offers = [offer for text in rendezvous.gather(json.dumps(offered)) if (offer := json.loads(text)) is not None]
-    merged = [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*offers, fillvalue=(0, 0))]
-    agreed = json.loads(rendezvous.broadcast(json.dumps(merged if offers else None)))
+def _agree_on_programs(
+    rendezvous: Rendezvous, digest: str, offers: list[list[_Program]], is_left: bool
+) -> tuple[list[list[_Program]], bool]:
+    """For each partition, programs that are large enough for the offers of all processes; and whether any process has
+    a round left after this one."""
+    texts = _gather_alike(rendezvous, digest, json.dumps([offers, is_left]))
+    gathered: list[Any] = [json.loads(text) for text in texts]
+    merged = [
+        [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*of_partition, fillvalue=(0, 0))]
+        for of_partition in zip(*(offered for offered, _ in gathered), strict=True)
+    ]
+    agreed = json.loads(rendezvous.broadcast(json.dumps([merged, any(left for _, left in gathered)])))
     rendezvous.start_next()
     return agreed
 
@@ -105,14 +132,29 @@ def _agree_on_programs(rendezvous: Rendezvous, offered: list[_Program] | None) -
 class _PendingSharedRead:
     """A round that is being read."""
 
-    def __init__(self, shipments: list[Shipment], own: Array, reads: Sequence[PendingRead]) -> None:
+    def __init__(self, shipments: list[Shipment], offers: list[_Program], own: Array, reads: Sequence[PendingRead]):
         self.shipments = shipments
+        self.offers = offers
         self.own = own
         self._reads = reads
 
     def wait(self) -> None:
         for pending in self._reads:
             pending.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """A program that sends the data of a shipment."""
+
+    community: _Community
+    pending: _PendingSharedRead | None
+    shipment: Shipment
+    program: _Program
+
+    def gather(self, _: object) -> dict[int, Bytes]:
+        own = self.pending.own if self.pending else np.empty(0, np.uint8)
+        return self.community.interconnect.gather(self.shipment.spans, *self.program, own)
 
 
 class _Community:
@@ -123,14 +165,15 @@ class _Community:
         source: Source,
         rounds: Sequence[SharedRead],
         interconnect: Interconnect,
-        options: Options,
+        max_bytes: int,
+        budget: Budget,
     ) -> None:
         self._source = source
         self._rounds = rounds
         self._process = interconnect.process
-        self._max_bytes = max_read_bytes(options.host_bytes)
-        self._interconnect = interconnect
-        self.budget = Budget(options.host_bytes)
+        self._max_bytes = max_bytes
+        self.interconnect = interconnect
+        self._budget = budget
         self._memory = MemoryPool()
         self._step_buffers: dict[int, StepBuffers] = {}
 
@@ -157,9 +200,9 @@ class _Community:
             regions = self._regions(portion, own[portion.start :])
             targets = list(zip(portion.read.boxes, regions, strict=True))
             reads.append(PendingRead.begin(self._source, stack, readers[stack], targets))
-        return _PendingSharedRead(
-            list(split_into_shipments(portions, self._interconnect.community, self._max_bytes)), own, reads
-        )
+        shipments = list(split_into_shipments(portions, self.interconnect.community, self._max_bytes))
+        offers = [(self.interconnect.rounded_bytes(one.span_bytes), len(one.spans)) for one in shipments]
+        return _PendingSharedRead(shipments, offers, own, reads)
 
     def _regions(self, portion: Portion, data: Array) -> list[Array]:
         """The regions of a portion in its bytes."""
@@ -170,45 +213,14 @@ class _Community:
             for offset, shape in zip(portion.offsets, shapes, strict=True)
         ]
 
-    def exchange(
-        self, pending_round: _PendingSharedRead | None, rendezvous: Rendezvous, delivery: Delivery, report: Report
-    ) -> bool:
-        """Exchange the data of a round, if this process has one left, and deliver it.
-
-        Returns False if no process has a round left.
-        """
-        shipments, own, offered = list[Shipment](), np.empty(0, np.uint8), None
-        if pending_round is not None:
-            shipments, own = pending_round.shipments, pending_round.own
-            offered = [
-                (self._interconnect.rounded_bytes(shipment.span_bytes), len(shipment.spans)) for shipment in shipments
-            ]
-
-        def agree() -> list[tuple[Shipment, _Program]] | None:
-            programs = _agree_on_programs(rendezvous, offered)
-            if programs is None:
-                return None
-            nothing = [Shipment([], {})] * (len(programs) - len(shipments))  # other communities have more
-            return list(zip([*shipments, *nothing], programs, strict=True))
-
-        def gather(shipment_and_program: tuple[Shipment, _Program], _: object) -> dict[int, Bytes]:
-            shipment, (n_bytes, n_senders) = shipment_and_program
-            return self._interconnect.gather(shipment.spans, n_bytes, n_senders, own)
-
-        with CollectiveCalls[tuple[Shipment, _Program], dict[int, Bytes]]((), gather) as calls:
-            agreed = calls.extend(agree, rendezvous.call.cancellation)
-            for shipment, _ in calls:
-                self._deliver(shipment, calls.run_next(), delivery, report)
-        return agreed is not None
-
-    def _deliver(self, shipment: Shipment, received: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
+    def deliver(self, shipment: Shipment, received: Mapping[int, Array], delivery: Delivery, report: Report) -> None:
         for portion in shipment.portions:
             step = portion.step
             sent: dict[Any, Any] = {}
             if id(step) not in self._step_buffers:
-                self.budget.make_room(step.held_bytes)
+                self._budget.make_room(step.held_bytes)
                 dtype = DTYPES[self._source.manifest.stacks[step.stack].dtype]
-                self._step_buffers[id(step)] = StepBuffers(step, dtype, self.budget, self._memory, delivery)
+                self._step_buffers[id(step)] = StepBuffers(step, dtype, self._budget, self._memory, delivery)
             filling = self._step_buffers[id(step)]
             data = received[portion.reader][portion.start - shipment.spans[portion.reader][0] :]
             for region, staged in zip(portion.read.regions, self._regions(portion, data), strict=True):

@@ -5,6 +5,7 @@ wants ─▶ communities of processes that need the same data ─▶ for each, a
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -26,9 +27,13 @@ leaf needs memory for it. In larger leaves, a chunk at the border of two boxes i
 needs a part of it."""
 
 ROUNDS = 4
-"""The least number of rounds, unless each process would read less than ROUND_BYTES per round."""
+"""The least number of rounds, unless each process would read less than the smallest round."""
 
 ROUND_BYTES = 4 << 20
+
+ROUND_BYTES_PER_PROCESS = 256 << 10
+"""For each process of the job, a round is larger by this. Before each round all processes meet, for which the
+coordination service needs about 0.3 ms per process."""
 
 Community = tuple[int, ...]
 """A community: processes that read for each other, ascending."""
@@ -69,9 +74,9 @@ def share(
     return own, shared
 
 
-def wants_digest(leaf_wants: Sequence[tuple[WantedRows, Layout]]) -> str:
-    """A digest that is equal in all processes if `share` finds the same communities and wants in each."""
-    hasher = hashlib.sha256()
+def wants_digest(leaf_wants: Sequence[tuple[WantedRows, Layout]], host_bytes: int) -> str:
+    """A digest that is equal in all processes if they plan the same shared reads."""
+    hasher = hashlib.sha256(f"{host_bytes}".encode())
     for want, layout in leaf_wants:
         if len(layout.processes) > 1:
             hasher.update(repr((want.stack, want.rows, str(want.dtype), want.keeps_buffers, _digest(layout))).encode())
@@ -113,7 +118,8 @@ def _communities(layout: Layout) -> Partition:
             if other_community is not joined:
                 joined.extend(other_community)
                 community_of.update(dict.fromkeys(other_community, joined))
-    return tuple(sorted({id(joined): tuple(sorted(joined)) for joined in community_of.values()}.values()))
+    distinct = {id(joined): joined for joined in community_of.values()}
+    return tuple(sorted(tuple(sorted(joined)) for joined in distinct.values()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -151,23 +157,33 @@ SharedRead = list[Portion]
 
 
 def plan_shared_reads(
-    stacks: Sequence[Stack], wants: Sequence[WantedRows], community: Community, host_bytes: int
+    stacks: Sequence[Stack], wants: Sequence[WantedRows], community: Community, host_bytes: int, n_processes: int
 ) -> list[SharedRead]:
     """Evenly distributed reads of everything that a community needs, with no chunk in two of them.
 
     In a round, each process reads consecutive data, at most about a quarter of `host_bytes`. Several rounds allow
-    reading the next round while the current one is sent.
+    reading the next round while the current one is sent. `n_processes` is the number of processes that take part.
     """
     most = max_read_bytes(host_bytes)
-    needed_bytes = sum(
-        (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) * stacks[want.stack].itemsize for want in wants
-    )
-    round_bytes = len(community) * min(most, max(ROUND_BYTES, needed_bytes // (ROUNDS * len(community))))
+    least = ROUND_BYTES + n_processes * ROUND_BYTES_PER_PROCESS
+    bytes_by_stack = collections.Counter[int]()
+    for want in wants:
+        n_elements = (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes))
+        bytes_by_stack[want.stack] += n_elements * stacks[want.stack].itemsize
+    needed_bytes = bytes_by_stack.total()
+    # An object that one process reads whole takes one request to an object store, and otherwise one per chunk.
+    object_bytes = {number: math.prod(stacks[number].object) * stacks[number].itemsize for number in bytes_by_stack}
+    n_objects = sum(n_bytes / object_bytes[number] for number, n_bytes in bytes_by_stack.items())
+    round_bytes = len(community) * min(most, max(least, needed_bytes // (ROUNDS * len(community))))
     finest = max(1, min(round_bytes, needed_bytes) // (4 * len(community)))
     rounds: list[SharedRead] = []
     unassigned: list[tuple[ReadStep, Read, list[int]]] = []
     size = 0
-    for step in plan_read(stacks, wants, host_bytes, finest):
+    limits = {
+        number: max(finest, n_bytes) if n_objects >= len(community) and n_bytes <= most // 2 else finest
+        for number, n_bytes in object_bytes.items()
+    }
+    for step in plan_read(stacks, wants, host_bytes, limits):
         for read in step.reads:
             sizes = [volume(region.box) * stacks[step.stack].itemsize for region in read.regions]
             ends = list(itertools.accumulate(-(-size // READ_ALIGNMENT_BYTES) * READ_ALIGNMENT_BYTES for size in sizes))

@@ -6,6 +6,8 @@ leaves ─▶ ranges of rows that are read alike, with the boxes for each proces
 from __future__ import annotations
 
 import collections
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +25,7 @@ from jaxckpt._devices.shardings import (
     process_layout,
 )
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box, Layout, volume, whole_box
+from jaxckpt._model.grid import Box, Layout, cell_shape, volume, whole_box
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
@@ -39,10 +41,15 @@ from jaxckpt._restore.shared_reads import (
     share,
     shared_cost,
 )
+from jaxckpt._sources.source import Source
 
 WHOLE_BYTES = 256 << 10
 """Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
 so that nothing is copied; for leaves of 64 KiB this takes more CPU time."""
+
+SHARED_BYTES = 64 << 20
+"""With `Options(read="auto")`, processes share their reads from an object store if that saves each of them this many
+bytes on average. For less, meeting and compiling the exchange takes longer than reading."""
 
 AbstractLeavesByRow = Mapping[int, tuple[int, AbstractLeaf]]
 """(leaf number, its abstract leaf) of rows of a stack."""
@@ -101,7 +108,7 @@ class Wants:
 
 
 def plan_wants(
-    manifest: Manifest,
+    source: Source,
     abstract_leaves: Mapping[int, AbstractLeaf],
     options: Options,
     processes: Sequence[int],
@@ -111,6 +118,7 @@ def plan_wants(
 
     `processes` is this process alone, or all of the job.
     """
+    manifest = source.manifest
     stacks = manifest.decoded_stacks
     by_stack: dict[int, dict[int, tuple[int, AbstractLeaf]]] = {}
     for number, abstract in abstract_leaves.items():
@@ -126,11 +134,25 @@ def plan_wants(
                 known_boxes[key] = _leaf_boxes(abstract, stacks[stack], len(leaves), options, processes)
             ranges.append(WantedRange(stack, rows, abstract, known_boxes[key]))
     layouts = None
-    if options.read == "shared" and len(job) > 1:
+    is_object_store = "://" in source.url and not source.url.startswith("file:")
+    if len(job) > 1 and (options.read == "shared" or (options.read == "auto" and is_object_store)):
         layouts = [
             needed_layout(wanted_range.abstract, stacks[wanted_range.stack].shape, job) for wanted_range in ranges
         ]
+        if options.read == "auto" and _repeated_bytes(stacks, ranges, layouts) < SHARED_BYTES * len(job):
+            layouts = None
     return Wants(stacks, by_stack, ranges, layouts)
+
+
+def _repeated_bytes(stacks: Sequence[Stack], ranges: Sequence[WantedRange], layouts: Sequence[Layout]) -> int:
+    """The bytes that processes need and others need too, each byte once less than there are such processes."""
+    n_bytes = 0
+    for wanted_range, layout in zip(ranges, layouts, strict=True):
+        begun, end = wanted_range.rows
+        stack = stacks[wanted_range.stack]
+        cell_bytes = math.prod(cell_shape(layout, stack.shape)) * stack.itemsize
+        n_bytes += (end - begun) * cell_bytes * (sum(map(len, layout.holders)) - len(layout.holders))
+    return n_bytes
 
 
 def split_ties(manifest: Manifest, abstract_leaves: Mapping[int, AbstractLeaf]) -> list[Mapping[int, AbstractLeaf]]:
@@ -260,9 +282,9 @@ class ProcessReads:
 
     def cost(self, stacks: Sequence[Stack], host_bytes: int) -> ReadCost:
         """What its reads cost if `host_bytes` may be in flight."""
-        cost = read_cost(stacks, self.steps, host_bytes)
-        for rounds in self.rounds.values():
-            cost += shared_cost(stacks, rounds, self.process, host_bytes)
+        together = itertools.zip_longest(*self.rounds.values(), fillvalue=())  # the partitions run side by side
+        shared = [[*itertools.chain.from_iterable(rounds)] for rounds in together]
+        cost = read_cost(stacks, self.steps, host_bytes) + shared_cost(stacks, shared, self.process, host_bytes)
         return replace(cost, needed_bytes=self.needed_bytes)
 
 
@@ -286,7 +308,8 @@ def plan_reads(
             community = community_of(partition, process)
             key = (partition, community)
             if common and key not in known_rounds:
-                known_rounds[key] = plan_shared_reads(stacks, common, community, host_bytes)
+                n_processes = sum(map(len, partition))
+                known_rounds[key] = plan_shared_reads(stacks, common, community, host_bytes // len(shared), n_processes)
             rounds[partition] = known_rounds[key] if common else []
         yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
 

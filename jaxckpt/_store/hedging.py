@@ -42,6 +42,10 @@ _ENOUGH_READS, _RECENT_READS = 8, 256
 _REPEATS_PER_READ, _FIRST_REPEATS, _MOST_REPEATS = 0.03, 2.0, 8.0
 """How many reads may be sent again: for each read, at the start, and at most at once when a store becomes slow."""
 
+_VERY_LATE, _MORE_REPEATS = 10, 4.0
+"""A read that takes this many times as long as a late one may also use some repeats of later reads. On a busy machine,
+reads that only seem late may have used all others, and a connection without an answer takes 30 s."""
+
 _SIMILAR = 2
 """Reads are compared with those whose sizes in bytes have about as many bits, that is, differ by at most 4 times."""
 
@@ -94,9 +98,9 @@ class Server:
             return max([_FIRST_SECONDS + n_bytes / _FIRST_BYTES_PER_SECOND, *recent])
         return max(_FLOOR_SECONDS, _MARGIN * recent[int(_PERCENTILE * len(recent))])
 
-    def may_repeat(self) -> bool:
+    def may_repeat(self, is_very_late: bool) -> bool:
         """Whether one more read may be sent again. If so, counts it."""
-        may = self._repeats >= 1
+        may = self._repeats >= (1 - _MORE_REPEATS if is_very_late else 1)
         self._repeats -= may
         return may
 
@@ -178,9 +182,10 @@ class HedgedRead:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._answer is None:
             now, server = time.monotonic(), self._keys.server
-            late_at = self._sent_at + server.patience_seconds(self._n_bytes)
+            patience = server.patience_seconds(self._n_bytes)
+            late_at = self._sent_at + patience
             is_late = late_at <= now and not self._is_repeated
-            if is_late and self._ended.empty() and server.may_repeat():
+            if is_late and self._ended.empty() and server.may_repeat(now > self._sent_at + _VERY_LATE * patience):
                 self._repeat()
             wait = min(deadline - now, POLL_SECONDS, late_at - now if late_at > now else math.inf)
             try:

@@ -100,7 +100,7 @@ agreed = 0
 def interrupt_agreement(rendezvous: Rendezvous, text: str) -> str:
     global agreed
     agreed += rendezvous.what == "restoring"
-    if agreed == 3:  # the first is about the request; process 0 knows that this process is ready for the second round
+    if agreed == 2:  # process 0 knows that this process is ready for the second round
         agreed += 1
         interrupt()
     return broadcast(rendezvous, text)

@@ -14,7 +14,9 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 from processes import PROGRAMS, RunProcesses
+from servers import Bucket
 from strategies import chunks_of, stacks
 
 import jaxckpt
@@ -64,7 +66,7 @@ def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Sta
     found, sought = job
     wanted = [wanted_by(process, found, sought) for process in range(COUNT)]
     divided = [share(found, wanted[process], process) for process in range(COUNT)]
-    assert len({wants_digest(one) for one in wanted}) == 1
+    assert len({wants_digest(one, host) for one in wanted}) == 1
     assert len({tuple(shared) for _, shared in divided}) == 1, "all go through the same communities in the same order"
     planned: dict[tuple[int, ...], list[SharedRead]] = {}
     reads = collections.Counter[tuple[int, tuple[int, ...]]]()
@@ -76,7 +78,7 @@ def test_each_chunk_is_read_once_and_all_wanted_data_arrives(job: tuple[list[Sta
             members = community_of(partition, process)
             if not wants:
                 continue
-            rounds = plan_shared_reads(found, wants, members, host)
+            rounds = plan_shared_reads(found, wants, members, host, COUNT)
             key = (*members, -1, *map(hash, sorted(shared)), hash(partition))
             if key not in planned:
                 planned[key] = rounds
@@ -99,7 +101,7 @@ def test_pieces_hold_every_portion_once(job: tuple[list[Stack], Sought], max_byt
     _, shared = share(found, wanted_by(0, found, sought), 0)
     for partition, wants in shared.items():
         members = community_of(partition, 0)
-        for portions in plan_shared_reads(found, wants, members, max_bytes) if wants else []:
+        for portions in plan_shared_reads(found, wants, members, max_bytes, COUNT) if wants else []:
             total, largest = sum(one.n_bytes for one in portions), max(one.n_bytes for one in portions)
             read = collections.Counter[int]()
             for one in portions:
@@ -169,6 +171,44 @@ def test_every_bit_arrives_on_any_layout(
             assert received > 0
         elif layout == "replicated":
             assert 4 * total <= n_read <= 4.04 * total
+
+
+def test_auto_reads_each_object_of_a_bucket_once(run_processes: RunProcesses, s3: Bucket, tmp_path: Path) -> None:
+    value = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+    tree = {"w": value, "empty": np.empty((0, 4), np.float32)}
+    for path in (s3.url, tmp_path / "c"):
+        jaxckpt.save(path, tree, options=jaxckpt.Options(object_bytes=32 << 10))
+    s3.proxy.clear()
+    paths = {"bucket": s3.url, "folder": str(tmp_path / "c")}
+    done = run_processes(PROGRAMS / "auto_reads.py", processes=2, devices_per_process=2, args=paths)
+    received = {"replicated": value.nbytes, "split": 0, "numpy": 0}  # without a sharding, a plan is of one process
+    for process in done:
+        assert json.loads(process.stdout) == {"bucket": received, "folder": dict.fromkeys(received, 0)}
+    assert s3.proxy.counted()["GET object"] == 3 * 8, "8 objects, restored 3 times"
+
+
+@pytest.mark.parametrize(
+    ("where", "mib", "specs", "is_shared"),
+    [
+        ("memory://auto", 70, P(), True),
+        ("memory://auto", 64, P(), False),  # 60 MiB for each process
+        ("memory://auto", 70, P(None, "data"), False),  # 4 MiB for each process
+        ("memory://auto", 70, P("half"), False),  # 31 MiB for each process
+        ("file://", 70, P(), False),
+        ("", 70, P(), False),
+    ],
+)
+def test_auto_shares_much_that_several_processes_need_from_a_bucket(
+    tmp_path: Path, where: str, mib: int, specs: P, is_shared: bool
+) -> None:
+    path = where if where.startswith("memory") else f"{where}{tmp_path}/c"
+    jaxckpt.save(path, {"w": np.broadcast_to(np.float32(1), (mib, 1 << 18))}, overwrite=True)
+    mesh = {"half": 2, "data": 8}  # of 16 processes
+    plans = {
+        read: jaxckpt.open(path).plan(mesh=mesh, specs=specs, devices_per_process=1, options=jaxckpt.Options(read=read))
+        for read in ("auto", "each", "shared")
+    }
+    assert plans["auto"] == plans["shared" if is_shared else "each"] != plans["each" if is_shared else "shared"]
 
 
 def test_a_failure_or_disagreement_is_raised_by_all_processes(run_processes: RunProcesses, checkpoint: Path) -> None:

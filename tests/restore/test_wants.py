@@ -13,25 +13,23 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._model.grid import Box, contains, volume
-from jaxckpt._model.records import Manifest
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.wants import WHOLE_BYTES, Wants, plan_reads, plan_wants
-from jaxckpt._store.load_manifest import load_manifest
+from jaxckpt._sources.source import NativeCheckpoint
 from jaxckpt._store.store_path import store_at
 
 OPTIONS = jaxckpt.Options()
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def source(tmp_path_factory: pytest.TempPathFactory) -> NativeCheckpoint:
     """Two stacks: five leaves that are read whole, and four that are read piece by piece."""
     path = tmp_path_factory.mktemp("wants") / "c"
     tree = {f"small {number}": np.ones((16, 32), np.float32) for number in range(5)}
     tree |= {f"large {number}": np.ones((512, 256), np.float32) for number in range(4)}
     jaxckpt.save(path, tree)
-    manifest, _ = load_manifest(store_at(path, OPTIONS))
     assert {leaf.nbytes < WHOLE_BYTES for leaf in tree.values()} == {True, False}
-    return manifest
+    return NativeCheckpoint.at(store_at(path, OPTIONS))
 
 
 def shardings() -> dict[str, Sharding | None]:
@@ -48,15 +46,19 @@ def shardings() -> dict[str, Sharding | None]:
     }
 
 
-def wants_of(manifest: Manifest, abstract: AbstractLeaf, processes: range) -> Wants:
-    return plan_wants(manifest, dict.fromkeys(range(len(manifest.leaves)), abstract), OPTIONS, processes, processes)
+def wants_of(source: NativeCheckpoint, abstract: AbstractLeaf, processes: range) -> Wants:
+    return plan_wants(
+        source, dict.fromkeys(range(len(source.manifest.leaves)), abstract), OPTIONS, processes, processes
+    )
 
 
 @pytest.mark.parametrize("name", shardings())
 @pytest.mark.parametrize("cast", [None, "float64"])
-def test_one_process_and_all_processes_give_the_same_wants(manifest: Manifest, name: str, cast: str | None) -> None:
+def test_one_process_and_all_processes_give_the_same_wants(
+    source: NativeCheckpoint, name: str, cast: str | None
+) -> None:
     abstract = AbstractLeaf("jax", None if cast is None else np.dtype(cast), shardings()[name])
-    alone, together = wants_of(manifest, abstract, range(1)), wants_of(manifest, abstract, range(2))
+    alone, together = wants_of(source, abstract, range(1)), wants_of(source, abstract, range(2))
     assert [part.rows_for(0) for part in alone.ranges] == [part.rows_for(0) for part in together.ranges]
     assert [part.boxes.are_whole for part in alone.ranges] == [part.boxes.are_whole for part in together.ranges]
     (reads,) = plan_reads(alone, OPTIONS, range(1))
@@ -64,9 +66,9 @@ def test_one_process_and_all_processes_give_the_same_wants(manifest: Manifest, n
 
 
 @pytest.mark.parametrize("name", shardings())
-def test_every_box_of_a_device_is_wanted_once(manifest: Manifest, name: str) -> None:
+def test_every_box_of_a_device_is_wanted_once(source: NativeCheckpoint, name: str) -> None:
     sharding = shardings()[name]
-    wants = wants_of(manifest, AbstractLeaf("jax", sharding=sharding), range(1))
+    wants = wants_of(source, AbstractLeaf("jax", sharding=sharding), range(1))
     assert sorted(part.rows for part in wants.ranges) == [(0, 4), (0, 5)], "equal leaves are one range"
     for part in wants.ranges:
         shape = wants.stacks[part.stack].shape
@@ -81,10 +83,10 @@ def box_of(index: Any, shape: tuple[int, ...]) -> Box:
     return tuple(side.indices(length)[:2] for side, length in zip(index, shape, strict=True))
 
 
-def test_leaves_that_differ_are_separate_ranges(manifest: Manifest) -> None:
+def test_leaves_that_differ_are_separate_ranges(source: NativeCheckpoint) -> None:
     abstract_leaves = dict(zip(range(9), itertools.cycle([AbstractLeaf("jax"), AbstractLeaf("numpy")]), strict=False))
-    wants = plan_wants(manifest, abstract_leaves, OPTIONS, range(1), range(1))
+    wants = plan_wants(source, abstract_leaves, OPTIONS, range(1), range(1))
     single_rows = [(row, row + 1) for n_leaves in (5, 4) for row in range(n_leaves)]
     assert sorted(part.rows for part in wants.ranges) == sorted(single_rows)
     (reads,) = plan_reads(wants, OPTIONS, range(1))
-    assert reads.needed_bytes == sum(manifest.leaf_bytes(leaf) for leaf in manifest.leaves)
+    assert reads.needed_bytes == sum(source.manifest.leaf_bytes(leaf) for leaf in source.manifest.leaves)

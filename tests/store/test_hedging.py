@@ -150,6 +150,22 @@ def test_an_error_of_one_request_does_not_count(reads: Reads, first_fails: bool)
     assert read.result(1).value == b"x"
 
 
+def test_a_read_that_hangs_is_sent_again_although_others_used_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedging, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(hedging, "_FIRST_REPEATS", 0.0)
+    reads = Reads(most_running=9)
+    many = [reads.begin() for _ in range(8)]
+    for read in many:
+        with pytest.raises(TimeoutError):
+            read.result(0.02)
+    assert not reads.spare.sent
+    time.sleep(1)
+    for read in many:
+        with pytest.raises(TimeoutError):
+            read.result(0.02)
+    assert len(reads.spare.sent) == 4, "only some of them"
+
+
 def test_the_error_of_both_requests(reads: Reads) -> None:
     read = reads.begin_late()
     reads.spare.sent[0].set_exception(ValueError("second"))
