@@ -220,6 +220,47 @@ def kvstore_of(path: str) -> tuple[dict[str, Any], Any] | None:
     return None if files is None else files.folder(path).tensorstore()
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A file that each save rewrites, as it was when its checkpoint was opened: tensorstore reads the others, and does
+    not say if they were replaced."""
+
+    path: str
+    generation: object
+    files: BucketFiles | None = field(repr=False, compare=False)
+
+
+def marked(path: str) -> Mark:
+    """The mark that a file is now."""
+    files = _files_of(path)
+    return Mark(path, _generations(files, [path])[0], files)
+
+
+def require_unchanged(marks: Sequence[Mark]) -> None:
+    """Raise StorageError if one of a checkpoint's marks has been replaced. Looks at all of them concurrently."""
+    files = marks[0].files if marks else None
+    for mark, generation in zip(marks, _generations(files, [mark.path for mark in marks]), strict=True):
+        if generation != mark.generation:
+            raise _replaced(mark.path)
+
+
+def _generations(files: BucketFiles | None, paths: Sequence[str]) -> list[object]:
+    if files is not None:
+        found = files.root.generations(map(files.key, paths))
+        return [found[files.key(path)] for path in paths]
+    with translate_os_errors("cannot look at the files of a checkpoint"):
+        return [_identity(os.stat(path)) if os.path.exists(path) else None for path in paths]
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """What differs after a file was replaced or written again."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _replaced(path: str) -> StorageError:
+    return StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
+
+
 # In a bucket ----------------------------------------------------------------------------------------------
 
 _Tree = dict[str, Any]
@@ -279,7 +320,7 @@ class BucketFiles:
         if content is None:
             raise DataError(f"{path} is missing")
         if generation and self._generations.setdefault(path, generation) != generation:
-            raise StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
+            raise _replaced(path)
         note_progress()
         return content
 
