@@ -27,7 +27,15 @@ from jaxckpt._model.values import decode_value
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format
-from jaxckpt._store.foreign_files import exists, is_folder, is_link, names_in, names_or_empty, read_small
+from jaxckpt._store.foreign_files import (
+    exists,
+    is_folder,
+    is_link,
+    is_visible_file,
+    names_in,
+    names_or_empty,
+    read_small,
+)
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, InputError, NotACheckpointError
 
@@ -41,6 +49,9 @@ _STEP_FILE = "metadata.json"
 
 _OTHERS = {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "_strings.json", ".metadata"}
 """Names in folders that are Orbax's or PyTorch's, perhaps damaged."""
+
+_AGGREGATE = "checkpoint"
+"""The file with the tree of Orbax before 0.3 and of T5X. Without it, the arrays have other names."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -62,10 +73,11 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 def _is_of_others(path: str, names: Collection[str]) -> bool:
     """Whether a folder is a checkpoint of jaxckpt, Orbax or PyTorch, perhaps a damaged or unfinished one."""
     is_unfinished = any(_UNFINISHED in name for name in (os.path.basename(path), *names))
+    has_aggregate = _AGGREGATE in names and is_visible_file(f"{path}/{_AGGREGATE}")  # otherwise a container's folder
     is_ours = any(map(is_data_folder, names)) or (
         MANIFEST in names and any(name.startswith("data-") for name in names)  # Levanter has a manifest.json too
     )
-    return is_unfinished or is_ours or not _OTHERS.isdisjoint(names)
+    return is_unfinished or has_aggregate or is_ours or not _OTHERS.isdisjoint(names)
 
 
 def _holds_arrays(path: str) -> bool:

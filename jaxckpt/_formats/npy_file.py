@@ -21,7 +21,7 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import Format
-from jaxckpt._store.foreign_files import in_bucket, opened, read_head
+from jaxckpt._store.foreign_files import opened, read_head, using_files
 from jaxckpt.errors import DataError, MismatchError, Problem, show_count
 
 _MAX_LINE_BYTES = 1 << 16
@@ -64,8 +64,8 @@ def eqx_file(path: str | os.PathLike[str], target: Tree) -> ForeignCheckpoint:
     leaves, _ = flatten(target)
     paths = [leaf.path for leaf in leaves if _is_stored(leaf.value)]
     shapes = [np.shape(leaf.value) for leaf in leaves if _is_stored(leaf.value)]
-    (place,), bucket = located_together({"path": path})
-    with in_bucket(bucket):
+    (place,), opened_files = located_together({"path": path})
+    with using_files(opened_files):
         arrays = _read_arrays(place)
         problems = [
             Problem(path, f"has shape {shape} in target, and {array.shape} in the file")
@@ -79,7 +79,7 @@ def eqx_file(path: str | os.PathLike[str], target: Tree) -> ForeignCheckpoint:
                 problems,
             )
         named = jax.tree.map(partial(_named, iter(arrays)), target)
-        return with_files(compose(place, named, "eqx"), bucket)
+        return with_files(compose(place, named, "eqx"), opened_files)
 
 
 def _named(stored: Iterator[ForeignArray], value: Any) -> Any:

@@ -32,8 +32,8 @@ from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
 @contextlib.contextmanager
 def detect_replacement(source: Source, numbers: Collection[int], options: Options) -> Generator[None]:
-    """Around a read of the leaves with these numbers. If data is missing or different because the checkpoint was deleted
-    or replaced, report that, not corruption."""
+    """Around a read of the leaves with these numbers: reports that the checkpoint was deleted or replaced, in place of
+    its data, or as the reason why data is missing or different."""
     try:
         yield
         run_watched(f"looking at {source.url}", options.timeout_seconds, lambda: source.require_unchanged(numbers))

@@ -20,7 +20,7 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
-from jaxckpt._store.foreign_files import BucketFiles, Mark, in_bucket, require_unchanged, url_of
+from jaxckpt._store.foreign_files import Mark, OpenedFiles, require_unchanged, url_of, using_files
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, StorageError, UnsupportedError, show_path
 
@@ -86,18 +86,18 @@ class InMemoryData(ArrayData):
 
 
 @dataclass(frozen=True, slots=True)
-class InBucket(ArrayData):
-    """The data of an array in files of a bucket."""
+class InFiles(ArrayData):
+    """The data of an array in files that must not be replaced."""
 
     data: ArrayData
-    files: BucketFiles = field(repr=False)
+    files: OpenedFiles = field(repr=False)
 
     def read(self, box: Box, target: Array) -> None:
-        with in_bucket(self.files):
+        with using_files(self.files):
             self.data.read(box, target)
 
     def check(self) -> None:
-        with in_bucket(self.files):
+        with using_files(self.files):
             self.data.check()
 
 
@@ -250,18 +250,18 @@ class ForeignCheckpoint:
     def change_since_open(self) -> str | None:
         try:
             self.require_unchanged(range(len(self.manifest.leaves)))
+        except DataError:
+            return "deleted"
         except StorageError:
             return "replaced by another"
         return None if self.origin is None else self.origin.change_since_open()
 
 
-def with_files(checkpoint: ForeignCheckpoint, files: BucketFiles | None) -> ForeignCheckpoint:
-    """A checkpoint that was opened in a bucket, so that its data is read from there. None: all its files are local."""
-    if files is None:
-        return checkpoint
+def with_files(checkpoint: ForeignCheckpoint, files: OpenedFiles) -> ForeignCheckpoint:
+    """A checkpoint that was opened among these files, so that its data is read from them."""
     # tensorstore reads the others, or they are in memory.
     others = AsyncArrayData, InMemoryData, Unreadable
-    row_data = [[d if isinstance(d, others) else InBucket(d, files) for d in rows] for rows in checkpoint.row_data]
+    row_data = [[d if isinstance(d, others) else InFiles(d, files) for d in rows] for rows in checkpoint.row_data]
     urls = tuple(map(url_of, checkpoint.files))
     return replace(checkpoint, url=url_of(checkpoint.url), row_data=row_data, files=urls)
 

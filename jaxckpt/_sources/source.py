@@ -62,7 +62,8 @@ class Source(Protocol):
         ...
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
-        """Raise StorageError if what was just read of the leaves with these numbers may be of a later save."""
+        """Check that what was just read of the leaves with these numbers is of the same save as the manifest. Raises
+        StorageError if the checkpoint was replaced, DataError if it was deleted."""
         ...
 
     def change_since_open(self) -> str | None:

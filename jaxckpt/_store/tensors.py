@@ -165,7 +165,7 @@ class ArrayFolder:
     database."""
 
     path: str
-    """A folder: a local path, or a path in the bucket of `foreign_files.in_bucket`."""
+    """A folder: a local path, or a path in the bucket of `foreign_files.using_files`."""
 
     ocdbt: bool
     base: Mapping[str, Any]

@@ -401,9 +401,11 @@ def test_arrays_that_are_replaced_after_the_checkpoint_was_opened(kind: str, pla
         if value == 1:
             checkpoint = jaxckpt.open(url)
             assert checkpoint["a"][0, 0] == 1
-            view = jaxckpt.open(url, rename=jaxckpt.rules.Rules([jaxckpt.rules.Rule(source="a", target="w")], keep=True))
+            view = jaxckpt.open(
+                url, rename=jaxckpt.rules.Rules([jaxckpt.rules.Rule(source="a", target="w")], keep=True)
+            )
     for read in (checkpoint.restore, lambda: checkpoint["b"][:], lambda: view["w"][:]):
-        with pytest.raises((StorageError, NotACheckpointError), match="was replaced (after it was opened|by another)"):
+        with pytest.raises((StorageError, NotACheckpointError), match=r"was replaced (after it was opened|by another)"):
             read()
     assert jaxckpt.load_numpy(url)["b"][0, 0] == 2
 
@@ -549,5 +551,10 @@ def test_files_over_http(web: str, tmp_path: Path) -> None:
     ]
     with pytest.raises(NotACheckpointError, match="or it is a folder, which HTTP does not list"):
         list_checkpoints(f"{web}/missing")
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:f492c859ee\nsize 133\n")
+    for path in ("hf/model.safetensors.index.json", "hf"):
+        with pytest.raises(NotACheckpointError, match=r"Git LFS pointers .* such as model-00001.*: run `git lfs pull`"):
+            jaxckpt.open(f"{web}/{path}", options=QUICK)
     with pytest.raises(StorageError, match="read-only"):
         jaxckpt.save(f"{web}/new", {"w": 1}, options=QUICK)

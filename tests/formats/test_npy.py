@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import DataError, MismatchError, InputError
+from jaxckpt.errors import DataError, InputError, MismatchError
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 
