@@ -97,7 +97,10 @@ def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
     if ".zarray" not in names:
         for name in sorted(names):
             inner = f"{below}/{name}" if below else name
-            if name != "c" and not is_link(f"{path}/{inner}") and is_folder(f"{path}/{inner}"):
+            if is_link(f"{path}/{inner}") or not is_folder(f"{path}/{inner}"):
+                continue
+            # In Zarr 3, "c" has the chunks of an array, or is an array of this name in a group.
+            if name != "c" or "zarr.json" not in names or is_visible_file(f"{path}/{inner}/zarr.json"):
                 yield from _folders(path, inner)
 
 
@@ -118,7 +121,7 @@ def open_arrays(path: str) -> ForeignCheckpoint:
     if {_TREE, _STORE} <= {*names}:
         return compose(path, _read_pytree(path), "jax")
     arrays, values = _read(path)
-    if not arrays and not values:
+    if not arrays and not values and _MARKS.isdisjoint(names):
         raise NotACheckpointError(f"{path} has no arrays")
     return compose(path, tree_of_names(arrays | values, {}), "zarr", metadata=metadata or None)
 

@@ -7,6 +7,8 @@ for the layers in front:
     norm/scale [model]                  layers/{i}/attn/o/kernel [heads, dim, model]
     head/kernel [model, vocab]          layers/{i}/mlp/{gate,up}/kernel [model, hidden], mlp/down/kernel [hidden, model]
     positions/embedding [n, model]      layers/{i}/{attn_norm,mlp_norm,…}/scale [model]
+
+It is long because a family's exceptions (towers, experts, fused and quantized tensors) all change the same rules.
 """
 
 from __future__ import annotations

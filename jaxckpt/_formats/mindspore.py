@@ -9,6 +9,8 @@ are read when they are needed.
     Strategy    = {1: stage, 2: operators*, 3: {1: name, 2: Layout}*}               node_strategy.proto
     Layout      = {1: dev_matrix, 2: tensor_map, 3: param_split_shape, 4: indices_offset, 5: field,
                    6: opt_weight_shard_step, 7: opt_weight_shard_size}
+
+It is long because files of ranks have a meaning only with their strategy, which has two file formats and several files.
 """
 
 from __future__ import annotations
