@@ -175,7 +175,8 @@ _MODULE_ATTRIBUTES = {
     "StandardCheckpointer": "save and jaxckpt.restore",
     **{name: f"weights.{name}" for name in ("Publisher", "subscribe", "average")},
     **{
-        name: f"formats.{name}" for name in ("mindspore_ranks", "npz_file", "oneflow_ranks", "rank_files", "merge_lora")
+        name: f"formats.{name}"
+        for name in ("eqx_file", "mindspore_ranks", "npz_file", "oneflow_ranks", "rank_files", "merge_lora")
     },
     **{name: f"rules.{name}" for name in ("Rule", "Rules", "huggingface_rules", "lora_rules", "stack")},
     "hf_rules": "rules.huggingface_rules",

@@ -27,7 +27,15 @@ from jaxckpt._model.values import decode_value
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import ForeignStep, Format
-from jaxckpt._store.foreign_files import exists, is_folder, is_link, names_in, names_or_empty, read_small
+from jaxckpt._store.foreign_files import (
+    exists,
+    is_folder,
+    is_link,
+    is_visible_file,
+    names_in,
+    names_or_empty,
+    read_small,
+)
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, InputError, NotACheckpointError
 
@@ -41,6 +49,9 @@ _STEP_FILE = "metadata.json"
 
 _OTHERS = {"_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "_strings.json", ".metadata"}
 """Names in folders that are Orbax's or PyTorch's, perhaps damaged."""
+
+_AGGREGATE = "checkpoint"
+"""The file with the tree of Orbax before 0.3 and of T5X. Without it, the arrays have other names."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -62,10 +73,11 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 def _is_of_others(path: str, names: Collection[str]) -> bool:
     """Whether a folder is a checkpoint of jaxckpt, Orbax or PyTorch, perhaps a damaged or unfinished one."""
     is_unfinished = any(_UNFINISHED in name for name in (os.path.basename(path), *names))
+    has_aggregate = _AGGREGATE in names and is_visible_file(f"{path}/{_AGGREGATE}")  # otherwise a container's folder
     is_ours = any(map(is_data_folder, names)) or (
         MANIFEST in names and any(name.startswith("data-") for name in names)  # Levanter has a manifest.json too
     )
-    return is_unfinished or is_ours or not _OTHERS.isdisjoint(names)
+    return is_unfinished or has_aggregate or is_ours or not _OTHERS.isdisjoint(names)
 
 
 def _holds_arrays(path: str) -> bool:
@@ -85,7 +97,10 @@ def _folders(path: str, below: str = "") -> Iterator[tuple[str, list[str]]]:
     if ".zarray" not in names:
         for name in sorted(names):
             inner = f"{below}/{name}" if below else name
-            if name != "c" and not is_link(f"{path}/{inner}") and is_folder(f"{path}/{inner}"):
+            if is_link(f"{path}/{inner}") or not is_folder(f"{path}/{inner}"):
+                continue
+            # In Zarr 3, "c" has the chunks of an array, or is an array of this name in a group.
+            if name != "c" or "zarr.json" not in names or is_visible_file(f"{path}/{inner}/zarr.json"):
                 yield from _folders(path, inner)
 
 
@@ -106,7 +121,7 @@ def open_arrays(path: str) -> ForeignCheckpoint:
     if {_TREE, _STORE} <= {*names}:
         return compose(path, _read_pytree(path), "jax")
     arrays, values = _read(path)
-    if not arrays and not values:
+    if not arrays and not values and _MARKS.isdisjoint(names):
         raise NotACheckpointError(f"{path} has no arrays")
     return compose(path, tree_of_names(arrays | values, {}), "zarr", metadata=metadata or None)
 

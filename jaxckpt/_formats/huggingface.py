@@ -7,6 +7,8 @@ for the layers in front:
     norm/scale [model]                  layers/{i}/attn/o/kernel [heads, dim, model]
     head/kernel [model, vocab]          layers/{i}/mlp/{gate,up}/kernel [model, hidden], mlp/down/kernel [hidden, model]
     positions/embedding [n, model]      layers/{i}/{attn_norm,mlp_norm,…}/scale [model]
+
+It is long because a family's exceptions (towers, experts, fused and quantized tensors) all change the same rules.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from jaxckpt._rules.axis_layouts import axes_of
 from jaxckpt._rules.rule import Paths, Rule, captures, matching_paths, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.open_source import located, source_at
-from jaxckpt._store.foreign_files import exists, in_bucket, is_visible_file, read_small
+from jaxckpt._store.foreign_files import exists, is_visible_file, read_small, using_files
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_count
 
@@ -109,7 +111,7 @@ def read_config(folder: str | os.PathLike[str], name: str = "config.json") -> Co
     """The configuration of a model or adapter in a folder. Raises DataError, StorageError, InputError."""
     local_path(folder, "folder, the first argument,")  # checks it
     path, files = located(folder, Options())
-    with in_bucket(files):
+    with using_files(files):
         path = os.path.dirname(path) if is_visible_file(path) else path
         where = f"{path}/{name}"
         if not exists(path):

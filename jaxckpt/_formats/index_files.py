@@ -17,7 +17,16 @@ from jaxckpt._model.manifest import require_distinct
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._sources.open_source import located
-from jaxckpt._store.foreign_files import BucketFiles, exists, is_file, list_names, opened, read_small
+from jaxckpt._store.foreign_files import (
+    BucketFiles,
+    LocalFiles,
+    OpenedFiles,
+    exists,
+    is_file,
+    list_names,
+    opened,
+    read_small,
+)
 from jaxckpt._store.store_path import local_path
 from jaxckpt.errors import DataError, InputError, show_path
 
@@ -28,19 +37,21 @@ MAX_INDEX_BYTES = 1 << 28
 """The largest index file in JSON."""
 
 
-def located_together(places: Mapping[str, str | os.PathLike[str]]) -> tuple[list[str], BucketFiles | None]:
-    """Paths or URLs as paths of `foreign_files`, and the files of the bucket of those that are URLs. `places` has them
-    by names for messages. Raises InputError for other values, and if they are in several buckets."""
+def located_together(places: Mapping[str, str | os.PathLike[str]]) -> tuple[list[str], OpenedFiles]:
+    """Paths or URLs as paths of `foreign_files`, and the files of the bucket of those that are URLs, or of the file
+    system. `places` has them by names for messages. Raises InputError for other values, and if they are in several
+    buckets."""
     paths: list[str] = []
     bucket = None
     for what, place in places.items():
         local_path(place, what)  # checks it
         path, files = located(place, Options())
-        if files is not None and bucket is not None and files.url != bucket.url:
-            raise InputError(f"{what} is at {files.url}, others at {bucket.url}: copy all of them to one place")
-        bucket = bucket or files
+        if isinstance(files, BucketFiles):
+            bucket = bucket or files
+            if files.url != bucket.url:
+                raise InputError(f"{what} is at {files.url}, others at {bucket.url}: copy all of them to one place")
         paths.append(path)
-    return paths, bucket
+    return paths, bucket or LocalFiles()
 
 
 def reads_files(function: Callable[P, T]) -> Callable[P, T]:

@@ -9,6 +9,8 @@ are read when they are needed.
     Strategy    = {1: stage, 2: operators*, 3: {1: name, 2: Layout}*}               node_strategy.proto
     Layout      = {1: dev_matrix, 2: tensor_map, 3: param_split_shape, 4: indices_offset, 5: field,
                    6: opt_weight_shard_step, 7: opt_weight_shard_size}
+
+It is long because files of ranks have a meaning only with their strategy, which has two file formats and several files.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import Format
-from jaxckpt._store.foreign_files import OpenFile, in_bucket, is_folder, list_names, opened, read_head, read_small
+from jaxckpt._store.foreign_files import OpenFile, is_folder, list_names, opened, read_head, read_small, using_files
 from jaxckpt.errors import DataError, InputError, show_path
 
 if TYPE_CHECKING:
@@ -126,22 +128,22 @@ def mindspore_ranks(
     if strategy is not None and (mesh is not None or specs is not None):
         raise InputError("a strategy determines the mesh and the specs: pass either strategy= or mesh= and specs=")
     if isinstance(files, Mapping):
-        paths, bucket = paths_of(files)
+        paths, opened_files = paths_of(files)
     else:
-        (folder,), bucket = located_together({"the folder of the ranks": files})
-        with in_bucket(bucket):
+        (folder,), opened_files = located_together({"the folder of the ranks": files})
+        with using_files(opened_files):
             paths = paths_in(folder, _RANK_FOLDER)
-    with in_bucket(bucket):
+    with using_files(opened_files):
         rank_values = {n: read_header(p) if p.endswith(".safetensors") else read_ckpt(p) for n, p in paths.items()}
     if strategy is None:
         leaf_paths = {name: escape_key(name) for values in rank_values.values() for name in values}
         tree = assemble(rank_values, leaf_paths, mesh, specs)
     else:
-        (path,), its_bucket = located_together({"strategy": strategy})
-        with in_bucket(its_bucket):
+        (path,), its_files = located_together({"strategy": strategy})
+        with using_files(its_files):
             layouts = read_strategy(path)
         tree = _assemble_by_strategy(rank_values, layouts)
-    return with_files(compose(common_url(paths), tree, "mindspore", files=paths.values()), bucket)
+    return with_files(compose(common_url(paths), tree, "mindspore", files=paths.values()), opened_files)
 
 
 # Strategies -----------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ moves) and a condition:
   for tensors that repeat the leaf.
 - Of several lines for a leaf, the first whose tensor the folder has is used: versions of transformers, and classes of
   models, give tensors different names. Without tensors, it is the first.
+
+It is long because each family has its table.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._formats.pickles import unreadable
+from jaxckpt._formats.shards import Swapped
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box
-from jaxckpt._model.pieces import Array
 from jaxckpt._sources.foreign import ArrayData, ForeignArray
 from jaxckpt.errors import DataError
 
@@ -80,18 +79,4 @@ def array_of(record: NpyHeader, data_of: Callable[[str], ArrayData], void: str |
     if dtype.name not in DTYPES:
         return unreadable(f"has dtype {dtype.str}, which JAX does not support")
     data = data_of(dtype.name)
-    return ForeignArray(dtype.name, shape, data if dtype.isnative else _Swapped(data))
-
-
-@dataclass(frozen=True, slots=True)
-class _Swapped(ArrayData):
-    """An array of numbers in big-endian order."""
-
-    data: ArrayData
-
-    def read(self, box: Box, target: Array) -> None:
-        self.data.read(box, target)
-        target.byteswap(inplace=True)
-
-    def check(self) -> None:
-        self.data.check()
+    return ForeignArray(dtype.name, shape, data if dtype.isnative else Swapped(data))

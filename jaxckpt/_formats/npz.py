@@ -28,7 +28,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._sources.source import Source
-from jaxckpt._store.foreign_files import OpenFile, in_bucket, is_visible_file, opened
+from jaxckpt._store.foreign_files import OpenFile, is_visible_file, opened, using_files
 from jaxckpt.errors import DataError, InputError, show_path
 
 MAX_TEXT_BYTES = 1 << 20
@@ -77,9 +77,9 @@ def npz_file(path: str | os.PathLike[str], *, dtype: str) -> ForeignCheckpoint:
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    (place,), bucket = located_together({"path": path})
-    with in_bucket(bucket):
-        return with_files(open_npz(place, dtype), bucket)
+    (place,), opened_files = located_together({"path": path})
+    with using_files(opened_files):
+        return with_files(open_npz(place, dtype), opened_files)
 
 
 def read_npz(path: str, void: str | None = None) -> dict[str, ForeignArray | str | bytes]:

@@ -32,7 +32,6 @@ from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint,
 from jaxckpt._sources.format_registry import Format
 from jaxckpt._store.foreign_files import (
     exists,
-    in_bucket,
     is_folder,
     list_names,
     names_in,
@@ -40,6 +39,7 @@ from jaxckpt._store.foreign_files import (
     opened,
     read_head,
     read_small,
+    using_files,
 )
 from jaxckpt.errors import DataError, NotACheckpointError
 
@@ -141,11 +141,11 @@ def oneflow_ranks(
         >>> jaxckpt.load_numpy(jaxckpt.formats.oneflow_ranks(ranks, specs={"w": jax.P("rank")}))
         {'w': array([0., 0., 1., 1.], dtype=float32)}
     """
-    paths, bucket = paths_of(files)
+    paths, opened_files = paths_of(files)
     rank_values: dict[int, dict[str, Any]] = {}
     structures: list[Structure] = []
     for rank, path in paths.items():
-        with in_bucket(bucket):
+        with using_files(opened_files):
             leaves, structure = flatten(_saved(path))
         rank_values[rank] = {leaf.path: leaf.value for leaf in leaves}
         structures.append(structure)
@@ -154,7 +154,7 @@ def oneflow_ranks(
         tree = unflatten(structures[0], [whole[path] for path in next(iter(rank_values.values()))])
     else:  # stages of a pipeline
         tree = nested_dicts(whole)
-    return with_files(compose(common_url(paths), tree, "oneflow", files=paths.values()), bucket)
+    return with_files(compose(common_url(paths), tree, "oneflow", files=paths.values()), opened_files)
 
 
 def _saved(path: str) -> Tree:

@@ -4,6 +4,8 @@ A pickle is a program. This machine runs the part of its language that builds da
 pickle calls a name that is not in the table, the result is an `OpaqueObject`, which records the call and does nothing.
 
 Large bytes objects are located but not read, so a pickle of arrays takes no more memory than a pickle of their names.
+
+It is long because the machine has a method for each opcode.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from jaxckpt._formats.pickle_machine import (
     Unbuilt,
     insert,
 )
-from jaxckpt._formats.shards import FileData, f_strides
+from jaxckpt._formats.shards import FileData, Swapped, f_strides
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
 from jaxckpt._model.paths import escape_key
 from jaxckpt._model.tree import MAX_DEPTH, Tree
@@ -139,10 +139,6 @@ class _NumpyDtype(Unbuilt):
             raise TypeError("a NumPy dtype has an unexpected state")
         self.order = str(cast("tuple[Any, ...]", state)[1])[:1]
 
-    @property
-    def dtype_name(self) -> str | None:
-        return self.name if self.order in "<|=" else None
-
 
 class NumpyArray(Unbuilt):
     """A numpy.ndarray, before its data is set."""
@@ -161,11 +157,12 @@ def _ndarray(
     """An array from the arguments of NumPy's functions; an `OpaqueObject` if its dtype or data is not supported."""
     if not isinstance(dtype, _NumpyDtype):
         raise TypeError("the dtype of a NumPy array is missing")
-    name = dtype.dtype_name
+    name = dtype.name
     if name is None or not isinstance(data, (bytes, LocatedBytes)):
         return OpaqueObject("numpy.ndarray")
     sides = require_sizes(shape)
-    return ForeignArray(name, sides, data_of_bytes(data, name, sides, fortran), kind)
+    stored = data_of_bytes(data, name, sides, fortran)
+    return ForeignArray(name, sides, Swapped(stored) if dtype.order == ">" else stored, kind)
 
 
 def data_of_bytes(

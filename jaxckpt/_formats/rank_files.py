@@ -28,7 +28,7 @@ from jaxckpt._model.paths import closest_hint, name_of_path, path_of_name
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, Unreadable, with_files
-from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, list_names, read_head
+from jaxckpt._store.foreign_files import OpenedFiles, is_folder, list_names, read_head, using_files
 from jaxckpt.errors import DataError, InputError, NotACheckpointError, show_lines, show_path
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def rank_files(
         >>> jaxckpt.load_numpy(checkpoint)
         {'step': array(7), 'w': array([0, 1, 2, 3, 4, 5])}
     """
-    paths, bucket = paths_of(files)
-    with in_bucket(bucket):
+    paths, opened_files = paths_of(files)
+    with using_files(opened_files):
         rank_values = {
             rank: read_npz(path) if read_head(path, 2) == b"PK" else read_header(path) for rank, path in paths.items()
         }
@@ -105,19 +105,19 @@ def rank_files(
     names = dict.fromkeys(name for values in rank_values.values() for name in values)
     leaf_paths = {leaf.value: leaf.path for leaf in flatten(tree_of_names({name: name for name in names}, {}))[0]}
     tree = tree_of_names(assemble(rank_values, leaf_paths, mesh, specs, offsets, shapes), {})
-    return with_files(compose(common_url(paths), tree, "rank files", files=paths.values()), bucket)
+    return with_files(compose(common_url(paths), tree, "rank files", files=paths.values()), opened_files)
 
 
-def paths_of(files: Files) -> tuple[dict[int, str], BucketFiles | None]:
-    """The path of each rank's file, and the files of their bucket, as of `located_together`."""
+def paths_of(files: Files) -> tuple[dict[int, str], OpenedFiles]:
+    """The path of each rank's file, and the opened files, as of `located_together`."""
     if not files:
         raise InputError("no files are given; expected {rank: path}")
     if not isinstance(files, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"files is of type {type(files).__name__}; expected {{rank: path}}")
     if wrong := [rank for rank in files if type(rank) is not int or not 0 <= rank < MAX_RANKS]:
         raise InputError(f"files has the rank {wrong[0]!r}; expected integers from 0 to {MAX_RANKS - 1}")
-    paths, bucket = located_together({f"the file of rank {rank}": files[rank] for rank in sorted(files)})
-    return dict(zip(sorted(files), paths, strict=True)), bucket
+    paths, opened_files = located_together({f"the file of rank {rank}": files[rank] for rank in sorted(files)})
+    return dict(zip(sorted(files), paths, strict=True)), opened_files
 
 
 def paths_in(folder: str, rank_name: re.Pattern[str]) -> dict[int, str]:

@@ -2,6 +2,8 @@
 
 8 bytes: length of the header ─▶ the header, JSON: name ─▶ dtype, shape, data_offsets ─▶ the tensors, without gaps
 (github.com/huggingface/safetensors)
+
+It is long because it reads and writes, and both need the header and the index.
 """
 
 from __future__ import annotations

@@ -73,6 +73,20 @@ class FileData(ArrayData):
         return self.offset + DTYPES[self.dtype].itemsize * (last + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Swapped(ArrayData):
+    """An array of numbers that is stored in big-endian order."""
+
+    data: ArrayData
+
+    def read(self, box: Box, target: Array) -> None:
+        self.data.read(box, target)
+        target.byteswap(inplace=True)
+
+    def check(self) -> None:
+        self.data.check()
+
+
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next along each dimension, in C order."""
     return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()

@@ -17,6 +17,7 @@ from jaxckpt._model.grid import Box
 from jaxckpt._model.pieces import Array
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._sources.foreign import AsyncArrayData, ForeignArray
+from jaxckpt._store.foreign_files import Mark
 from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines
@@ -31,6 +32,11 @@ class ZarrArray(AsyncArrayData):
     driver: Literal["zarr", "zarr3"]
     metadata: Any
     strict: bool
+    mark: Mark
+
+    @property
+    def marks(self) -> tuple[Mark]:
+        return (self.mark,)
 
     def start(self, box: Box, target: Array) -> Pending[None]:
         reader = self.folder.array_reader(self.name, self.driver, self.metadata, strict=self.strict)
@@ -127,7 +133,9 @@ def read_metadata(
             what = f"{folder.path}: the Zarr metadata of {leaf}"
             metadata = from_json(what, text, dict[str, Any])
             dtype, shape, chunk = parse(what, metadata)
-            arrays[name] = ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)
+            mark = folder.mark_of(f"{name}/{file}")
+            data = ZarrArray(folder, name, driver, metadata, strict, mark)
+            arrays[name] = ForeignArray(dtype, shape, data, chunk=chunk)
     return arrays
 
 
@@ -138,8 +146,10 @@ def described_array(
     dtype = metadata.get("dtype" if driver == "zarr" else "data_type")
     if not isinstance(dtype, str) or (dtype_name_of(dtype) if driver == "zarr" else dtype) not in DTYPES:
         return None
-    dtype, shape, chunk = _PARSERS[driver][1](what, metadata, clip=True)
-    return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict), chunk=chunk)
+    file, parse = _PARSERS[driver]
+    dtype, shape, chunk = parse(what, metadata, clip=True)
+    mark = folder.mark_of(f"{name}/{file}")
+    return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict, mark), chunk=chunk)
 
 
 def require_inside(folder: ArrayFolder, names: Iterable[str]) -> None:

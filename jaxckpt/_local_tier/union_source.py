@@ -63,6 +63,9 @@ class UnionCheckpoint:
     def require_metadata(self, stacks: Sequence[int]) -> None:
         """Check nothing: local steps are read only by jaxckpt, which uses no zarr.json."""
 
+    def require_unchanged(self, numbers: Iterable[int]) -> None:
+        """Each save has a data folder of its own."""
+
     def change_since_open(self) -> str | None:
         return None
 

@@ -58,7 +58,7 @@ def fetch(
         job_size = processes if wants.layouts is not None and needs_whole_job() else None
         (reads,) = plan_reads(wants, options, [process], job_size)
         leaves = LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
-        with detect_replacement(source, options), contextlib.ExitStack() as until_read:
+        with detect_replacement(source, group, options), contextlib.ExitStack() as until_read:
             if shown is not None:
                 shown.close()
             display = (shown or until_read).enter_context(display_progress("restore", reads.n_bytes, options.progress))

@@ -470,11 +470,15 @@ class _Comparison:
         """How to find leaves that have other paths in the checkpoint, if their containers moved; otherwise empty."""
         if self.request.rename is not None:
             return ""
+        if self.manifest.format == "eqx":
+            return _UNNAMED
         records = self.manifest.leaves
         saved = {path: _saved_shape(SavedLeaf(self.manifest, records[n])) for path, n in self.selected.items()}
         wanted = (leaf for leaf in leaves if not callable(leaf.value) and self._is_selected(leaf.path))
         return moved_remedy(saved, {leaf.path: getattr(leaf.value, "shape", None) for leaf in wanted})
 
+
+_UNNAMED = "an .eqx file holds no names: jaxckpt.formats.eqx_file(path, target) opens it with those of the target"
 
 _RENAME = "rename= maps leaves that have other names in the checkpoint"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -31,10 +31,12 @@ from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
 
 @contextlib.contextmanager
-def detect_replacement(source: Source, options: Options) -> Generator[None]:
-    """If data is missing or different because the checkpoint was deleted or replaced, report that, not corruption."""
+def detect_replacement(source: Source, numbers: Collection[int], options: Options) -> Generator[None]:
+    """Around a read of the leaves with these numbers: reports that the checkpoint was deleted or replaced, in place of
+    its data, or as the reason why data is missing or different."""
     try:
         yield
+        run_watched(f"looking at {source.url}", options.timeout_seconds, lambda: source.require_unchanged(numbers))
     except DataError as error:
         became = run_watched(f"opening {source.url}", options.timeout_seconds, source.change_since_open)
         if became is None:
@@ -413,7 +415,7 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     delivery = _OneBox()
 
     def read_step() -> Array:
-        with detect_replacement(source, options):
+        with detect_replacement(source, [number], options):
             require_metadata(source, [stack], options)
             read(source, steps, options, delivery, report_nothing)
         return delivery.array

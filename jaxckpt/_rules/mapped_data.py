@@ -18,6 +18,7 @@ from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
 from jaxckpt._rules.rule import Rule
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, Replicas, Tiled
+from jaxckpt._store.foreign_files import Mark
 from jaxckpt.errors import show_path
 
 _WASTE = 2
@@ -65,6 +66,10 @@ class MappedSource(ArrayData):
     def check(self) -> None:
         for data in self.data.values():
             data.check()
+
+    @property
+    def marks(self) -> Iterator[Mark]:
+        return (mark for data in self.data.values() for mark in data.marks)
 
     def read(self, box: Box, target: Array) -> None:
         axes = axes_of(self.layout.target)

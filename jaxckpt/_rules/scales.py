@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxckpt._model.grid import Box, extent, whole_box
 from jaxckpt._model.pieces import Array
 from jaxckpt._rules.axis_layouts import MisfitError
 from jaxckpt._sources.foreign import ArrayData, ForeignArray
+from jaxckpt._store.foreign_files import Mark
 from jaxckpt.errors import show_path
 
 
@@ -82,6 +84,10 @@ class _UnpackedData(ArrayData):
     def check(self) -> None:
         self.data.check()
 
+    @property
+    def marks(self) -> Iterable[Mark]:
+        return self.data.marks
+
 
 @dataclass(frozen=True, slots=True)
 class _DequantizedData(ArrayData):
@@ -114,3 +120,7 @@ class _DequantizedData(ArrayData):
         for array in (self.array, self.scales):
             if array is not None:
                 array.data.check()
+
+    @property
+    def marks(self) -> Iterable[Mark]:
+        return (*self.array.data.marks, *(() if self.scales is None else self.scales.data.marks))

@@ -20,9 +20,9 @@ from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
-from jaxckpt._store.foreign_files import BucketFiles, in_bucket, url_of
+from jaxckpt._store.foreign_files import Mark, OpenedFiles, require_unchanged, url_of, using_files
 from jaxckpt._store.store import ArrayReader
-from jaxckpt.errors import DataError, UnsupportedError, show_path
+from jaxckpt.errors import DataError, StorageError, UnsupportedError, show_path
 
 if TYPE_CHECKING:
     from jaxckpt._job.rendezvous import Rendezvous
@@ -45,6 +45,11 @@ class ArrayData(abc.ABC):
         Raises DataError, StorageError.
         """
         return
+
+    @property
+    def marks(self) -> Iterable[Mark]:
+        """Files that differ from their marks if data that was read may be of a later save; none if `read` finds out."""
+        return ()
 
 
 class AsyncArrayData(ArrayData):
@@ -81,18 +86,18 @@ class InMemoryData(ArrayData):
 
 
 @dataclass(frozen=True, slots=True)
-class InBucket(ArrayData):
-    """The data of an array in files of a bucket."""
+class InFiles(ArrayData):
+    """The data of an array in files that must not be replaced."""
 
     data: ArrayData
-    files: BucketFiles = field(repr=False)
+    files: OpenedFiles = field(repr=False)
 
     def read(self, box: Box, target: Array) -> None:
-        with in_bucket(self.files):
+        with using_files(self.files):
             self.data.read(box, target)
 
     def check(self) -> None:
-        with in_bucket(self.files):
+        with using_files(self.files):
             self.data.check()
 
 
@@ -130,6 +135,10 @@ class Tiled(ArrayData):
         for _, data in self.pieces:
             data.check()
 
+    @property
+    def marks(self) -> Iterator[Mark]:
+        return (mark for _, data in self.pieces for mark in data.marks)
+
 
 @dataclass(frozen=True, slots=True)
 class Replicas(ArrayData):
@@ -160,6 +169,10 @@ class Replicas(ArrayData):
     def check(self) -> None:
         for copy in self.copies.values():
             copy.check()
+
+    @property
+    def marks(self) -> Iterator[Mark]:
+        return (mark for copy in self.copies.values() for mark in copy.marks)
 
 
 @explain_names
@@ -228,17 +241,27 @@ class ForeignCheckpoint:
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
         return _RowReader(self.row_data[stack])
 
+    def require_unchanged(self, numbers: Iterable[int]) -> None:
+        leaves = [self.manifest.leaves[number] for number in numbers]
+        places = (self.manifest.stack_and_row(leaf) for leaf in leaves if leaf.stack is not None)
+        rows = (self.row_data[stack][row] for stack, row in places)
+        require_unchanged([*dict.fromkeys(mark for data in rows for mark in data.marks)])
+
     def change_since_open(self) -> str | None:
+        try:
+            self.require_unchanged(range(len(self.manifest.leaves)))
+        except DataError:
+            return "deleted"
+        except StorageError:
+            return "replaced by another"
         return None if self.origin is None else self.origin.change_since_open()
 
 
-def with_files(checkpoint: ForeignCheckpoint, files: BucketFiles | None) -> ForeignCheckpoint:
-    """A checkpoint that was opened in a bucket, so that its data is read from there. None: all its files are local."""
-    if files is None:
-        return checkpoint
+def with_files(checkpoint: ForeignCheckpoint, files: OpenedFiles) -> ForeignCheckpoint:
+    """A checkpoint that was opened among these files, so that its data is read from them."""
     # tensorstore reads the others, or they are in memory.
     others = AsyncArrayData, InMemoryData, Unreadable
-    row_data = [[d if isinstance(d, others) else InBucket(d, files) for d in rows] for rows in checkpoint.row_data]
+    row_data = [[d if isinstance(d, others) else InFiles(d, files) for d in rows] for rows in checkpoint.row_data]
     urls = tuple(map(url_of, checkpoint.files))
     return replace(checkpoint, url=url_of(checkpoint.url), row_data=row_data, files=urls)
 

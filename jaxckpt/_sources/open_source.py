@@ -31,7 +31,16 @@ from jaxckpt._sources.foreign import ForeignCheckpoint, with_files
 from jaxckpt._sources.format_registry import ForeignStep, Format, formats, index_names, missing_formats_hint
 from jaxckpt._sources.signatures import describe, describe_content, describe_unknown
 from jaxckpt._sources.source import NativeCheckpoint, Source
-from jaxckpt._store.foreign_files import BucketFiles, in_bucket, is_folder, names_at, store_of, url_of
+from jaxckpt._store.foreign_files import (
+    BucketFiles,
+    LocalFiles,
+    OpenedFiles,
+    is_folder,
+    names_at,
+    store_of,
+    url_of,
+    using_files,
+)
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, require_no_dangling_link, store_at, unchecked_store_at
@@ -189,7 +198,7 @@ def _open_foreign(
 def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at exactly this path or URL; None if there is none in a known format."""
     path, files = located(location, options)
-    with in_bucket(files):
+    with using_files(files):
         names = names_at(path)
         form = _recognized_format(path, names)
         if form is None or form.open is None:
@@ -198,11 +207,11 @@ def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckp
     return with_files(checkpoint, files) if isinstance(checkpoint, ForeignCheckpoint) else checkpoint
 
 
-def located(location: str | os.PathLike[str], options: Options) -> tuple[str, BucketFiles | None]:
-    """A location as a path of `foreign_files`, and the files of its bucket if it is in one."""
+def located(location: str | os.PathLike[str], options: Options) -> tuple[str, OpenedFiles]:
+    """A location as a path of `foreign_files`, and the files of its bucket or of the file system."""
     local = local_path(location)
     if local is not None:
-        return local, None
+        return local, LocalFiles()
     store = store_at(location, options)
     files, path = BucketFiles.at(cast("Bucket", store), index_names())
     return path, files
@@ -215,7 +224,8 @@ def _open_as(
     try:
         return open_format(path)
     except DataError as error:
-        what = describe(path, names or ())
+        # Over HTTP, more names of the folder are known after it was read.
+        what = describe(path, names_at(path) or () if names else ())
         if what is None and not names and path.endswith(".json"):  # an index of the files next to it
             folder = os.path.dirname(path)
             path, what = folder, describe(folder, names_at(folder) or ())
@@ -227,10 +237,10 @@ def _open_as(
 def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str | None:
     """The reason why a file or folder of another program is not a checkpoint, if known, and the way out."""
     path, files = located(location, options)
-    with in_bucket(files):
+    with using_files(files):
         names = names_at(path)
         if names is None:
-            return _UNLISTED if files is not None and files.url.startswith("http") else None
+            return _UNLISTED if path.startswith("http") else None
         if what := describe(path, names):
             return f"it {what}"
         if not names:
@@ -286,7 +296,7 @@ def _exists(location: str | os.PathLike[str], options: Options, store: Store) ->
 
 def _exists_at(location: str | os.PathLike[str], options: Options) -> bool:
     path, files = located(location, options)
-    with in_bucket(files):
+    with using_files(files):
         return names_at(path) is not None
 
 
@@ -300,14 +310,14 @@ def foreign_steps_of(
 
     def find() -> Sequence[ForeignStep]:
         path, files = located(location, options)
-        with in_bucket(files):
+        with using_files(files):
             names = names_at(path)
             if names is None or MANIFEST in names:
                 return ()
             names = {*names} - {*ignored}
             form = _recognized_format(path, names)
             steps = form.steps_in(path, names) if form is not None else ()
-        return steps if files is None else [replace(step, path=url_of(step.path)) for step in steps]
+        return [replace(step, path=url_of(step.path)) for step in steps]
 
     return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
 

@@ -61,6 +61,11 @@ class Source(Protocol):
         """A reader of boxes of a stack, like `Store.array_reader`."""
         ...
 
+    def require_unchanged(self, numbers: Iterable[int]) -> None:
+        """Check that what was just read of the leaves with these numbers is of the same save as the manifest. Raises
+        StorageError if the checkpoint was replaced, DataError if it was deleted."""
+        ...
+
     def change_since_open(self) -> str | None:
         """What happened to the checkpoint after it was opened: "deleted", "replaced by another" or "stripped of some of
         its leaves"; None if it is unchanged."""
@@ -125,6 +130,9 @@ class NativeCheckpoint:
         if self.keeps_readers and reader.serves_any_plan:
             self._readers[stack] = reader
         return reader
+
+    def require_unchanged(self, numbers: Iterable[int]) -> None:
+        """Each save has a data folder of its own."""
 
     def change_since_open(self) -> str | None:
         try:

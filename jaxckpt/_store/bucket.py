@@ -302,8 +302,13 @@ class Bucket:
 
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys that exist. Requests all concurrently."""
+        return [key for key, generation in self.generations(keys).items() if generation is not None]
+
+    def generations(self, keys: Iterable[str]) -> dict[str, bytes | None]:
+        """The generation of each key, None if it does not exist. Requests all concurrently."""
         reads = {key: self._begin_read(key, slice(0, 0)) for key in keys}
-        return [key for key, read in reads.items() if self._await("look at", key, read).state == "value"]
+        results = {key: self._await("look at", key, read) for key, read in reads.items()}
+        return {key: result.stamp.generation if result.state == "value" else None for key, result in results.items()}
 
     def read_range(self, key: str, start: int, stop: int) -> tuple[bytes | None, bytes]:
         """(the bytes of a key from `start` to `stop`, fewer only at its end; None if it does not exist, the generation

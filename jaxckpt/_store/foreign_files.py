@@ -1,4 +1,4 @@
-"""Files of other libraries' checkpoints by their paths: on a file system or, inside `in_bucket`, in a bucket.
+"""Files of other libraries' checkpoints by their paths: on a file system or, inside `using_files`, in a bucket.
 
 The readers of formats call these functions, so that they do not know where bytes lie. The path of a file in a bucket is
 its URL, without percent-encoding. A bucket has no folders: those that the names of its keys imply count as such.
@@ -95,8 +95,11 @@ def opened(path: str) -> Generator[OpenFile]:
         except FileNotFoundError as error:
             raise DataError(f"{path} is missing") from error
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path} is not a regular file")
+            if isinstance(files := _current.get(), LocalFiles):
+                files.require_unchanged(path, _identity(status))
             yield _LocalFile(path, handle)
         finally:
             os.close(handle)
@@ -220,6 +223,62 @@ def kvstore_of(path: str) -> tuple[dict[str, Any], Any] | None:
     return None if files is None else files.folder(path).tensorstore()
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A file that each save rewrites, as it was when its checkpoint was opened: tensorstore reads the others, and does
+    not say if they were replaced."""
+
+    path: str
+    generation: object
+    files: BucketFiles | None = field(repr=False, compare=False)
+
+
+def marked(path: str) -> Mark:
+    """The mark that a file is now."""
+    files = _files_of(path)
+    return Mark(path, _generations(files, [path])[0], files)
+
+
+def require_unchanged(marks: Sequence[Mark]) -> None:
+    """Raise StorageError if one of a checkpoint's marks has been replaced, DataError if it is missing. Looks at all of
+    them concurrently."""
+    files = marks[0].files if marks else None
+    for mark, generation in zip(marks, _generations(files, [mark.path for mark in marks]), strict=True):
+        if generation is None:
+            raise DataError(f"{mark.path} is missing")
+        if generation != mark.generation:
+            raise _replaced(mark.path)
+
+
+def _generations(files: BucketFiles | None, paths: Sequence[str]) -> list[object]:
+    if files is not None:
+        found = files.root.generations(map(files.key, paths))
+        return [found[files.key(path)] for path in paths]
+    with translate_os_errors("cannot look at the files of a checkpoint"):
+        return [_identity(os.stat(path)) if os.path.exists(path) else None for path in paths]
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """What differs after a file was replaced or written again."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _replaced(path: str) -> StorageError:
+    return StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalFiles:
+    """The files on file systems that an open checkpoint has read."""
+
+    _identities: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"], repr=False)
+
+    def require_unchanged(self, path: str, identity: tuple[int, ...]) -> None:
+        """Raise StorageError if a file is not the one that was read before."""
+        if self._identities.setdefault(path, identity) != identity:
+            raise _replaced(path)
+
+
 # In a bucket ----------------------------------------------------------------------------------------------
 
 _Tree = dict[str, Any]
@@ -246,6 +305,9 @@ class BucketFiles:
     _kinds: dict[str, str | None] = field(default_factory=dict[str, "str | None"], repr=False)
     heads: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     """The first bytes of files by path; all of them if they are fewer than `_HEAD_BYTES`."""
+
+    sizes: dict[str, int] = field(default_factory=dict[str, int], repr=False)
+    """The sizes of files by path, if they were asked for."""
 
     _generations: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     """The generation of each file that was read, by path."""
@@ -279,7 +341,7 @@ class BucketFiles:
         if content is None:
             raise DataError(f"{path} is missing")
         if generation and self._generations.setdefault(path, generation) != generation:
-            raise StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
+            raise _replaced(path)
         note_progress()
         return content
 
@@ -295,8 +357,8 @@ class BucketFiles:
         return self._kinds[path]
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; of a folder that cannot be listed, those of `index_names`. Raises
-        StorageError."""
+        """The names in a folder, sorted; of a folder that cannot be listed, those of `index_names`, and
+        those of files that were read. Raises StorageError."""
         for above, tree in self._listings.items():
             if f"{folder}/".startswith(f"{above}/"):
                 node = _node(tree, folder[len(above) + 1 :])
@@ -308,7 +370,8 @@ class BucketFiles:
     def _names(self, folder: str) -> Collection[str]:
         """As `names`. A listing has everything below the folder, by one request per thousand keys."""
         if folder in self._unlisted:
-            return self._unlisted[folder]
+            read = (path.removeprefix(f"{folder}/") for path in self.heads if path.startswith(f"{folder}/"))
+            return {*self._unlisted[folder], *(name for name in read if "/" not in name)}
         if folder not in self._listings:
             try:
                 keys = self.folder(folder).keys_below()
@@ -348,7 +411,11 @@ class _BucketFile(OpenFile):
     @property
     def size(self) -> int:
         head = self._head()
-        return len(head) if len(head) < _HEAD_BYTES else self._files.root.size(self._key)
+        if len(head) < _HEAD_BYTES:
+            return len(head)
+        if self.path not in self._files.sizes:
+            self._files.sizes[self.path] = self._files.root.size(self._key)
+        return self._files.sizes[self.path]
 
     def has_size(self, size: int) -> bool:
         if size < _HEAD_BYTES:
@@ -377,12 +444,15 @@ class _BucketFile(OpenFile):
         return self._files.heads[self.path]
 
 
-_current: ContextVar[BucketFiles | None] = ContextVar("jaxckpt_bucket_files", default=None)
+OpenedFiles = BucketFiles | LocalFiles
+"""The files of a checkpoint, as far as it has read them."""
+
+_current: ContextVar[OpenedFiles | None] = ContextVar("jaxckpt_opened_files", default=None)
 
 
 @contextlib.contextmanager
-def in_bucket(files: BucketFiles | None) -> Generator[None]:
-    """In the block, paths that begin with the bucket's URL refer to it. None: all paths are local."""
+def using_files(files: OpenedFiles) -> Generator[None]:
+    """In the block, paths that begin with a bucket's URL refer to it, and no file may be replaced between two reads."""
     token = _current.set(files)
     try:
         yield
@@ -392,7 +462,9 @@ def in_bucket(files: BucketFiles | None) -> Generator[None]:
 
 def _files_of(path: str) -> BucketFiles | None:
     files = _current.get()
-    return files if files is not None and (path == files.url or path.startswith(f"{files.url}/")) else None
+    if isinstance(files, BucketFiles) and (path == files.url or path.startswith(f"{files.url}/")):
+        return files
+    return None
 
 
 def url_of(path: str) -> str:

@@ -21,7 +21,7 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
-from jaxckpt._store.foreign_files import kvstore_of
+from jaxckpt._store.foreign_files import Mark, kvstore_of, marked
 from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt.errors import DataError, StorageError
@@ -165,7 +165,7 @@ class ArrayFolder:
     database."""
 
     path: str
-    """A folder: a local path, or a path in the bucket of `foreign_files.in_bucket`."""
+    """A folder: a local path, or a path in the bucket of `foreign_files.using_files`."""
 
     ocdbt: bool
     base: Mapping[str, Any]
@@ -173,12 +173,20 @@ class ArrayFolder:
 
     context: ts.Context
 
+    mark: Mark | None = None
+    """The mark of all arrays, if one file is rewritten whenever any of them is."""
+
     @classmethod
-    def at(cls, path: str, *, ocdbt: bool) -> Self:
+    def at(cls, path: str, *, ocdbt: bool, mark: Mark | None = None) -> Self:
+        mark = marked(f"{path}/manifest.ocdbt") if ocdbt else mark
         base, parent = kvstore_of(path) or (local_store(path), None)
         # The cache keeps nodes of the database. Without it, each read would start at the root.
         caches = {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#ocdbt": {"total_bytes_limit": 32 << 20}}
-        return cls(path, ocdbt, {**base, "path": base["path"].rstrip("/")}, ts.Context(caches, parent=parent))
+        return cls(path, ocdbt, {**base, "path": base["path"].rstrip("/")}, ts.Context(caches, parent=parent), mark)
+
+    def mark_of(self, key: str) -> Mark:
+        """The mark of an array whose metadata has this key."""
+        return self.mark or marked(f"{self.path}/{key}")
 
     def _spec(self, name: str = "") -> dict[str, Any]:
         below = f"{name}/" if name else ""

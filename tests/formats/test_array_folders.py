@@ -68,6 +68,21 @@ def test_arrays_of_jax(ocdbt: bool, sharded: dict[str, jax.Array], tmp_path: Pat
     assert jaxckpt.verify(tmp_path / "x").ok
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_groups_with_an_array_named_like_a_folder_of_chunks(version: int, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(str(tmp_path / "x"), mode="w", zarr_format=version)
+    for name in ("c", "a/c", "b/c/d", "w"):
+        group.create_array(name, data=W)
+    require_same(jaxckpt.load_numpy(tmp_path / "x"), {"a": {"c": W}, "b": {"c": {"d": W}}, "c": W, "w": W})
+
+
+def test_empty_groups(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "ours", {})
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "x.zarr")
+    assert jaxckpt.load_numpy(tmp_path / "x.zarr") == {}
+
+
 def test_pytrees_of_jax(tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
     from jax.experimental.array_serialization import pytree_serialization

@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from recorded import DATA, REAL, require_same, wanted
@@ -371,6 +372,84 @@ def test_a_file_that_is_replaced_while_it_is_read(s3: Bucket, tmp_path: Path, ki
     assert seen == {"old", "new", "refused"}
 
 
+ARRAYS = ["ocdbt", "orbax", "zarr"]
+"""Formats whose arrays tensorstore reads."""
+
+
+def write_arrays(kind: str, path: Path, value: float) -> None:
+    """A checkpoint of two arrays with this value, the same names and the same metadata."""
+    tree = {name: np.full((64, 64), value, np.float32) for name in ("a", "b")}
+    shutil.rmtree(path, ignore_errors=True)
+    if kind == "zarr":
+        for name, array in tree.items():
+            spec = {"driver": "zarr", "kvstore": f"file://{path}/{name}/", "metadata": {"chunks": [16, 64]}}
+            ts.open(spec, create=True, dtype="float32", shape=array.shape).result()[...] = array
+    else:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=kind == "ocdbt")) as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_arrays_that_are_replaced_after_the_checkpoint_was_opened(kind: str, place: str, tmp_path: Path) -> None:
+    path = tmp_path / kind
+    url = str(path) if place == "folder" else f"memory://replaced/{kind}"
+    for value in (1, 2):
+        write_arrays(kind, path, value)
+        if place == "memory":
+            upload(path, url)
+        if value == 1:
+            checkpoint = jaxckpt.open(url)
+            assert checkpoint["a"][0, 0] == 1
+            view = jaxckpt.open(
+                url, rename=jaxckpt.rules.Rules([jaxckpt.rules.Rule(source="a", target="w")], keep=True)
+            )
+    for read in (checkpoint.restore, lambda: checkpoint["b"][:], lambda: view["w"][:]):
+        with pytest.raises((StorageError, NotACheckpointError), match=r"was replaced (after it was opened|by another)"):
+            read()
+    assert jaxckpt.load_numpy(url)["b"][0, 0] == 2
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_that_are_replaced_while_they_are_read(gs: Bucket, tmp_path: Path, kind: str) -> None:
+    """After each request in turn."""
+    contents: list[dict[str, bytes]] = []
+    for value in (1, 2):
+        write_arrays(kind, tmp_path / "x", value)
+        files = (file for file in (tmp_path / "x").rglob("*") if file.is_file())
+        contents.append({str(file.relative_to(tmp_path)): file.read_bytes() for file in files})
+    store = BucketStore.at(gs.url, QUICK)
+    seen: set[str] = set()
+    for last in range(1, 40, 3):
+        for key in contents[1].keys() - contents[0].keys():
+            store.remove(key)
+        for key, content in contents[0].items():
+            store.put(key, content)
+        count = itertools.count(1)
+
+        def replace(exchange: Exchange, count: Iterator[int] = count, last: int = last) -> None:
+            answer = exchange.forward()
+            if next(count) == last:
+                for key in contents[0].keys() - contents[1].keys():
+                    gs.write(key, None)
+                for key, content in contents[1].items():
+                    gs.write(key, content)
+            exchange.send(answer)
+
+        gs.proxy.clear()
+        gs.proxy.on(".*", replace)
+        try:
+            tree = jaxckpt.load_numpy(f"{gs.url}/x", options=QUICK)
+            (value,) = {*tree["a"].ravel().tolist(), *tree["b"].ravel().tolist()}
+            seen.add("old" if value == 1 else "new")
+        except JaxckptError as error:
+            seen.add("refused" if "was replaced" in str(error) else str(error))
+        gs.proxy.clear()
+        if next(count) <= last:
+            break
+    assert seen == {"old", "new", "refused"}
+
+
 def test_an_empty_file(bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "meta").write_text("shape { dim: 0 } data_type: kFloat")
@@ -472,5 +551,10 @@ def test_files_over_http(web: str, tmp_path: Path) -> None:
     ]
     with pytest.raises(NotACheckpointError, match="or it is a folder, which HTTP does not list"):
         list_checkpoints(f"{web}/missing")
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:f492c859ee\nsize 133\n")
+    for path in ("hf/model.safetensors.index.json", "hf"):
+        with pytest.raises(NotACheckpointError, match=r"Git LFS pointers .* such as model-00001.*: run `git lfs pull`"):
+            jaxckpt.open(f"{web}/{path}", options=QUICK)
     with pytest.raises(StorageError, match="read-only"):
         jaxckpt.save(f"{web}/new", {"w": 1}, options=QUICK)

@@ -78,7 +78,7 @@ def test_damaged_files_raise_only_our_errors(path: Path, tmp_path: Path) -> None
 def test_contiguous_datasets_are_read_in_place(path: Path) -> None:
     for name in ("model.keras", "keras.weights.h5"):
         source: Any = jaxckpt.open(DATA / "everyday" / name)._source
-        assert all(isinstance(data, FileData) for rows in source.row_data for data in rows)
+        assert all(isinstance(data.data, FileData) for rows in source.row_data for data in rows)
 
 
 def test_without_h5py_the_error_names_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import DataError, InputError
+from jaxckpt.errors import DataError, InputError, MismatchError
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -95,3 +95,29 @@ def test_equinox_files(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.eqx").write_bytes(data[:-1])
     with pytest.raises(DataError, match="but the file has"):
         jaxckpt.open(tmp_path / "model.eqx")
+
+
+def test_equinox_files_with_a_target(tmp_path: Path) -> None:
+    """The file has the leaves in the order of the tree, without names: a module, dicts and numbers."""
+    norm = eqx.nn.make_with_state(lambda: eqx.nn.BatchNorm(4, "batch", mode="ema"))()
+    numbers = {"f": np.float32(1.5), "c": 1 + 2j, "b": True, "n": 1 << 40, "text": "t", "call": jax.nn.relu}
+    trees = {
+        "module": eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0)),
+        "state": norm,  # its axis name is a leaf that Equinox does not store
+        "dict": {"b": [jnp.ones(3, jnp.bfloat16), np.arange(3), None, ()], "a": {1: jnp.zeros((0, 2))}} | numbers,
+    }
+    for name, tree in trees.items():
+        path = tmp_path / f"{name}.eqx"
+        eqx.tree_serialise_leaves(path, tree)
+        found = jaxckpt.formats.eqx_file(path, eqx.filter_eval_shape(lambda tree=tree: tree))
+        restored = jaxckpt.restore(found, tree)
+        assert eqx.tree_equal(restored, tree)
+        assert eqx.tree_equal(restored, eqx.tree_deserialise_leaves(path, tree))
+        assert jaxckpt.verify(found).ok
+    with pytest.raises(MismatchError, match=r"eqx_file\(path, target\) opens it with those of the target"):
+        jaxckpt.restore(tmp_path / "module.eqx", trees["module"])
+    for wrong in (trees["state"], eqx.nn.MLP(2, 3, 5, 1, key=jax.random.key(0))):
+        with pytest.raises(MismatchError, match=r"4 arrays, in the order of the tree that was saved, and target has"):
+            jaxckpt.formats.eqx_file(tmp_path / "module.eqx", wrong)
+    with pytest.raises(MismatchError, match=r"'layers/0/weight' has shape \(5, 2\) in target, and \(4, 2\) in the"):
+        jaxckpt.formats.eqx_file(tmp_path / "module.eqx", wrong)

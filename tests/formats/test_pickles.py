@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import jaxckpt
 from jaxckpt._formats import pickles
 from jaxckpt._formats.byte_reader import MIN_LOCATED_BYTES
 from jaxckpt._formats.pickle_machine import OpaqueObject
@@ -78,6 +79,17 @@ def test_numpy_arrays_are_located_in_the_file(tmp_path: Path, protocol: int, dty
         assert array_of(found[name]).tobytes() == array.tobytes(), name
     assert found["one"].kind == "numpy_scalar"
     assert isinstance(found["large"].data, FileData) == (protocol > 2)  # earlier protocols write bytes as text
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">u2"])
+def test_big_endian_arrays_are_swapped(tmp_path: Path, protocol: int, dtype: str) -> None:
+    tree = {"a": np.arange(6).reshape(2, 3).astype(dtype), "f": np.asfortranarray(np.ones((9000, 2), dtype))}
+    tree["one"] = tree["a"][1, 2]
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(tree, protocol))
+    found = jaxckpt.load_numpy(tmp_path / "x.pkl")
+    for name, array in tree.items():
+        np.testing.assert_array_equal(found[name], array.astype(array.dtype.newbyteorder("=")), strict=True)
 
 
 def test_large_bytes_are_not_read(tmp_path: Path) -> None:

@@ -1,18 +1,24 @@
-"""Files that ColossalAI and MindSpore wrote, in tests/data: complete, with lost files, truncated and altered."""
+"""Files that other libraries wrote, in tests/data: complete, with lost files, truncated, altered and replaced."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import flax.serialization
+import numpy as np
 import pytest
+import safetensors.numpy
 from recorded import DATA, REAL, require_same, wanted
 
 import jaxckpt
 from jaxckpt import JaxckptError
-from jaxckpt.errors import DataError, NotACheckpointError
+from jaxckpt.errors import DataError, NotACheckpointError, StorageError
 
 pytest.importorskip("h5py")  # here, because its import starts a process
 
@@ -78,3 +84,47 @@ def test_truncated_and_altered_files_raise_only_our_errors(name: str, tmp_path: 
             file.write_bytes(whole)
     assert raised > 10
     assert os.path.exists(copy)
+
+
+def _pickled(path: Path, tree: dict[str, Any]) -> None:
+    path.write_bytes(pickle.dumps(tree))
+
+
+def _hdf5(path: Path, tree: dict[str, Any]) -> None:
+    with pytest.importorskip("h5py").File(path, "w") as file:
+        file.update(tree)
+
+
+def _torch(path: Path, tree: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({name: torch.from_numpy(array) for name, array in tree.items()}, path)
+
+
+WRITERS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
+    "x.safetensors": lambda path, tree: safetensors.numpy.save_file(tree, path),
+    "x.npz": lambda path, tree: np.savez(path, **tree),
+    "deflated.npz": lambda path, tree: np.savez_compressed(path, **tree),
+    "x.npy": lambda path, tree: np.save(path, tree["a"]),
+    "x.msgpack": lambda path, tree: path.write_bytes(flax.serialization.to_bytes(tree)),
+    "x.pkl": _pickled,
+    "x.h5": _hdf5,
+    "x.pt": _torch,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_is_replaced_is_not_read(name: str, in_place: bool, tmp_path: Path) -> None:
+    """Its offsets are those of the file that was opened."""
+    path, trees = tmp_path / name, [{key: np.full(70_000, n, np.float32) for key in "ab"} for n in (1, 2)]
+    WRITERS[name](path, trees[0])
+    checkpoint = jaxckpt.open(path)
+    (leaf, *_) = checkpoint.leaves.values()
+    assert leaf[0] == 1
+    if not in_place:
+        path.rename(tmp_path / "old")
+    WRITERS[name](path, trees[1])
+    for read in (checkpoint.restore, lambda: leaf[1:]):
+        with pytest.raises(StorageError, match="was replaced after it was opened: open it again"):
+            read()
+    assert [*jaxckpt.open(path).leaves.values()][-1][0] == 2

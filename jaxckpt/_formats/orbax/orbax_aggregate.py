@@ -18,7 +18,7 @@ from jaxckpt._formats.zarr_arrays import ZarrArray, dtype_name_of, parse_zarr2, 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.foreign import ForeignArray
-from jaxckpt._store.foreign_files import exists, names_in, read_head
+from jaxckpt._store.foreign_files import exists, marked, names_in, read_head
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, StorageError
 
@@ -40,7 +40,8 @@ def owned_by_aggregate(path: str) -> set[str]:
 
 def read_aggregate(path: str) -> Tree:
     """The tree of a folder without another record. Raises DataError, StorageError."""
-    return read_msgpack(f"{path}/{AGGREGATE_FILE}", functools.partial(_array, ArrayFolder.at(path, ocdbt=False)))
+    file = f"{path}/{AGGREGATE_FILE}"
+    return read_msgpack(file, functools.partial(_array, ArrayFolder.at(path, ocdbt=False, mark=marked(file))))
 
 
 def aggregated_values(path: str, leaves: Mapping[Keys, Any]) -> dict[Keys, Any]:
@@ -90,4 +91,5 @@ def _array_of_spec(folder: ArrayFolder, name: str, spec: Mapping[str, Any]) -> F
     dtype = spec["dtype"] if spec["dtype"] == "bfloat16" else np.dtype(DTYPES.get(spec["dtype"], spec["dtype"])).str
     metadata = {"zarr_format": 2, "order": "C", "filters": None, "fill_value": None, "dtype": dtype, **spec["metadata"]}
     dtype, shape, chunk = parse_zarr2(what, metadata)
-    return ForeignArray(dtype, shape, ZarrArray(folder, name, "zarr", metadata, strict=False), chunk=chunk)
+    data = ZarrArray(folder, name, "zarr", metadata, strict=False, mark=folder.mark_of(AGGREGATE_FILE))
+    return ForeignArray(dtype, shape, data, chunk=chunk)

@@ -22,6 +22,7 @@ from jaxckpt._formats.orbax.orbax_records import (
     ShardingRecord,
     TreeRecord,
     Value,
+    mark_of,
     path_of,
     read_optional,
 )
@@ -80,7 +81,7 @@ def _string(path: str, strings: Any, keys: Keys) -> str:
 def _arrays(path: str, record: TreeRecord, leaves: Mapping[Keys, Value]) -> dict[Keys, Any]:
     """The leaves that are arrays or Python numbers. The numbers are read here."""
     ocdbt = exists(f"{path}/manifest.ocdbt") if record.use_ocdbt is None else record.use_ocdbt
-    folder = ArrayFolder.at(path, ocdbt=ocdbt)
+    folder = ArrayFolder.at(path, ocdbt=ocdbt, mark=None if ocdbt else mark_of(path))
     names = {keys: ".".join(keys) for keys in leaves}
     driver: Driver = "zarr3" if record.use_zarr3 else "zarr"
     strict = record.store_array_data_equal_to_fill_value

@@ -16,13 +16,14 @@ The name of a leaf's array consists of its keys, joined with ".". A folder with 
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from jaxckpt._formats.index_files import read_json
 from jaxckpt._model.paths import escape_key
-from jaxckpt._store.foreign_files import exists
+from jaxckpt._store.foreign_files import Mark, exists, is_visible_file, marked
 
 MAX_INDEX_BYTES = 1 << 30
 """The largest index file, which has an entry for each leaf."""
@@ -55,6 +56,12 @@ T = TypeVar("T")
 def read_optional(path: str, kind: type[T]) -> T | None:
     """A JSON file; None if it does not exist. Raises DataError if it is damaged, StorageError."""
     return read_json(path, kind, MAX_INDEX_BYTES) if exists(path) else None
+
+
+def mark_of(path: str) -> Mark | None:
+    """The mark of the arrays of an item that are not in a database; None if they are all that it has."""
+    places = (f"{path}/{STEP_FILE}", f"{os.path.dirname(path)}/{STEP_FILE}", f"{path}/{TREE_FILE}")
+    return next((marked(place) for place in places if is_visible_file(place)), None)
 
 
 class StepRecord(msgspec.Struct, frozen=True):

@@ -1,4 +1,7 @@
-"""Folders of Orbax: the steps of a CheckpointManager, the items of a step, their completeness, and their trees."""
+"""Folders of Orbax: the steps of a CheckpointManager, the items of a step, their completeness, and their trees.
+
+It is long because versions of Orbax mark steps, items and completeness in different ways.
+"""
 
 from __future__ import annotations
 
