@@ -21,11 +21,11 @@ from jaxckpt._model.select import Select
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options, require_whole_number
 from jaxckpt._rules.apply_rule import SourceLeaves
-from jaxckpt._rules.mapped_data import ComparedData, ComputedData
+from jaxckpt._rules.mapped_data import ComputedData
 from jaxckpt._rules.rename import Renaming, renamed_source
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Replicas
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, MismatchError, Problem, show_count
@@ -72,8 +72,13 @@ def average(
     if isinstance(checkpoints, (str, os.PathLike)):
         raise InputError(f"average takes a list of checkpoints, found {os.fspath(checkpoints)!r}")
     places = [place for location in checkpoints for place in _expanded(location, options)]
-    factors = [1 / len(places)] * len(places) if weights is None else [float(factor) for factor in weights]
-    if not places or len(factors) != len(places) or not all(map(math.isfinite, factors)):
+    if not places:
+        raise InputError("average takes at least one checkpoint, found none")
+    try:
+        factors = [1 / len(places)] * len(places) if weights is None else [float(factor) for factor in weights]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"weights= must be numbers: {error}") from error
+    if len(factors) != len(places) or not all(map(math.isfinite, factors)):
         raise InputError(f"weights= needs one finite number for each of {show_count(len(places), 'checkpoint')}")
     sources = [renamed_source(source_at(place, options), rename, select) for place in places]
     first, *others = [SourceLeaves(source) for source in sources]
@@ -151,7 +156,18 @@ def _data(path: str, arrays: Sequence[ForeignArray], factors: Sequence[float], u
     dtype = DTYPES[arrays[0].dtype]
     if arrays[0].kind not in ("key", "str", "bytes") and ("float" in dtype.name):
         return _WeightedData([array.data for array in arrays], factors, dtype)
-    return ComparedData(path, {url: array.data for url, array in zip(urls, arrays, strict=True)})
+    return _EqualData(path, {url: array.data for url, array in zip(urls, arrays, strict=True)})
+
+
+@dataclass(frozen=True, slots=True)
+class _EqualData(Replicas):
+    """A leaf that is not averaged. Each box that is read is compared between the checkpoints."""
+
+    def difference(self, first: str, other: str, box: Box) -> str:
+        return (
+            f"it differs between {first} and {other}, and only floating-point leaves are averaged: choose the leaves to"
+            " average with select="
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxckpt._formats.index_files import MAX_INDEX_BYTES, reads_files
 from jaxckpt._formats.maxtext import maxtext_rules
-from jaxckpt._formats.model_families import CONSTANTS, FAMILIES, Tower
+from jaxckpt._formats.model_families import CONSTANTS, FAMILIES, SINGLE_TOWERS, Tower
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model import typed_json
 from jaxckpt._options import Options
@@ -85,11 +85,14 @@ def huggingface_rules(
         raise InputError(f'layout must be "plain" or "maxtext", found {layout!r}')
     is_plain = layout == "plain"
     try:
+        only = [SINGLE_TOWERS[name] for name in config.get("architectures") or () if name in SINGLE_TOWERS]
         config = {**config, "mxfp4": _quantization_method(config) == "mxfp4"}
         stored = _Stored(tensor_names(folder))
         rules: list[Rule] = []
         drop = [name for name in CONSTANTS if matching_paths(name, stored.names)]
         for tower in FAMILIES[family]:
+            if only and tower.target not in only:
+                continue
             own, unused = _tower_rules(folder, tower, config, stored, bool(scan) and is_plain)
             rules += [
                 _add_scales(_resized(rule, {**config, **tower.config_in(config)}, vocab_size), config) for rule in own
@@ -225,6 +228,7 @@ def _tower_rules(
     rules: dict[tuple[str, ...], Rule] = {}
     used: dict[str, _Line] = {}
     of_experts = _expert_layers(config, sizes["i"]) if experts else []
+    has_other_head = any(stored.has(f"{name}.weight") for name in ("score", "classifier", "qa_outputs"))
     for line in lines:
         source, is_head = full(line), line.targets == ("head/kernel",)
         if line.condition in ("stored", "copy"):
@@ -238,7 +242,7 @@ def _tower_rules(
                 embed = ("embed/embedding",)
                 rules[embed] = replace(rules[embed], copies=source)
             continue
-        if is_head and stored.names and not stored.has(source) and (not prefix or stored.has("score.weight")):
+        if is_head and stored.names and not stored.has(source) and (not prefix or has_other_head):
             continue  # a base model, such as a LlamaModel, has no head, and a classifier has another one
         earlier = {used[name].targets: used[name] for name in line.targets if name in used}
         if earlier and (not stored.has(source) or any(stored.has(full(other)) for other in earlier.values())):

@@ -30,7 +30,7 @@ class Tower:
 
     table: str
 
-    prefixes: Sequence[str] = ("model.", "", "language_model.model.", "model.language_model.")
+    prefixes: Sequence[str] = ("model.", "", "language_model.model.", "model.language_model.", "transformer.")
     """What its tensors' names may begin with. The first line of the table shows which of these a folder has."""
 
     layers: str = "layers.{i}"
@@ -60,14 +60,24 @@ class Tower:
         return own
 
 
-_MODEL = """
+_TASKS = """
+/score.weight                     score/kernel              c m -> m c              if stored
+/score.bias                       score/bias                c                       if stored
+/classifier.weight                classifier/kernel         c m -> m c              if stored
+/classifier.bias                  classifier/bias           c                       if stored
+/qa_outputs.weight                qa_outputs/kernel         c m -> m c              if stored
+/qa_outputs.bias                  qa_outputs/bias           c                       if stored
+"""
+
+_MODEL = (
+    """
 embed_tokens.weight               embed/embedding
 norm.weight                       norm/scale
 /lm_head.weight                   head/kernel               v m -> m v              if !tie_word_embeddings
 /language_model.lm_head.weight    head/kernel               v m -> m v              if !tie_word_embeddings
-/score.weight                     score/kernel              c m -> m c              if stored
-/score.bias                       score/bias                c                       if stored
 """
+    + _TASKS
+)
 
 _ATTENTION = """
 .self_attn.{q,k,v}_proj.weight    attn/{q,k,v}/kernel       (h d) m -> m h d
@@ -177,8 +187,6 @@ wte.weight              embed/embedding
 wpe.weight              positions/embedding
 ln_f.{weight,bias}      norm/{scale,bias}
 /lm_head.weight         head/kernel                v m -> m v          if !tie_word_embeddings
-/score.weight           score/kernel               c m -> m c          if stored
-/score.bias             score/bias                 c                   if stored
 .attn.c_attn.weight     attn/[q,k,v]/kernel        m (n h d) -> m h d
 .attn.c_attn.bias       attn/[q,k,v]/bias          (n h d) -> h d
 .attn.c_proj.weight     attn/o/kernel              (h d) m -> h d m
@@ -197,9 +205,9 @@ final_layer_norm.{weight,bias}              norm/{scale,bias}
 /embed_out.weight                           head/kernel             v m -> m v          if !tie_word_embeddings
 /lm_head.weight                             head/kernel             v m -> m v          if !tie_word_embeddings
 .attention.query_key_value.weight           attn/[q,k,v]/kernel     (h n d) m -> m h d
-.attention.query_key_value.bias             attn/[q,k,v]/bias       (h n d) -> h d
+.attention.query_key_value.bias             attn/[q,k,v]/bias       (h n d) -> h d      if attention_bias
 .attention.dense.weight                     attn/o/kernel           m (h d) -> h d m
-.attention.dense.bias                       attn/o/bias             m
+.attention.dense.bias                       attn/o/bias             m                   if attention_bias
 .input_layernorm.{weight,bias}              attn_norm/{scale,bias}  m
 .post_attention_layernorm.{weight,bias}     mlp_norm/{scale,bias}   m
 .mlp.dense_h_to_4h.weight                   mlp/up/kernel           f m -> m f
@@ -229,8 +237,6 @@ embeddings.LayerNorm.{gamma,beta}                     embed_norm/{scale,bias}
 .output.LayerNorm.{gamma,beta}                        mlp_norm/{scale,bias}    m
 pooler.dense.weight                                   pooler/kernel            p m -> m p    if stored
 pooler.dense.bias                                     pooler/bias              p             if stored
-/classifier.weight                                    classifier/kernel        c m -> m c    if stored
-/classifier.bias                                      classifier/bias          c             if stored
 """
 
 _BERT_HEAD = """
@@ -239,7 +245,7 @@ _BERT_HEAD = """
 /cls.predictions.transform.LayerNorm.{weight,bias}    head/norm/{scale,bias}   m             if stored
 /cls.predictions.transform.LayerNorm.{gamma,beta}     head/norm/{scale,bias}   m             if stored
 /cls.predictions.bias                                 head/bias                v             if stored
-/cls.predictions.decoder.weight                       embed/embedding                        if copy
+/cls.predictions.decoder.weight                       head/kernel              v m -> m v    if !tie_word_embeddings
 /cls.predictions.decoder.bias                         head/bias                              if copy
 /cls.seq_relationship.weight                          next_sentence/kernel     c m -> m c    if stored
 /cls.seq_relationship.bias                            next_sentence/bias       c             if stored
@@ -250,7 +256,7 @@ _ROBERTA_HEAD = """
 /lm_head.dense.bias                                   head/dense/bias          p             if stored
 /lm_head.layer_norm.{weight,bias}                     head/norm/{scale,bias}   m             if stored
 /lm_head.bias                                         head/bias                v             if stored
-/lm_head.decoder.weight                               embed/embedding                        if copy
+/lm_head.decoder.weight                               head/kernel              v m -> m v    if !tie_word_embeddings
 /lm_head.decoder.bias                                 head/bias                              if copy
 /classifier.dense.weight                              classifier/dense/kernel  p m -> m p    if stored
 /classifier.dense.bias                                classifier/dense/bias    p             if stored
@@ -423,8 +429,13 @@ def _clip(table: str, part: str, *sizes: int) -> Tower:
     )
 
 
+_CLIP_TEXTS = _clip(_CLIP_TEXT, "text", 512, 8, 12)
+_SIGLIP_TEXT = _clip(_CLIP_TEXT, "text", 768, 12, 12)
+_CLIP_IMAGES = _clip(_CLIP_VISION, "vision", 768, 12, 12)
+
+
 def _bert(name: str, head: str) -> Tower:
-    return Tower(table=_BERT + head, prefixes=(f"{name}.", ""), layers="encoder.layer.{i}", settings=_TIED)
+    return Tower(table=_BERT + head + _TASKS, prefixes=(f"{name}.", ""), layers="encoder.layer.{i}", settings=_TIED)
 
 
 def _t5(table: str, part: str, layers: str) -> Tower:
@@ -465,7 +476,7 @@ FAMILIES: Mapping[str, Sequence[Tower]] = {
     "gemma3_text": (_GEMMA3_TEXT,),
     "gpt2": (
         Tower(
-            table=_GPT2,
+            table=_GPT2 + _TASKS,
             prefixes=("transformer.", ""),
             layers="h.{i}",
             settings={"tie_word_embeddings": True},
@@ -481,7 +492,7 @@ FAMILIES: Mapping[str, Sequence[Tower]] = {
     "phi3": (Tower(table=_MODEL + _PHI3 + _NORMS),),
     "olmo2": (Tower(table=_MODEL + _ATTENTION + _MLP + _OLMO2),),
     "olmo3": (Tower(table=_MODEL + _ATTENTION + _MLP + _OLMO2),),
-    "gpt_neox": (Tower(table=_GPT_NEOX, prefixes=("gpt_neox.", "")),),
+    "gpt_neox": (Tower(table=_GPT_NEOX + _TASKS, prefixes=("gpt_neox.", ""), settings={"attention_bias": True}),),
     "gemma3": (
         replace(_GEMMA3_TEXT, config="text_config"),
         _clip(_CLIP_VISION + _GEMMA3_PROJECTOR, "vision", 1152, 16, 27),
@@ -498,8 +509,12 @@ FAMILIES: Mapping[str, Sequence[Tower]] = {
     ),
     "bert": (_bert("bert", _BERT_HEAD),),
     "roberta": (_bert("roberta", _ROBERTA_HEAD),),
-    "siglip": (_clip(_CLIP_TEXT, "text", 768, 12, 12), _clip(_CLIP_VISION, "vision", 768, 12, 12)),
-    "clip": (_clip(_CLIP_TEXT, "text", 512, 8, 12), _clip(_CLIP_VISION, "vision", 768, 12, 12)),
+    "siglip": (_SIGLIP_TEXT, _CLIP_IMAGES),
+    "siglip_text_model": (replace(_SIGLIP_TEXT, config=""),),
+    "siglip_vision_model": (replace(_CLIP_IMAGES, config=""),),
+    "clip": (_CLIP_TEXTS, _CLIP_IMAGES),
+    "clip_text_model": (replace(_CLIP_TEXTS, config=""),),
+    "clip_vision_model": (replace(_CLIP_IMAGES, config=""),),
     "t5": (
         _t5(_T5_ENCODER, "encoder", "num_layers"),
         _t5(_T5_DECODER, "decoder", "num_decoder_layers num_layers"),
@@ -507,6 +522,15 @@ FAMILIES: Mapping[str, Sequence[Tower]] = {
     "whisper": (_whisper(_WHISPER_ENCODER, "encoder"), _whisper(_WHISPER_DECODER, "decoder")),
 }
 """The towers of each family, by the model_type in config.json."""
+
+SINGLE_TOWERS: Mapping[str, str] = {
+    "T5EncoderModel": "encoder/",
+    "WhisperForAudioClassification": "encoder/",
+    "WhisperForCausalLM": "decoder/",
+    "CLIPForImageClassification": "vision/",
+    "SiglipForImageClassification": "vision/",
+}
+"""The only tower that some architectures have, by its target."""
 
 CONSTANTS = (
     "transformer.h.{i}.attn.bias",

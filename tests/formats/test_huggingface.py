@@ -540,3 +540,56 @@ def test_embedding_models_and_classifiers(family: str, bare: bool, tmp_path: Pat
     found = jaxckpt.load_numpy(folder, rename=jaxckpt.rules.huggingface_rules(folder))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted)))
+
+
+def encoder(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(("encoder.", "shared."))}
+
+
+def text_tower(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("text_")}
+
+
+def without_attention_biases(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: t for name, t in tensors.items() if not re.search(r"attention\.\w+\.bias", name)}
+
+
+def with_own_head(tensors: dict[str, Any]) -> dict[str, Any]:
+    return tensors | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"] + 1}
+
+
+def answers_questions(tensors: dict[str, Any]) -> dict[str, Any]:
+    head = {"qa_outputs.weight": np.ones((2, 16), np.float32), "qa_outputs.bias": np.ones(2, np.float32)}
+    return head | {name.replace("model.", "transformer.", 1): t for name, t in tensors.items() if "lm_head" not in name}
+
+
+PARTS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("t5", encoder, {"architectures": ["T5EncoderModel"]}, "embed encoder"),
+    ("clip", text_tower, {"model_type": "clip_text_model", "num_hidden_layers": 2}, "text"),
+    ("gpt_neox", without_attention_biases, {"attention_bias": False}, "embed head layers norm"),
+    (
+        "bert",
+        with_own_head,
+        {"tie_word_embeddings": False},
+        "embed embed_norm head layers positions token_types",
+    ),
+    ("llama", answers_questions, {}, "embed layers norm qa_outputs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "settings", "parts"), PARTS, ids=[change.__name__ for _, change, *_ in PARTS]
+)
+def test_other_architectures_of_a_family(
+    family: str, change: Any, settings: dict[str, Any], parts: str, tmp_path: Path
+) -> None:
+    if family == "clip":
+        settings = json.loads((DATA / family / "config.json").read_text())["text_config"] | settings
+    folder = hub_folder(tmp_path, family, change, **settings)
+    rules = jaxckpt.rules.huggingface_rules(folder)
+    tree = jaxckpt.load_numpy(folder, rename=rules)
+    assert sorted(tree) == parts.split()
+    jaxckpt.save(tmp_path / "ours", tree)
+    back, tensors = jaxckpt.load_numpy(tmp_path / "ours", rename=rules.inverse()), jaxckpt.load_numpy(folder)
+    assert back.keys() == tensors.keys()
+    assert all(back[name].tobytes() == tensor.tobytes() for name, tensor in tensors.items())

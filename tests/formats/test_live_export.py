@@ -58,13 +58,18 @@ def job(tmp_path_factory: pytest.TempPathFactory, run_processes: RunProcesses) -
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "scanned", "direct", "direct-scanned", "stored", "after", "step-2", "step-4"]
+    "name", ["plain", "laid-out", "scanned", "direct", "direct-scanned", "stored", "after", "step-2", "step-4"]
 )
 def test_the_folder_has_the_bits_of_the_model(job: Job, name: str) -> None:
     delta = jaxckpt.diff(job.out / name, DATA)
     assert delta.identical, (delta, job.processes[0]["outcomes"])
     index = json.loads((job.out / name / "model.safetensors.index.json").read_text())
     assert sorted({*index["weight_map"].values(), "model.safetensors.index.json"}) == sorted(os.listdir(job.out / name))
+
+
+def test_specs_that_split_the_rows_of_tensors_need_no_temporary_checkpoint(job: Job) -> None:
+    assert job.outcomes("stacks on the way") != {"0"}
+    assert job.outcomes("stacks on the way of rows") == {"0"}
 
 
 def test_each_file_has_one_owner_and_every_process_owns_some(job: Job) -> None:
@@ -99,7 +104,7 @@ def test_errors_reach_all_processes_and_leave_nothing(job: Job) -> None:
     }.items():
         assert all(expected in outcome for outcome in job.outcomes(what)), job.outcomes(what)
     assert sorted(os.listdir(job.out)) == [
-        *("after", "direct", "direct-scanned", "plain", "run", "scanned", "step-2", "step-4", "stored"),
+        *("after", "direct", "direct-scanned", "laid-out", "plain", "run", "scanned", "step-2", "step-4", "stored"),
     ]
 
 

@@ -185,11 +185,15 @@ def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' is float32\[40, 50\], and otherwise in"):
         average([f"{run}@0", tmp_path / "other"], select="params/w")
     jaxckpt.save(tmp_path / "n", {"n": np.arange(4) * 2})
-    with pytest.raises(jaxckpt.errors.DataError, match=r"'n'.* differs"):
+    with pytest.raises(jaxckpt.errors.DataError, match=r"'n'.*differs between .* and .* choose the leaves"):
         jaxckpt.load_numpy(average([f"{run}@0", tmp_path / "n"], select="n"))
     for wrong in ((1,), (1, float("nan"))):
         with pytest.raises(jaxckpt.errors.InputError, match="one finite number for each of 2 checkpoints"):
             average([f"{run}@0", f"{run}@1"], weights=wrong)
+    with pytest.raises(jaxckpt.errors.InputError, match=r"weights= must be numbers: .*'x'"):
+        average([f"{run}@0", f"{run}@1"], weights=("x", 1))  # pyright: ignore
+    with pytest.raises(jaxckpt.errors.InputError, match="at least one checkpoint, found none"):
+        average([])
     with pytest.raises(jaxckpt.errors.InputError, match=r"run@last9: .* has 4 steps"):
         average([f"{run}@last9"])
     with pytest.raises(jaxckpt.errors.InputError, match="takes a list of checkpoints"):

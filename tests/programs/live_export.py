@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from joined import args, process_id
 
 import jaxckpt
-from jaxckpt._formats import direct_writes, safetensors
+from jaxckpt._formats import direct_writes, live_export, safetensors
 
 OUT = args["out"]
 safetensors.SHARD_BYTES = 4000
@@ -69,7 +69,28 @@ def export(name: str, scan: bool = False, **named: Any) -> Any:
     return jaxckpt.save_async(f"{OUT}/{name}", trees[scan], format="safetensors", **named).wait().path
 
 
+plan_writes = live_export.plan_writes
+n_stored = 0
+
+
+def planned(*arguments: Any, **named: Any) -> Any:
+    global n_stored
+    plan = plan_writes(*arguments, **named)
+    n_stored = len(plan.stored)
+    return plan
+
+
+def rows(path: str, leaf: Any) -> P:
+    """The spec that splits the first dimension of the leaf's tensor."""
+    dim = 0 if "embed" in path or leaf.ndim == 1 else 2 if "/o/" in path else 1
+    return P(*(None,) * dim, "data")
+
+
+live_export.plan_writes = planned
 attempt("plain", lambda: export("plain"))
+attempt("stacks on the way", lambda: n_stored)
+attempt("laid out", lambda: export("laid-out", mesh=mesh, specs=rows))
+attempt("stacks on the way of rows", lambda: n_stored)
 attempt("scanned", lambda: export("scanned", True))
 direct_writes.SHARED_RUN_BYTES = 1
 attempt("direct", lambda: export("direct"))
