@@ -143,6 +143,7 @@ class PeerError(JaxckptError):
 
     repeats_earlier = False  # whether the other process only raised the error of an earlier background save
     silent: tuple[int, ...] = ()  # the processes that did not respond
+    in_exchange = False  # whether JAX could not move data between processes, and nobody has found out why
     cause = ""  # what has failed in the other processes: "storage", "data" (what was stored), or anything else
 
 

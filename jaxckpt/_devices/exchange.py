@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxckpt._devices.shardings import memory_kind
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, extent, spec_of
+from jaxckpt._pipeline.watchdog import current_watchdog
+from jaxckpt.errors import PeerFailedError
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
@@ -41,6 +43,26 @@ def transfer_context(mesh: Mesh | None) -> Generator[None]:
         jax.disable_jit(False),
     ):
         yield
+
+
+@contextlib.contextmanager
+def exchange_context(mesh: Mesh) -> Generator[None]:
+    """A context for JAX calls that move data between processes. If one dies, XLA raises an error in some of the others,
+    and in others it may never return: `Rendezvous` finds out which process it was, and ends the waits."""
+    watchdog = current_watchdog()
+    assert watchdog is not None, "exchanges are made in lanes"
+    with transfer_context(mesh):
+        try:
+            watchdog.is_exchanging = True
+            yield
+        except (RuntimeError, ValueError) as error:
+            lost = PeerFailedError(
+                f"process {jax.process_index()} could not exchange data with other processes: {error}"
+            )
+            lost.in_exchange = True
+            raise lost from error
+        finally:
+            watchdog.is_exchanging = False
 
 
 def own_mesh(array: jax.Array) -> Mesh:
@@ -75,7 +97,7 @@ def replicate_box(value: jax.Array, box: Box) -> jax.Array:
     `value` must have a NamedSharding over all processes.
     """
     sharding: Any = value.sharding
-    with transfer_context(sharding.mesh):
+    with exchange_context(sharding.mesh):
         starts = start_indices([start for start, _ in box], value.shape)
         return jax.block_until_ready(box_replicator(sharding, extent(box))(value, starts))
 

@@ -16,9 +16,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxckpt._devices.exchange import transfer_context
+from jaxckpt._devices.exchange import exchange_context, transfer_context
 from jaxckpt._model.pieces import Array, Bytes, aligned_empty
-from jaxckpt.errors import PeerFailedError
 
 Pairs = tuple[tuple[int, int], ...]
 """(sender, receiver) of a permutation: no process sends or receives twice."""
@@ -93,15 +92,8 @@ class Interconnect:
             [*sent.view(np.uint32).reshape(self._width, -1)],
             *([constant] * self._width for constant in constants),
         ]
-        with transfer_context(self._mesh):
-            try:
-                return jax.block_until_ready(
-                    program(*(self._join(jax.device_put(pieces, places)) for pieces in inputs))
-                )
-            except (RuntimeError, ValueError) as error:  # raised by XLA, for example if a process died
-                raise PeerFailedError(
-                    f"process {self.process} could not exchange data with other processes: {error}"
-                ) from error
+        with exchange_context(self._mesh):
+            return jax.block_until_ready(program(*(self._join(jax.device_put(pieces, places)) for pieces in inputs)))
 
     def _to_host(self, array: Any) -> list[Array]:
         """The parts of an array on the devices of this process."""

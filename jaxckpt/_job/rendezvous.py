@@ -10,6 +10,10 @@ If one process raises inside the block, all raise, and the message names that pr
 that does not respond for `timeout_seconds`. During a rendezvous each process sends heartbeats, so a slow process counts
 as responding. A process that joins and then stops counts as dead after one minute, before JAX itself ends the job.
 
+If a process dies while JAX moves data between them, JAX raises an error in some of the others, which does not name it,
+and never returns in the rest. The former meet once more before they raise, and name those that do not come. In the
+latter, the thread that posts heartbeats ends the wait once process 0 has missed those of another process.
+
 JAX's service runs in one process, usually process 0. While that process is stopped, only calls with a timeout return,
 so a waiting process makes no other calls. A separate thread posts its texts and heartbeats.
 
@@ -24,12 +28,13 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, note_others, process_names
 from jaxckpt._pipeline import lanes
@@ -76,6 +81,11 @@ def cause_of(error: BaseException) -> str:
     return error.cause if isinstance(error, PeerError) else ""
 
 
+def is_unexplained(error: BaseException | None) -> TypeGuard[PeerError]:
+    """Whether JAX could not move data between processes, and this process does not know because of which."""
+    return isinstance(error, PeerError) and error.in_exchange
+
+
 def combined_error(failures: list[dict[str, Any]], what: str) -> PeerError:
     """One error for all failures, of the type of the first."""
     errors = list(dict.fromkeys(failure["error"] for failure in failures))
@@ -103,6 +113,9 @@ _LONGEST_POLL_SECONDS = 30.0
 """A request whose key is not posted in time stays in the service and takes 14 KB there until the key is posted (jaxlib
 0.6 to 0.10). 16,384 processes that ask every 0.5 s would cost process 0 460 MB for each second of a save."""
 
+_EXCHANGE_SECONDS = 60.0
+"""For how long an exchange may still run in other processes after it has failed in one (gloo: 30 s)."""
+
 _BLOCK = 64
 """Number of processes whose texts process 0 gets in one request."""
 
@@ -125,6 +138,9 @@ class Rendezvous:
     _has_broadcast: bool = False
     _is_failed: bool = False
     """Whether process 0 has sent an error to all processes."""
+
+    _ends: float = math.inf
+    """After an exchange has failed: when to stop waiting for the others."""
 
     _n_posted: int = 0
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
@@ -153,6 +169,9 @@ class Rendezvous:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._poster is None:
             return
+        original = error
+        if is_unexplained(error) and not self._has_sent and self.call.watchdog.stall_error() is None:
+            error = self._explain(error)
         if self._is_failed or (error is not None and self.call.index == 0 and not self._has_broadcast):
             self.call.departures.add(*self._own_report)  # process 0 has not counted it
         if error is not None:
@@ -162,6 +181,21 @@ class Rendezvous:
             self._stop_posting(error)
         finally:
             self.call.departures.add(self.key)
+        if error is not None and error is not original:
+            raise error from original
+
+    def _explain(self, error: PeerError) -> PeerError:
+        """After an exchange has failed in this process, and so in all: an error that names those that have stopped, or
+        the failures of all."""
+        self._post("in", self._failure(error))
+        self._has_sent = True
+        self._ends = time.monotonic() + self._timeout_seconds(has_joined=True) + _EXCHANGE_SECONDS
+        try:
+            with self.call.cancellation.paused():
+                self._gather_messages() if self.call.index == 0 else self._await_broadcast()
+        except PeerError as reason:
+            return reason
+        return error
 
     def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
@@ -198,14 +232,20 @@ class Rendezvous:
 
     def _post_failure(self, error: BaseException) -> None:
         """Notify the processes that still wait for this one in this rendezvous."""
-        repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
-        cause = "" if self.call.watchdog.stall_error() else cause_of(error)
-        failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
-        failure["silent"] = error.silent if isinstance(error, PeerError) else ()
+        failure = self._failure(error)
         if not self._has_sent:
             self._post("in", failure)
         if self.call.index == 0 and not self._has_broadcast:
             self._post("out", failure)
+
+    def _failure(self, error: BaseException) -> dict[str, Any]:
+        """The message of this process's error."""
+        repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
+        cause = "" if self.call.watchdog.stall_error() else cause_of(error)
+        failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
+        failure["silent"] = error.silent if isinstance(error, PeerError) else ()
+        failure["in_exchange"] = is_unexplained(error)
+        return failure
 
     def gather(self, text: str) -> list[str]:
         """Send a text. Process 0 waits for all texts and gets them in process order. The others return immediately.
@@ -250,8 +290,8 @@ class Rendezvous:
         others have left the block too, so that it does not delete data that they still write."""
         try:
             yield
-        except BaseException:
-            if self.call.index == 0:
+        except BaseException as error:
+            if self.call.index == 0 and not is_unexplained(error):  # all meet below in any case
                 with contextlib.suppress(PeerError), self.call.cancellation.paused():
                     self.gather("")
             raise
@@ -274,13 +314,14 @@ class Rendezvous:
 
     def _run_poster(self) -> None:
         """Post the texts, and heartbeats in between."""
-        call, beats = self.call, 0
+        call, beats, silence = self.call, 0, None
         interval = min(max(5.0, call.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, call.timeout_seconds / 4)
         try:
             while True:
                 try:
                     post = self._posts.get(timeout=interval)
                 except queue.Empty:
+                    silence = self._watch_exchange(silence)
                     if error := call.watchdog.stall_error():  # the others must not wait for a lane that hangs
                         self._post_failure(error)
                         self._posts.put(None)
@@ -295,6 +336,25 @@ class Rendezvous:
                 call.client.key_value_delete(self._key_of("beat", call.index))
         except Exception as error:
             self._post_error = error
+
+    def _watch_exchange(self, silence: _Silence | None) -> _Silence | None:
+        """While the lane is in an exchange, end the wait for it if another process has died. For the thread that posts,
+        which passes what it has observed so far. Process 0 decides for all."""
+        call = self.call
+        if not call.watchdog.is_exchanging:
+            return None
+        if call.index != 0:
+            posted = map(json.loads, self._read_posted("out").values())
+            failures = [message for message in posted if "error" in message]
+        else:
+            silence = silence or _Silence(range(1, call.count))
+            silence.note(self._read_posted("beat"))
+            seconds = self._timeout_seconds(has_joined=True)
+            silent = dict.fromkeys(silence.longer_than(dict.fromkeys(range(1, call.count), seconds)), seconds)
+            failures = self._timeout_failures(silent, silence.beats)
+        if failures:
+            call.watchdog.abandon(combined_error(failures, self.what))
+        return silence
 
     def _note_others(self) -> None:
         """While this process, process 0, is busy itself, its display shows the job. For the thread that posts."""
@@ -327,7 +387,7 @@ class Rendezvous:
             most = min(self.call.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
             text = self._get(f"{self.key}/out/{number}", max(most, self.call.count / _REQUESTS_PER_SECOND))
             if text is None:
-                if time.monotonic() - since > timeout_seconds:
+                if time.monotonic() - since > timeout_seconds or time.monotonic() > self._ends:
                     self._is_service_lost = True
                     raise combined_error(self._timeout_failures({0: timeout_seconds}, {0: beat}), self.what)
                 continue
@@ -352,7 +412,7 @@ class Rendezvous:
         everyone = range(self.call.count)
         blocks = deque(set(everyone[start : start + _BLOCK]) for start in everyone[::_BLOCK])
         answers = dict[int, str]()
-        last_beats = dict.fromkeys(everyone, _LastBeat(None, time.monotonic()))
+        silence = _Silence(everyone)
         timed_out: dict[int, float] = {}
         slow = SlowProcesses(self.what, self.call.count)
         while blocks:
@@ -368,39 +428,41 @@ class Rendezvous:
                 continue
             blocks.rotate(-1)  # other blocks may be complete while the first one is not
             awaited = list(itertools.chain.from_iterable(blocks))
-            beats, now = self._read_posted("beat"), time.monotonic()
-            for process in awaited:
-                if beats.get(process) != last_beats[process].beat:
-                    last_beats[process] = _LastBeat(beats.get(process), now)
-            slow.log({process: last_beats[process].beat for process in sorted(awaited)})
+            beats = self._read_posted("beat")
+            silence.note(beats)
+            slow.log({process: silence.beats[process] for process in sorted(awaited)})
             if (work := self.call.watchdog.work) is not None and work.is_shown:
                 note_others(self.call.watchdog, beats.values())
                 work.add(0)
-            timeouts = {process: self._timeout_seconds(self._has_joined(last_beats[process])) for process in awaited}
-            if all(now - last_beats[process].since > timeouts[process] for process in awaited):
+            timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
+            silent = silence.longer_than(timeouts)
+            # After a failed exchange, the processes in which it still runs wait for the outcome, as the failed ones do.
+            if len(silent) == len(awaited) or (silent and self._ends < math.inf) or time.monotonic() > self._ends:
                 for block in blocks:  # a process may have posted its text, left, and deleted its heartbeat
                     answers |= self._read_posted(f"in/{min(block) // _BLOCK}")
-                timed_out = {process: timeouts[process] for process in sorted(awaited) if process not in answers}
+                timed_out = {process: timeouts[process] for process in sorted(silent) if process not in answers}
                 break
         self._is_service_lost = 0 in timed_out
         messages: list[dict[str, Any]] = [json.loads(text) for _, text in sorted(answers.items())]
-        silent_beats = {process: last_beats[process].beat for process in timed_out}
-        failures = self._timeout_failures(timed_out, silent_beats) + self._mismatch_failures(sorted(answers), messages)
-        failures += [message for message in messages if "error" in message]
-        if failures:
+        failures = self._timeout_failures(timed_out, silence.beats) + self._mismatch_failures(sorted(answers), messages)
+        failed = [message for message in messages if "error" in message]
+        failures += [message for message in failed if not message["in_exchange"]]
+        if failures := failures or failed:
             raise combined_error(failures, self.what)
         return messages
 
-    def _has_joined(self, last_beat: _LastBeat) -> bool:
+    def _has_joined(self, last_beat: str | None) -> bool:
         """Whether a process has joined this call."""
-        return last_beat.beat is not None or not (self.is_first or self.after_caller)
+        return last_beat is not None or not (self.is_first or self.after_caller) or self._ends < math.inf
 
     def _timeout_seconds(self, has_joined: bool) -> float:
         """Seconds without a heartbeat after which a process counts as dead.
 
         A process that has not joined yet may be busy with something else. A process that has joined sends heartbeats.
+        After a failed exchange, the call ends in any case, and some time has passed: two heartbeats are then enough.
         """
-        return min(self.call.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.call.timeout_seconds
+        seconds = min(self.call.timeout_seconds, _STOPPED_SECONDS) if has_joined else self.call.timeout_seconds
+        return seconds if self._ends == math.inf else seconds / 2
 
     def _timeout_failures(self, silent: dict[int, float], beats: Mapping[int, str | None]) -> list[dict[str, Any]]:
         """Failure messages for processes that did not respond, one for all that were silent for the same time. `beats`
@@ -486,12 +548,26 @@ class Rendezvous:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LastBeat:
-    """A process that others wait for: its last heartbeat, and when that heartbeat was first seen."""
+class _Silence:
+    """For how long processes have sent no heartbeat, as observed from now on."""
 
-    beat: str | None
-    since: float
+    def __init__(self, processes: Iterable[int]) -> None:
+        self.beats = dict[int, str | None].fromkeys(processes)
+        """The last heartbeat of each process."""
+
+        self._since = dict.fromkeys(self.beats, time.monotonic())
+
+    def note(self, beats: Mapping[int, str]) -> None:
+        """Note the last heartbeats."""
+        now = time.monotonic()
+        for process, last in self.beats.items():
+            if (beat := beats.get(process)) != last:
+                self.beats[process], self._since[process] = beat, now
+
+    def longer_than(self, seconds: Mapping[int, float]) -> list[int]:
+        """The processes that have been silent for longer than this number of seconds, of those that have one."""
+        now = time.monotonic()
+        return [process for process, limit in seconds.items() if now - self._since[process] > limit]
 
 
 def _ordinal(number: int) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
-from jaxckpt.errors import StorageError
+from jaxckpt.errors import JaxckptError, StorageError
 
 if TYPE_CHECKING:
     from jaxckpt._pipeline.work import Work
@@ -88,9 +88,13 @@ class Watchdog:
         self.work: Work | None = None
         """What the call has moved so far."""
 
+        self.is_exchanging = False
+        """Whether a lane of the call is in a program that moves data between processes. If one of them dies, it may
+        never end."""
+
         self._operation: str | None = None
         self._since = 0.0
-        self._error: StorageError | None = None
+        self._error: JaxckptError | None = None
 
     @property
     def is_operating(self) -> bool:
@@ -114,10 +118,10 @@ class Watchdog:
         finally:
             self._operation, self._since = outside, time.monotonic()
 
-    def abandon(self) -> None:
-        """Note that nothing waits for the operation any more, because of an interrupt."""
+    def abandon(self, error: JaxckptError | None = None) -> None:
+        """Note that nothing waits for the operation any more, because of an error, or of an interrupt."""
         if self._error is None:
-            self._error = StorageError(errno.EINTR, "interrupted")
+            self._error = error or StorageError(errno.EINTR, "interrupted")
 
     def require_not_stalled(self) -> None:
         """Raise the error of the operation if it was reported. A thread that resumes after that stops here."""
@@ -128,8 +132,8 @@ class Watchdog:
         """Note that some bytes have moved."""
         self._since = time.monotonic()
 
-    def stall_error(self) -> StorageError | None:
-        """The error of the operation that has stalled, if any."""
+    def stall_error(self) -> JaxckptError | None:
+        """The error of the operation that has stalled or was abandoned, if any."""
         doing, since = self._operation, self._since
         if self._error is None and doing is not None and time.monotonic() - since >= self.seconds:
             self._error = StorageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import pkgutil
@@ -97,6 +98,20 @@ def test_one_is_killed(fault: Fault, run_processes: RunProcesses, tmp_path: Path
             # The wait for a peer must not take much longer than the timeout. The margin allows for a busy machine.
             assert max(entry["seconds"] for entry in said) < TIMEOUT + 20
             fault.saw("the others raise, naming it")
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["killed", "stopped"])
+def test_one_dies_while_jax_moves_data(stop: bool, run_processes: RunProcesses, tmp_path: Path) -> None:
+    """Killed, the program fails in some of the others; stopped, it ends in none."""
+    args = {**places(tmp_path), "victim": 2, "phase": "exchanging", "timeout": TIMEOUT, "stop": stop}
+    done = run_processes(
+        PROGRAMS / "peers_killed.py", processes=PEERS, devices_per_process=1, args=args, timeout=60, check=False
+    )
+    for process in (0, 1, 3):
+        (report,) = reports_of(done[process])
+        assert re.match(r"PeerTimeoutError: process 2 of 4 did not respond for [12] s while saving", report["said"])
+        assert report["seconds"] < TIMEOUT + 20
+    assert versions(tmp_path / "ckpt") == [1]
 
 
 @pytest.mark.fault(
@@ -245,3 +260,73 @@ def test_one_makes_no_call_or_is_slow(fault: Fault, run_processes: RunProcesses,
             fault.saw("the others raise, naming it")
         else:
             fault.silent(f"{one}, process {victim}: {others}, {there}")
+
+
+STRUCK_TIMEOUT = 30.0
+EXCHANGES = {"save with an exchange", "shared restore"}
+
+
+@pytest.mark.parametrize(
+    "n_processes",
+    [
+        pytest.param(8, marks=pytest.mark.fault(15, "one of 8 processes is killed at a random moment", "", full=10)),
+        pytest.param(64, marks=pytest.mark.fault(15, "1 to 8 of 64 are killed at random moments", "", full=30)),
+    ],
+)
+def test_some_are_killed_at_random_moments(
+    fault: Fault, n_processes: int, run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    """The survivors raise in time and name the dead; the checkpoints are complete; a smaller job resumes from them."""
+    if not fault.campaign:
+        pytest.skip("takes minutes a round: only in the campaign")
+
+    def run(n_processes: int, args: dict[str, Any]) -> list[Finished]:
+        program = PROGRAMS / "peers_struck.py"
+        return run_processes(program, processes=n_processes, devices_per_process=1, args=args, timeout=600, check=False)
+
+    for number in fault.rounds():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        victims = fault.random.sample(range(1, n_processes), fault.random.randint(1, n_processes // 8))
+        if number % 6 == 5:
+            victims[0] = 0
+        # All at one moment, as the processes of one host, or each at its own.
+        moments = [fault.random.uniform(0, n_processes / 4) for _ in victims]
+        moments = moments if number % 2 else moments[:1] * len(victims)
+        args = {**places(folder), "run": str(folder / "run"), "rows": 7 * n_processes, "seed": fault.random.random()}
+        args |= {"timeout": STRUCK_TIMEOUT, "grace": 5, "first": 0, "deaths": dict(zip(victims, moments, strict=True))}
+        done = run(n_processes, args)
+        lines = [[json.loads(line) for line in one.stdout.splitlines()] for one in done]
+        dead = [process for process, one in enumerate(done) if one.returncode == -9]
+        assert dead, "\n".join(map(str, done))
+        last = max(float((folder / "notes" / str(process)).read_text()) for process in dead)
+        outcomes = list[str]()
+        for process in sorted(set(range(n_processes)) - set(dead)):
+            *_, call, end = lines[process]
+            if end["what"] == "begins" and done[process].returncode == -6:
+                assert 0 in dead or end["kind"] in EXCHANGES, str(done[process])
+                outcomes.append("JAX aborts it")
+                continue
+            assert end["what"] == "raises", str(done[process])
+            assert end["ours"], str(done[process])
+            assert end["at"] - last < STRUCK_TIMEOUT + 45 * (call["kind"] in EXCHANGES) + 20, end
+            named = set(map(int, re.findall(r"\d+", end["error"].partition(" of ")[0])))
+            unnamed = end["error"].startswith("PeerFailedError: JAX's coordination service failed") and 0 in dead
+            if not unnamed and (not named or not named <= set(dead)):
+                fault.silent(f"round {number}: {end['error']}, but {dead} are dead")
+            outcomes.append("it raises, naming " + ("some of them" if not unnamed and named < set(dead) else "them"))
+            times = f" {call['kind']}: {end['at'] - last:.1f} s"
+        print(f"round {number}: {len(dead)} dead {dead}, {collections.Counter(outcomes)}{times}", flush=True)
+        kept = {"path": jaxckpt.verify(folder / "ckpt"), "run": jaxckpt.verify(f"{folder}/run@latest")}
+        assert all(report.ok for report in kept.values()), kept
+        smaller = run(7 * n_processes // 8, {**args, "deaths": {}, "first": 10_000})
+        assert all(one.returncode == 0 for one in smaller), "\n".join(map(str, smaller))
+        resumed = json.loads(smaller[0].stdout.splitlines()[0])
+        for place, is_there in (("path", {"save", "save_async", "save with an exchange"}), ("run", {"step"})):
+            made = [(line["what"], line["version"]) for of in lines for line in of if line.get("kind") in is_there]
+            acknowledged = max([version for what, version in made if what == "ends"], default=0)
+            if resumed[place] not in (acknowledged, max([version for _, version in made], default=0)):
+                fault.silent(f"round {number}: {place} has {resumed[place]}, {acknowledged} was acknowledged")
+        for outcome in set(outcomes):
+            fault.saw(outcome)
+        shutil.rmtree(folder)

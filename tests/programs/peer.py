@@ -21,7 +21,7 @@ from phases import PHASES
 import jaxckpt
 
 path, folder, count = args["path"], args["folder"], jax.process_count()
-mesh = Mesh(np.array(jax.devices()), ("data",))
+mesh, few = (Mesh(np.array(devices), ("data",)) for devices in (jax.devices(), jax.devices()[:2]))
 
 
 def make(version: int) -> dict[str, Any]:
@@ -45,12 +45,14 @@ def versions(tree: Any) -> list[int]:
 
 
 def operate(kind: str, version: int, timeout: float) -> None:
-    options = jaxckpt.Options(timeout_seconds=timeout)
-    if kind == "restore":
+    options = jaxckpt.Options(timeout_seconds=timeout, read="shared" if kind == "shared restore" else "each")
+    if kind.endswith("restore"):
         restored = versions(jaxckpt.restore(path, mesh=mesh, options=options))
         assert len(restored) == 1, restored
     elif kind == "save":
         jaxckpt.save(path, make(version), overwrite=True, options=options)
+    elif kind == "save with an exchange":
+        jaxckpt.save(path, make(version), mesh=few, specs=P("data"), overwrite=True, options=options)
     else:
         jaxckpt.save_async(path, make(version), overwrite=True, options=options).wait(100)
 

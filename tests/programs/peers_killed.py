@@ -22,8 +22,9 @@ from peer import (
     sleep_until,
 )
 
-operate("save", 1, 60)
 victim, phase = args["victim"], args["phase"]
+for kind in dict.fromkeys(["save", PHASES[phase][0]]):  # connects the processes, if they exchange data
+    operate(kind, 1, 60)
 meet("ready")
 others = sorted(set(range(count)) - {victim})
 if process_id == victim:

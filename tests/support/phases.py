@@ -10,7 +10,9 @@ PHASES = {
     "publishing": ("save", "_job.rendezvous.Rendezvous.broadcast"),  # just after process 0 published
     "writing in the background": ("save_async", "_store.files.FileWriter.write"),
     "before the barrier in the background": ("save_async", "_save.shared_path.SharedPath.publish"),
+    "exchanging": ("save with an exchange", "_save.staging.replicate_box"),
     "opening": ("restore", "_sources.source.load_manifest"),
     "reading": ("restore", "_store.files.FileReader.read"),
+    "sending": ("shared restore", "_devices.interconnect.Interconnect.gather"),
 }
 """For each phase, the operation, and the function call in the victim's process with which it begins."""
