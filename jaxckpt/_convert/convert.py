@@ -293,7 +293,7 @@ def _convert_run(
             target = local_path(directory)
             assert target is not None
             copy = functools.partial(export_notes, run, target, conversion.format, conversion.options)
-        left_out |= {*call.run(functools.partial(_in_process_0, call, "copying the notes on the run", copy))}
+        left_out |= {*(call.run(functools.partial(_in_process_0, call, "copying the notes on the run", copy)) or ())}
         if left_out and call.index == 0:
             log.warning("%s lacks, because it has no place for them: %s", directory, "; ".join(sorted(left_out)))
 

@@ -183,8 +183,8 @@ def hold_step(run: Store, step: int, until_converted: contextlib.ExitStack) -> b
     return True
 
 
-def copy_notes(run: Store, target: Store, options: Options) -> list[str]:
-    """Copy the metadata of a run, the meaning of "best", and the pins of the steps that were copied. Leaves out none."""
+def copy_notes(run: Store, target: Store, options: Options) -> None:
+    """Copy the metadata of a run, the meaning of "best", and the pins of the steps that were copied."""
     notes = {name: content for name in (METADATA, BEST) if (content := run.read(f"{RUN}/{name}")) is not None}
     if METADATA not in notes and (metadata := foreign_run_metadata(run.url, options)):
         notes[METADATA] = encode_metadata(metadata)
@@ -194,7 +194,6 @@ def copy_notes(run: Store, target: Store, options: Options) -> list[str]:
         folder = target.create_child(RUN)
         for name, content in notes.items():
             folder.replace(name, content)
-    return []
 
 
 def export_notes(run: Store, directory: str, format: str, options: Options) -> list[str]:
