@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxckpt._arguments.specs import LeafGroup, Specs, assign_specs, mesh_axes, require_fit, resolve_specs
 from jaxckpt._convert.convert_elsewhere import FilesElsewhere, WrittenElsewhere, require_plain
-from jaxckpt._convert.convert_run import copy_notes, hold_step, step_source, steps_to_convert
+from jaxckpt._convert.convert_run import copy_notes, export_notes, hold_step, step_source, steps_to_convert
 from jaxckpt._devices.shardings import TypedLeaf
 from jaxckpt._formats.average import Average
 from jaxckpt._formats.destination import replacing, require_replaceable
@@ -85,13 +85,14 @@ def convert(
     Args:
         source: A checkpoint in any format that `restore` accepts, or the result of `rank_files`, `mindspore_ranks` or
             `oneflow_ranks`. The directory of a run, of a Checkpointer or of Orbax, is converted to a run: each step,
-            with its number and metrics, oldest first. If that is interrupted, the same call resumes it and skips the
-            steps that are complete. "run@40" and "run@latest" refer to one step.
+            with its number, metrics and metadata, oldest first; then the metadata of the run. A warning names what
+            the format has no place for. If that is interrupted, the same call resumes it and skips the steps that are
+            complete. "run@40" and "run@latest" refer to one step.
         destination: The path of the new checkpoint: as for `save`, or a local path for other formats.
         format: "jaxckpt"; "safetensors" (a file if `destination` ends in ".safetensors", otherwise a folder of shards
-            with an index); "npz"; "zarr" (a group with one array per leaf); "orbax". By default the destination's
-            suffix decides: .safetensors, .npz, .zarr, or "jaxckpt" without a suffix. Any other suffix, such as .pt or
-            .h5, is an error unless `format` is given.
+            with an index); "npz"; "zarr" (a group with one array per leaf); "orbax"; "orbax-v1", which `load` of Orbax
+            v1 finds without a name. By default the destination's suffix decides: .safetensors, .npz, .zarr, or
+            "jaxckpt" without a suffix. Any other suffix, such as .pt or .h5, is an error unless `format` is given.
         mesh: For "jaxckpt", the mesh for which leaves are laid out: axis sizes such as {"data": 4, "model": 2}, or a
             Mesh or AbstractMesh, of which only the axis sizes count. It decides how leaves are cut into objects, and
             the specs with which they are restored. By default the layout stays the same.
@@ -269,6 +270,7 @@ def _convert_run(
 ) -> None:
     """Convert steps of a run, each in a call of its own, and copy the notes on the run. Every process."""
     directory = os.fspath(destination).rstrip("/")
+    left_out = set[str]()
     for number, step in enumerate(steps, 1):
         name = step_name(step) if conversion.format == "jaxckpt" else str(step)
         with (
@@ -279,15 +281,21 @@ def _convert_run(
             if not call.run(functools.partial(_in_process_0, call, "holding a step of the source", hold)):
                 log.warning("step %d of %s was deleted before it could be converted", step, run.url)
                 continue
-            source = step_source(run, step, conversion.options)
+            source, others = step_source(run, step, conversion.options)
+            left_out |= others
             _convert(call, conversion, NamedStep(run, str(step)), source, f"{directory}/{name}", is_step=True)
             if call.index == 0:
                 log.info("converted step %d of %s (%d of %d)", step, run.url, number, len(steps))
-    if conversion.format == "jaxckpt":
-        with Call.of("convert", directory, conversion.options) as call:
-            target = store_at(directory, conversion.options)
-            copy = functools.partial(copy_notes, run, target)
-            call.run(functools.partial(_in_process_0, call, "copying the notes on the run", copy))
+    with Call.of("convert", directory, conversion.options) as call:
+        if conversion.format == "jaxckpt":
+            copy = functools.partial(copy_notes, run, store_at(directory, conversion.options), conversion.options)
+        else:
+            target = local_path(directory)
+            assert target is not None
+            copy = functools.partial(export_notes, run, target, conversion.format, conversion.options)
+        left_out |= {*(call.run(functools.partial(_in_process_0, call, "copying the notes on the run", copy)) or ())}
+        if left_out and call.index == 0:
+            log.warning("%s lacks, because it has no place for them: %s", directory, "; ".join(sorted(left_out)))
 
 
 def integrate(

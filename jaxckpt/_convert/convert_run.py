@@ -26,14 +26,17 @@ from jaxckpt._run_folder.steps import (
     PIN,
     RUN,
     all_pins,
+    encode_metadata,
     is_published,
+    pins,
+    read_metadata,
     require_no_checkpoint,
     step_folders,
     step_name,
 )
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import written_formats
-from jaxckpt._sources.open_source import Location, NamedStep, foreign_steps_of, source_at
+from jaxckpt._sources.open_source import Location, NamedStep, foreign_run_metadata, foreign_steps_of, source_at
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, run_at, store_at
@@ -95,7 +98,7 @@ def steps_to_convert(
         )
     left = [step for step in steps if overwrite or step not in complete]
     for step in {*steps}.difference(left):
-        problem = _difference(view(step_source(run, step, options)).manifest, target, step, options)
+        problem = _difference(view(step_source(run, step, options)[0]).manifest, target, step, options)
         if problem is not None:
             raise CheckpointExistsError(
                 f"step {step} exists in {target.url}, but it is not that of {run.url}: {problem}. Give a new directory,"
@@ -134,17 +137,22 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {leaf.path: () if leaf.stack is None else manifest.leaf_shape(leaf) for leaf in manifest.leaves}
 
 
-def step_source(run: Store, step: int, options: Options) -> NativeCheckpoint | ForeignCheckpoint:
-    """A step of a run, with its number, its metrics and the user's metadata."""
+def step_source(run: Store, step: int, options: Options) -> tuple[NativeCheckpoint | ForeignCheckpoint, set[str]]:
+    """A step of a run, with its number, its metrics and the user's metadata; and what no conversion of it keeps."""
     source = source_at(NamedStep(run, str(step)), options)
     manifest = source.manifest
+    others = {"process_state"} if manifest.process_states else set[str]()
+    step_metrics = {} if manifest.step is None else manifest.step.metrics
     if _is_own(source, run, step):
         record = manifest.step or StepRecord(step)
         metrics = metrics_of(run, step, manifest.save_id, record)
-        return replace(source, manifest=msgspec.structs.replace(manifest, step=_with_metrics(record, metrics)))
+        return replace(source, manifest=msgspec.structs.replace(manifest, step=_with_metrics(record, metrics))), others
     metadata = manifest.metadata
-    of_user = cast("Mapping[str, Any]", metadata).get("custom_metadata") if isinstance(metadata, dict) else metadata
-    return replace(source, manifest=msgspec.structs.replace(manifest, metadata=of_user))
+    if isinstance(metadata, dict):
+        of_orbax = cast("Mapping[str, Any]", metadata)
+        metadata, metrics = of_orbax.get("custom_metadata"), of_orbax.get("metrics")
+        others |= {f"metric {name!r}, not a number" for name in metrics or () if name not in step_metrics}
+    return replace(source, manifest=msgspec.structs.replace(manifest, metadata=metadata)), others
 
 
 def _with_metrics(record: StepRecord, metrics: Mapping[str, float | None]) -> StepRecord:
@@ -175,12 +183,28 @@ def hold_step(run: Store, step: int, until_converted: contextlib.ExitStack) -> b
     return True
 
 
-def copy_notes(run: Store, target: Store) -> None:
-    """Copy the metadata of a Checkpointer's run, the meaning of "best", and the pins of the steps that were copied."""
+def copy_notes(run: Store, target: Store, options: Options) -> None:
+    """Copy the metadata of a run, the meaning of "best", and the pins of the steps that were copied."""
     notes = {name: content for name in (METADATA, BEST) if (content := run.read(f"{RUN}/{name}")) is not None}
+    if METADATA not in notes and (metadata := foreign_run_metadata(run.url, options)):
+        notes[METADATA] = encode_metadata(metadata)
     steps = step_folders(target)[0]
     notes |= {f"{PIN}{step_name(step)}-{name}": b"" for step, name in all_pins(run) if step in steps}
     if notes:
         folder = target.create_child(RUN)
         for name, content in notes.items():
             folder.replace(name, content)
+
+
+def export_notes(run: Store, directory: str, format: str, options: Options) -> list[str]:
+    """Write the metadata of a run into one of another library. Returns what the other format has no place for."""
+    left_out = [f"pin {name!r}" for name in pins(run)]
+    if run.read(f"{RUN}/{BEST}") is not None:
+        left_out.append("keep_best")
+    if metadata := read_metadata(run) or foreign_run_metadata(run.url, options):
+        write = written_formats()[format].write_run_metadata
+        if write is None:
+            left_out.append("metadata of the run")
+        else:
+            write(directory, metadata)
+    return left_out

@@ -99,9 +99,26 @@ def draft_folder(path: str) -> Generator[str]:
     the next one that writes to `path`. Raises StorageError; InputError if a folder above is a broken link."""
     store_at(os.path.dirname(path), Options())
     with translate_os_errors(f"cannot write {path}"), contextlib.ExitStack() as cleanup:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _create_above(path, cleanup)
         _recover_killed(path)
         yield _locked_folder(path, cleanup)
+
+
+def _create_above(path: str, cleanup: contextlib.ExitStack) -> None:
+    """Create the folders above `path`. Those that are empty when `cleanup` ends are deleted."""
+    missing: list[str] = []
+    folder = os.path.dirname(path)
+    while folder and not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    for created in reversed(missing):
+        cleanup.callback(_remove_if_empty, created)
+
+
+def _remove_if_empty(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 def _locked_folder(path: str, cleanup: contextlib.ExitStack) -> str:

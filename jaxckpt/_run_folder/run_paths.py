@@ -136,7 +136,7 @@ def best_rule(run: Store) -> tuple[str, Mode]:
     if note is None:
         raise InputError(
             f"{run.url} does not record which step is the best: no Checkpointer with keep_best=(metric, mode) has"
-            " opened it. Give a step number"
+            ' opened it. Give a step number, such as that of Run.best_step("loss", "min")'
         )
     try:
         return typed_json.decode(note, tuple[str, Mode])

@@ -50,7 +50,7 @@ from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.step_notes import pin_step, recorded_metrics, unpin_name
 from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.format_registry import missing_formats_hint
-from jaxckpt._sources.open_source import NamedStep, foreign_steps_of, source_at, step_of
+from jaxckpt._sources.open_source import NamedStep, foreign_run_metadata, foreign_steps_of, source_at, step_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.running_writes import await_writes
 from jaxckpt._store.store import Store
@@ -200,7 +200,8 @@ class Run:
     def metadata(self) -> dict[str, Any]:
         """The metadata of the run, from its first `Checkpointer(metadata=…)`; empty if there is none. One small read.
 
-        For the metadata of a step, see `open(step).metadata`.
+        For a run of Orbax, that of `CheckpointManager(metadata=…)`. For the metadata of a step, see
+        `open(step).metadata`.
 
         Raises:
             DataError: The file is damaged.
@@ -214,7 +215,10 @@ class Run:
             >>> jaxckpt.Run("/tmp/jaxckpt-doc/described").metadata()
             {'model': 'gpt-small', 'layers': 12}
         """
-        return read_metadata(self._store) or {}
+        metadata = read_metadata(self._store)
+        if metadata is None and not possible_steps(self._store):
+            return foreign_run_metadata(self._store.url, self._options)
+        return metadata or {}
 
     # Metrics ---------------------------------------------------------------------------------------------
 

@@ -71,6 +71,12 @@ class Format:
     """Writes a step of a run, with the metrics in its manifest, to a local path whose name is the step's number; None
     if the format has no runs that `convert` can write."""
 
+    run_metadata: Callable[[str], dict[str, Any]] = lambda path: {}
+    """Reads the user's metadata of a run's folder; empty if it has none."""
+
+    write_run_metadata: Callable[[str, dict[str, Any]], None] | None = None
+    """Writes it to the local folder of a run; None if the format has no place for it."""
+
     save_to: Callable[..., Any] | None = None
     """The destination of a save by all processes, from the path, `rename`, the options and `overwrite`; None if only
     `convert` writes the format. Only formats of jaxckpt define it."""

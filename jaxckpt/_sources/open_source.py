@@ -10,7 +10,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -320,6 +320,21 @@ def foreign_steps_of(
         return [replace(step, path=url_of(step.path)) for step in steps]
 
     return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
+
+
+def foreign_run_metadata(location: str | os.PathLike[str], options: Options) -> dict[str, Any]:
+    """The user's metadata of another library's run; empty if it has none.
+
+    Raises DataError, and StorageError if the storage hangs.
+    """
+
+    def read() -> dict[str, Any]:
+        path, files = located(location, options)
+        with in_bucket(files):
+            form = _recognized_format(path, names_at(path))
+            return {} if form is None else form.run_metadata(path)
+
+    return run_watched(f"reading {os.fspath(location)}", options.timeout_seconds, read)
 
 
 def _recognized_format(path: str, names: Collection[str] | None) -> Format | None:

@@ -99,6 +99,9 @@ _SETTINGS_ERROR = re.compile(
 )
 """Texts of errors that a wrong endpoint or region causes."""
 
+_REFUSED = re.compile(r"HTTP (code )?40[13]\b")
+"""Texts of errors that wrong, missing or insufficient credentials cause."""
+
 _MOST_REQUESTS, _SPARE_REQUESTS = 32, 8
 """How many requests tensorstore has running at a time, and how many reads that were sent again may run."""
 
@@ -761,7 +764,8 @@ class Bucket:
                 _silent_until[server] = now + _SILENT_SECONDS
             raise StorageError(
                 errno.ETIMEDOUT,
-                f"the server has not answered for about Options.storage['retry_seconds']={self.retry_seconds:g}"
+                "the server has not answered, or only with errors, for about Options.storage['retry_seconds']="
+                f"{self.retry_seconds:g}"
                 f"{self._settings_hint()}",
             ) from None
         _last_answers[self.spec, self.retry_seconds] = time.monotonic()
@@ -778,12 +782,13 @@ class Bucket:
         return pending.result(timeout=seconds - first_seconds)
 
     def _warn_once(self) -> None:
-        """Log that a server has not answered yet, unless it has answered another request."""
+        """Log that no request to a server has succeeded yet."""
         server = self.spec, self.retry_seconds
         if server not in _last_answers and server not in _warned:
             _warned.add(server)
             log.warning(
-                "%s: no answer for %g s. Requests are retried for about Options.storage['retry_seconds']=%g%s",
+                "%s: the server has not answered, or only with errors, for %g s. Requests are retried for about"
+                " Options.storage['retry_seconds']=%g%s",
                 self.url,
                 _WARNING_SECONDS,
                 self.retry_seconds,
@@ -795,16 +800,35 @@ class Bucket:
         spec = json.loads(self.spec)
         if spec["driver"] == "gcs":
             other = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
-            return f". They go to {_without_user(other)}, from TENSORSTORE_GCS_HTTP_URL" if other else ""
+            return f". Requests go to {_without_user(other)}, from TENSORSTORE_GCS_HTTP_URL" if other else ""
         if spec["driver"] == "http":
             return ". If the server redirects to another URL, as Hugging Face does, download the file"
         if spec["driver"] != "s3":
             return ""
         endpoint = _without_user(spec.get("endpoint", "Amazon S3, because no endpoint is set"))
         return (
-            f". They go to {endpoint}, region {spec.get('aws_region', 'unknown')}: the endpoint is AWS_ENDPOINT_URL or"
-            " Options.storage['endpoint'], the region AWS_REGION or Options.storage['aws_region']"
+            f". Requests go to {endpoint}, region {spec.get('aws_region', 'unknown')}: the endpoint is AWS_ENDPOINT_URL"
+            " or Options.storage['endpoint'], the region AWS_REGION or Options.storage['aws_region']"
         )
+
+    def _credentials_hint(self) -> str:
+        """Where the credentials come from."""
+        spec = json.loads(self.spec)
+        match spec["driver"], spec.get("aws_credentials"):
+            case "s3", {"type": "environment"}:
+                return ". The credentials are those of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            case "s3", None:
+                return (
+                    ". AWS_ACCESS_KEY_ID is not set: unless a profile or the instance has credentials, requests are"
+                    " anonymous"
+                )
+            case "gcs", _:
+                return (
+                    ". The credentials are those of GOOGLE_APPLICATION_CREDENTIALS, gcloud or the instance; without"
+                    " any, requests are anonymous"
+                )
+            case _:
+                return ""
 
     def _wait_seconds(self, seconds: float) -> float:
         is_silent = time.monotonic() < _silent_until.get((self.spec, self.retry_seconds), 0.0)
@@ -827,6 +851,8 @@ class Bucket:
                 yield
         except StorageError as error:
             text = error.strerror or ""
+            if _REFUSED.search(text) and (hint := self._credentials_hint()):
+                raise StorageError(error.errno, f"{text}{hint}") from None
             if not _SETTINGS_ERROR.search(text) or "AWS_ENDPOINT_URL" in text:
                 raise
             raise StorageError(error.errno, f"{text}{self._settings_hint()}") from None
@@ -908,9 +934,16 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_hosted_bucket(spec: dict[str, Any]) -> dict[str, Any]:
     """A spec whose endpoint may have "{bucket}" in its host, for servers that refuse the bucket in the path (path
-    style)."""
+    style). Raises InputError."""
     endpoint = spec.get("endpoint")
-    if spec["driver"] != "s3" or not isinstance(endpoint, str) or _BUCKET not in endpoint:
+    if spec["driver"] != "s3" or not isinstance(endpoint, str):
+        return spec
+    if not re.match("https?://", endpoint):
+        raise InputError(
+            f"the endpoint {_without_user(f'//{endpoint}')[2:]!r} must begin with http:// or https://. It is"
+            " AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or Options.storage['endpoint']"
+        )
+    if _BUCKET not in endpoint:
         return spec
     scheme, _, host = endpoint.partition("://")
     if _BUCKET not in host.partition("/")[0]:

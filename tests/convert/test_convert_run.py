@@ -15,6 +15,7 @@ import pytest
 from command_line import run as run_command
 
 import jaxckpt
+import jaxckpt.orbax
 from jaxckpt._convert import convert as _convert
 from jaxckpt.errors import CheckpointExistsError, InputError
 
@@ -244,3 +245,56 @@ def test_the_command_converts_runs(ours: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     record = json.loads((tmp_path / "theirs" / "20" / "_CHECKPOINT_METADATA").read_text())
     assert record["item_handlers"].keys() == {"default", "metrics"}
+
+
+@pytest.mark.parametrize("format", ["orbax", "orbax-v1"])
+def test_metadata_goes_to_orbax_and_back(tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What Orbax has no place for is named."""
+    with jaxckpt.Checkpointer(tmp_path / "ours", metadata={"model": "tiny"}, keep_best=("loss", "min", 1)) as run:
+        run.save(1, state(1), metadata={"commit": "abc"}, metrics={"loss": 1}, process_state={"data": 1})
+        run.wait()
+        run.pin(1, "paper")
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "theirs", format=format)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.endswith("no place for them: keep_best; pin 'paper'; process_state")
+    if format == "orbax":
+        with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+            assert manager.metadata().custom_metadata == {"model": "tiny"}
+            assert manager.metadata(1).custom_metadata == {"commit": "abc"}
+    else:
+        with v1.training.Checkpointer(tmp_path / "theirs") as checkpointer:
+            assert checkpointer.root_metadata().custom_metadata == {"model": "tiny"}
+            assert checkpointer.metadata(1).custom_metadata == {"commit": "abc"}
+    jaxckpt.convert(tmp_path / "theirs", tmp_path / "back")
+    for path in ("theirs", "back"):
+        assert jaxckpt.Run(tmp_path / path).metadata() == {"model": "tiny"}
+    assert jaxckpt.Run(tmp_path / "back").open(1).metadata == {"commit": "abc"}
+    with pytest.raises(InputError, match=r"best_step\(\"loss\", \"min\"\)"):
+        jaxckpt.open(f"{tmp_path / 'back'}@best")
+
+
+@pytest.mark.parametrize("registry", [None, jaxckpt.orbax.handler_registry()])
+def test_the_metadata_of_a_run_of_orbax_is_kept(
+    tmp_path: Path, registry: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(
+        tmp_path / "theirs", options=options, metadata={"lr": float("inf")}, handler_registry=registry
+    ) as manager:
+        metrics = {"loss": 0.5, "eval": {"loss": 0.25}, "name": "x"}
+        args = ocp.args.StandardSave({"w": np.ones(2)})
+        manager.save(1, args=args, metrics=metrics, custom_metadata={"commit": "abc"})
+    jaxckpt.convert(tmp_path / "theirs", tmp_path / "ours")
+    (warning,) = (record.getMessage() for record in caplog.records if "lacks" in record.getMessage())
+    assert warning.endswith("no place for them: metric 'eval', not a number; metric 'name', not a number")
+    run = jaxckpt.Run(tmp_path / "ours")
+    assert (run.metadata(), run.metrics(1)) == ({"lr": None}, {"loss": 0.5})
+    assert run.open(1).metadata == jaxckpt.open(tmp_path / "theirs").metadata["custom_metadata"] == {"commit": "abc"}
+
+
+def test_a_refused_step_is_named_and_leaves_no_folder(tmp_path: Path) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "ours") as run:
+        run.save(7, {"n": 1 << 80})
+    with pytest.raises(jaxckpt.errors.TreeError, match=r"ours/00000007: Orbax cannot store 1 of these leaves"):
+        jaxckpt.convert(tmp_path / "ours", tmp_path / "new" / "theirs", format="orbax")
+    assert not (tmp_path / "new").exists()

@@ -286,7 +286,9 @@ def time_out(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_bucket, "_ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(_bucket, "_silent_until", {})
     start = time.monotonic()
-    with pytest.raises(jaxckpt.errors.StorageError, match=r"the server has not answered for|no bytes have moved for"):
+    with pytest.raises(
+        jaxckpt.errors.StorageError, match=r"the server has not answered, or only|no bytes have moved for"
+    ):
         call()
     assert time.monotonic() - start < LIMIT_SECONDS
 
@@ -381,7 +383,7 @@ def test_a_run_without_list_permission_is_not_empty(bucket: Bucket, code: int) -
         steps.wait()
         bucket.proxy.on("(LIST|GET|HEAD).*", servers.status(code, "AccessDenied"))
         for ask in (steps.steps, steps.latest_step, lambda: steps.restore_or_init(lambda: tree(2))):
-            with pytest.raises(jaxckpt.errors.StorageError, match=str(code)):
+            with pytest.raises(jaxckpt.errors.StorageError, match=rf"{code}.*credentials are those of"):
                 ask()
     run = jaxckpt.Run(bucket.url)
     for look in (run.steps, run.latest_step, run.open, run.restore):

@@ -80,6 +80,11 @@ def test_path_style_is_refused_there(hosted: servers.Bucket, monkeypatch: pytest
             "s3://checkpoints/run",
             r"virtual-hosted style, give an endpoint such as https://\{bucket\}",
         ),
+        (
+            {"endpoint": "user:hidden@127.0.0.1:5599"},
+            "s3://checkpoints/run",
+            r"endpoint '127\.0\.0\.1:5599' must begin with http:// or https://\. It is AWS_ENDPOINT_URL_S3",
+        ),
         ({}, "s3://ab/run", r"names the bucket 'ab', but names of buckets have 3 to 63"),
         ({}, "gs://ab/run", r"names the bucket 'ab', but names of buckets have 3 to 63"),
     ],
@@ -138,3 +143,17 @@ def test_a_wrong_region_and_a_missing_bucket_are_named(monkeypatch: pytest.Monke
         with pytest.raises(StorageError, match=r"region us-east-1: the endpoint is AWS_ENDPOINT_URL"):
             jaxckpt.open("s3://checkpoints/run", options=QUICK)
         server.shutdown()
+
+
+@pytest.mark.child
+def test_without_credentials_a_refused_request_is_said_to_be_anonymous(
+    moto: stores.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with servers.bucket(moto, monkeypatch) as bucket:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/does-not-exist")
+        bucket.proxy.on(".*", servers.status(403, "AccessDenied"))
+        with pytest.raises(StorageError, match=r"HTTP 403.*AWS_ACCESS_KEY_ID is not set.* requests are anonymous"):
+            jaxckpt.open(bucket.url, options=QUICK)

@@ -1,5 +1,6 @@
 """The files of Orbax's checkpoints, and the content of those that are JSON.
 
+    <manager>/metadata/_ROOT_METADATA          the user's metadata of the run
     <manager>/<step>/                          one folder per step: "1000", "00001000", "ckpt_1000"
         _CHECKPOINT_METADATA                   which handler wrote each item; when the step was started and committed
         <item>/                                "default": a manager's only item; "state": that of Orbax v1
@@ -32,6 +33,9 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 """A part of the name of a folder whose save is in progress or was interrupted."""
 
 STEP_FILE = "_CHECKPOINT_METADATA"
+RUN_METADATA = ("metadata/_ROOT_METADATA", "metadata/metadata")
+"""The user's metadata of a run, and the same file of older versions of Orbax."""
+
 V1_MARK = "orbax.checkpoint"
 """An empty file that Orbax v1 leaves in a step."""
 

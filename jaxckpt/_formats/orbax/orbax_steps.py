@@ -22,6 +22,7 @@ from jaxckpt._formats.orbax.orbax_records import (
     AGGREGATE_FILE,
     COMMITTED_MARK,
     METRICS,
+    RUN_METADATA,
     SAVE_FILES,
     STEP_FILE,
     TEMPORARY,
@@ -122,11 +123,23 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
         raise NotACheckpointError(f"{path} {problem}")
     if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
         ours = _native(f"{path}/default")
-        metadata |= {} if ours.manifest.metadata is None else {"custom_metadata": ours.manifest.metadata}
+        record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
+        custom = record.custom_metadata or ours.manifest.metadata
+        metadata |= {} if custom is None else {"custom_metadata": custom}
         manifest = msgspec.structs.replace(ours.manifest, metadata=metadata or None, step=step_record(metadata))
         return replace(ours, manifest=manifest)
     tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
     return compose(path, tree, "orbax", metadata=_finite(metadata | of_tree) or None)
+
+
+def run_metadata(path: str) -> dict[str, Any]:
+    """The custom metadata of a CheckpointManager's folder. Raises DataError, StorageError."""
+    for name in RUN_METADATA:
+        if (record := read_optional(f"{path}/{name}", dict[str, Any])) is not None:
+            custom = record.get("custom_metadata")
+            # Older versions of Orbax wrote the user's metadata alone.
+            return _finite(custom if isinstance(custom, dict) else record)
+    return {}
 
 
 def _finite(value: Any) -> Any:

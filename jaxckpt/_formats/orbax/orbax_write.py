@@ -23,6 +23,7 @@ from jaxckpt._formats.orbax.orbax_records import (
     ARRAYS_FOLDER,
     COMMITTED_MARK,
     METRICS,
+    RUN_METADATA,
     SHARDINGS_FILE,
     STEP_FILE,
     STRINGS_FILE,
@@ -62,7 +63,7 @@ def write_orbax(source: Source, path: str, options: Options, report: Report) -> 
     """
     started = time.time_ns()
     _write_item(source, path, options, report)
-    _commit(path, _HANDLER, started)
+    _commit(source, path, _HANDLER, started)
 
 
 def write_step(source: Source, path: str, options: Options, report: Report) -> None:
@@ -89,7 +90,7 @@ def _write_items(
         # As Orbax does, with NaN for what was not finite.
         write_json(f"{path}/{METRICS}/{METRICS}", {name: math.nan if m is None else m for name, m in metrics.items()})
         handlers[METRICS] = metrics_handler
-    _commit(path, handlers, started)
+    _commit(source, path, handlers, started)
 
 
 def _write_item(source: Source, path: str, options: Options, report: Report) -> None:
@@ -111,15 +112,21 @@ def _write_item(source: Source, path: str, options: Options, report: Report) -> 
     write_json(f"{path}/{TREE_FILE}", item)
 
 
-def _commit(path: str, handlers: str | Mapping[str, str], started: int) -> None:
+def write_run_metadata(path: str, metadata: dict[str, Any]) -> None:
+    """Write the metadata of a run, which a CheckpointManager and the Checkpointer of Orbax v1 read."""
+    write_json(f"{path}/{RUN_METADATA[0]}", {"internal_metadata": {}, "custom_metadata": metadata})
+
+
+def _commit(source: Source, path: str, handlers: str | Mapping[str, str], started: int) -> None:
     """Write the files that show that a folder is complete, with the handler that reads it, or those of its items."""
+    metadata = source.manifest.metadata
     step = {
         "item_handlers": handlers,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": started,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {},
+        "custom_metadata": metadata if isinstance(metadata, dict) else {},  # Orbax accepts nothing else here
     }
     write_json(f"{path}/{STEP_FILE}", step)
     with open(f"{path}/{COMMITTED_MARK}", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -202,8 +209,8 @@ def _require_storable(source: Source, entries: Iterable[_Entry], leaves: Mapping
             problems.append(f"{shown} has dtype {source.manifest.stacks[leaf.stack].dtype}")
     if problems:
         raise TreeError(
-            f"Orbax cannot store {len(problems)} of these leaves; leave them out with select=, or rename them with"
-            " rename=:\n"
+            f"{source.url}: Orbax cannot store {len(problems)} of these leaves; leave them out with select=, or rename"
+            " them with rename=:\n"
             f"{show_lines(problems)}"
         )
 
