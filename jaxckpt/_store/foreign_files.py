@@ -255,7 +255,15 @@ def _generations(files: BucketFiles | None, paths: Sequence[str]) -> list[object
         found = files.root.generations(map(files.key, paths))
         return [found[files.key(path)] for path in paths]
     with translate_os_errors("cannot look at the files of a checkpoint"):
-        return [_identity(os.stat(path)) if os.path.exists(path) else None for path in paths]
+        return [_identity_at(path) for path in paths]
+
+
+def _identity_at(path: str) -> tuple[int, ...] | None:
+    """The identity of a local file; None if there is none. Unlike os.path.exists, raises other errors."""
+    try:
+        return _identity(os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
