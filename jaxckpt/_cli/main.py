@@ -446,7 +446,7 @@ def repair() -> None:
     """Restore the manifest of a checkpoint, or of each step of a run, that has lost it.
 
     The manifest is copied from its second copy, after a check that all files that it names exist and have the expected
-    size. An intact manifest is never replaced.
+    size. An intact manifest is never replaced. If only the second copy is missing or damaged, it is written again.
     """
 
 

@@ -132,9 +132,10 @@ def read_copy(store: Store) -> tuple[str, bytes, Manifest, bytes | None]:
     if damaged is not None and not published:  # a damaged manifest proves that it was published
         published = list(filter(is_data_folder, store.names()))
     candidates = [data for data in published if named in (None, data) and _still_has_copy(store, data)]
+    if not candidates and damaged is not None:
+        raise ManifestError(f"{store.url} has a damaged {MANIFEST}, and no second copy of it that could replace it")
     if not candidates:
-        what = f"no {MANIFEST}" if damaged is None else f"a damaged {MANIFEST}"
-        raise NotACheckpointError(f"{store.url} has {what}, and no second copy of it that could replace it")
+        raise NotACheckpointError(f"{store.url} has no {MANIFEST}, and no second copy of it that could replace it")
     data = _newest(store, candidates)
     if data is None:
         raise ManifestError(
