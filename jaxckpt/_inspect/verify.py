@@ -645,9 +645,7 @@ def _restore_manifest(store: Store, options: Options) -> VerifyReport:
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
     report = run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)
     if report.problems:
-        raise DataError.of(
-            f"{store.url} was not repaired, because {data} is damaged", report.problems, way_out(store)
-        )
+        raise DataError.of(f"{store.url} was not repaired, because {data} is damaged", report.problems, way_out(store))
     store.publish_copy(data, content, damaged, sync=options.sync)
     return report
 

@@ -21,6 +21,7 @@ from jaxckpt.errors import (
     DataError,
     ManifestError,
     NotACheckpointError,
+    Problem,
     StorageError,
     show_count,
 )
@@ -164,11 +165,13 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
             problem = "is missing" if content is None else "differs from what was saved"
-            raise DataError(f"the state file of process {process}, {store.url}/{key}, {problem}")
+            text = f"the state file of process {process}, {store.url}/{key}, {problem}"
+            raise DataError(text, problems=[Problem(None, problem, object=key)])
         try:
             states.append(decode_state(content))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
+            problem = f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}"
+            raise DataError(f"{store.url}/{key} {problem}", problems=[Problem(None, problem, object=key)]) from error
     return states
 
 
