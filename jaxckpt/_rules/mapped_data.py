@@ -18,7 +18,7 @@ from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
 from jaxckpt._rules.rule import Rule
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, Replicas, Tiled
-from jaxckpt.errors import show_path
+from jaxckpt.errors import DataError, show_path
 
 _WASTE = 2
 """The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
@@ -139,8 +139,10 @@ class MappedSource(ArrayData):
 class ComparedData(Replicas):
     """A source leaf that is stored several times, by path. Each box that is read is compared with its copies."""
 
-    def difference(self, first: str, other: str, box: Box) -> str:
-        return f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
+    def difference(self, first: str, other: str, box: Box) -> DataError:
+        return DataError(
+            f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
+        )
 
 
 class ComputedData(AsyncArrayData):
