@@ -218,7 +218,8 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
 def ls() -> None:
     """List the checkpoints in a folder: size, age, metrics.
 
-    Read-only: unfinished saves of a killed run are not deleted. If PATH is itself a checkpoint, only that is listed.
+    Only the manifests are read, so damaged data is not found: verify does that. Nothing is changed: unfinished saves of
+    a killed run are not deleted. If PATH is itself a checkpoint, only that is listed.
     """
 
 
