@@ -164,9 +164,9 @@ def verify(
 
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
-        object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
-        because then nothing else can be trusted. `quick` detects neither flipped bits nor swapped objects of the same
-        size.
+        object and reason. Data that cannot be read is a problem, and so is a second copy of the manifest that is
+        missing or damaged. A damaged manifest is reported as the only problem, because then nothing else can be
+        trusted. `quick` detects neither flipped bits nor swapped objects of the same size.
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
