@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxckpt
@@ -49,3 +53,31 @@ def test_every_error_can_carry_problems_and_be_pickled(kind: type) -> None:
 def test_a_storage_error_keeps_its_number() -> None:
     error = jaxckpt.errors.StorageError(28, "no space")
     assert (error.errno, error.strerror, error.problems) == (28, "no space", ())
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["jaxckpt", "npz"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        jaxckpt.restore,
+        jaxckpt.load_numpy,
+        lambda path: jaxckpt.open(path)["damaged/w"][...],
+        lambda path: jaxckpt.convert(path, path.with_name("out.safetensors")),
+    ],
+    ids=["restore", "load_numpy", "open", "convert"],
+)
+def test_the_error_of_a_read_names_the_damaged_leaf(read: Callable[[Path], Any], foreign: bool, tmp_path: Path) -> None:
+    path, stored = tmp_path / "checkpoint", np.arange(12, dtype=np.float32)
+    jaxckpt.save(path, {"intact": np.arange(5, dtype=np.int32), "damaged": {"w": stored}})
+    if foreign:
+        jaxckpt.convert(path, path := tmp_path / "checkpoint.npz")
+    (file,) = (file for file in (path, *path.rglob("*")) if file.is_file() and stored.tobytes() in file.read_bytes())
+    content = bytearray(file.read_bytes())
+    content[content.index(stored.tobytes())] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(errors.DataError) as caught:
+        read(path)
+    (problem,) = caught.value.problems
+    assert (caught.value.paths, problem.leaf) == (("damaged/w",), "damaged/w")
+    assert problem.reason.startswith("cannot be read: ")
+    assert "jaxckpt.verify" in problem.remedy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxckpt._arguments.prefix_keys import key_problem, pattern_of
 from jaxckpt._arguments.pytree import Leaf, flatten
 from jaxckpt._model.grid import Spec, axis_problem, divisibility_problem, replicate_indivisible, show_spec, spec_of
-from jaxckpt._model.paths import closest_hint, containers_of, escape_key, longest_prefix
+from jaxckpt._model.paths import closest_hint, containers_of, escape_key, longest_prefix, mask_numbers
 from jaxckpt._model.select import parse_select, unmatched_hint
 from jaxckpt._options import Options
 from jaxckpt.errors import InputError, Problem, SpecError, show_count, show_path
@@ -77,18 +77,30 @@ def _require_common_axis(axes: Mapping[str, int], groups: Iterable[LeafGroup]) -
     split = [group for group in groups if any(group.own)]
     names = {axis for group in split for entry in group.own for axis in entry}
     if names and not names & axes.keys() and math.prod(axes.values()) > 1:
+        problems = [Problem(path, f"has the spec {show_spec(group.own)}") for group in split for path in group.paths]
         raise SpecError.of(
             f"the mesh {dict(axes)} has none of the axes that the leaves' own specs name ({', '.join(sorted(names))}),"
             " so every leaf would be replicated",
-            [Problem(path, f"has the spec {show_spec(group.own)}") for group in split for path in group.paths],
+            problems,
             "pass specs=, or specs=PartitionSpec() to replicate every leaf",
+            listed=_lines_by_pattern(problems),
         )
 
 
 def require_fit(problems: Sequence[Problem]) -> None:
     """Raise SpecError if there are leaves that their specs do not fit."""
     if problems:
-        raise SpecError.of(f"the specs do not fit {show_count(len(problems), 'leaf')}", problems)
+        head = f"the specs do not fit {show_count(len(problems), 'leaf')}"
+        raise SpecError.of(head, problems, listed=_lines_by_pattern(problems))
+
+
+def _lines_by_pattern(problems: Sequence[Problem]) -> Iterator[str]:
+    """A line for each problem, and one for all leaves that have the same problem and differ only in numbers."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((mask_numbers(problem.leaf or ""), problem.reason), []).append(problem)
+    for (pattern, reason), alike in groups.items():
+        yield str(alike[0]) if len(alike) == 1 else f"{show_path(pattern)} ({show_count(len(alike), 'leaf')}) {reason}"
 
 
 def restrict_to_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:

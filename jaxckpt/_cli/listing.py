@@ -72,7 +72,7 @@ class Entry:
     """Names by which a step of a run is pinned; for a run, the names of all pinned steps."""
 
     incidents: Sequence[str] = ()
-    """The kinds of incidents of a step of a run, such as "unchanged step"."""
+    """The kinds of incidents of a step of a run since it was saved, such as "unchanged step"."""
 
     problem: str | None = None
 
@@ -166,8 +166,13 @@ def list_checkpoints(path: str) -> list[Entry]:
     if pinned is None:
         return entries
     incidents = _incidents(store)
-    by_step = {found.step: [other.kind for other in incidents if other.step == found.step] for found in incidents}
-    return [replace(entry, incidents=list(dict.fromkeys(by_step.get(entry.step, ())))) for entry in entries]
+    return [replace(entry, incidents=_kinds_of(entry, incidents)) for entry in entries]
+
+
+def _kinds_of(entry: Entry, incidents: Sequence[Incident]) -> list[str]:
+    """The kinds of incidents of a step since it was saved. Those before concern an earlier save of the step."""
+    saved = entry.created or ""  # both times are texts in UTC with milliseconds
+    return list(dict.fromkeys(found.kind for found in incidents if found.step == entry.step and found.time >= saved))
 
 
 def _count_steps(path: str) -> int:

@@ -218,7 +218,8 @@ def _command(module: str, *options: Callable[[Any], Any]) -> Callable[[Callable[
 def ls() -> None:
     """List the checkpoints in a folder: size, age, metrics.
 
-    Read-only: unfinished saves of a killed run are not deleted. If PATH is itself a checkpoint, only that is listed.
+    Only the manifests are read, so damaged data is not found: verify does that. Nothing is changed: unfinished saves of
+    a killed run are not deleted. If PATH is itself a checkpoint, only that is listed.
     """
 
 
@@ -446,7 +447,7 @@ def repair() -> None:
     """Restore the manifest of a checkpoint, or of each step of a run, that has lost it.
 
     The manifest is copied from its second copy, after a check that all files that it names exist and have the expected
-    size. An intact manifest is never replaced.
+    size. An intact manifest is never replaced. If only the second copy is missing or damaged, it is written again.
     """
 
 

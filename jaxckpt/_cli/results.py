@@ -23,6 +23,7 @@ from jaxckpt._cli.terminal import (
 )
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.verify import verify as verify_checkpoint
+from jaxckpt._model.paths import mask_numbers
 from jaxckpt._options import Options
 from jaxckpt._pipeline.units import show_bytes
 from jaxckpt.errors import show_count
@@ -191,7 +192,7 @@ def _print_plan(plan: RestorePlan) -> None:
     for leaf in plan.leaves:
         before, after = (where.spec or where.on for where in (leaf.saved, leaf.wanted))
         goal = "same" if before == after else after
-        form = (_mask_numbers(leaf.path), show_array(leaf.dtype, leaf.shape), before, goal)
+        form = (mask_numbers(leaf.path), show_array(leaf.dtype, leaf.shape), before, goal)
         groups.setdefault(form, []).append(leaf.path)
     if not groups:
         return
@@ -206,11 +207,6 @@ def _print_plan(plan: RestorePlan) -> None:
     print_table(columns, rows[:_SHOWN_ROWS])
     if len(rows) > _SHOWN_ROWS:
         click.echo(f"… and {len(rows) - _SHOWN_ROWS:,} more; --json has all")
-
-
-def _mask_numbers(path: str) -> str:
-    """A path with `*` for each number: the glob of all paths that differ only in numbers, such as those of layers."""
-    return "/".join("*" if key.isdecimal() else key for key in path.split("/"))
 
 
 def _process_row(process: ProcessPlan) -> list[str]:

@@ -21,15 +21,16 @@ from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._inspect.report import report as report_on
 from jaxckpt._inspect.verify import repair as repair_manifests
+from jaxckpt._inspect.verify import way_out
 from jaxckpt._model.file_names import MANIFEST, is_data_folder, is_data_referenced
 from jaxckpt._options import Options
-from jaxckpt._run_folder.run_paths import run_and_name, steps_of
+from jaxckpt._run_folder.run_paths import resolve_step, run_and_name, steps_of
 from jaxckpt._run_folder.steps import is_link, is_step, pins, require_unpinned, step_name
 from jaxckpt._runs.fork import fork_step
 from jaxckpt._runs.step_notes import pin_step, unpin_name
 from jaxckpt._sources.open_source import source_at, step_of
 from jaxckpt._store.store_path import store_at
-from jaxckpt.errors import InputError, NotACheckpointError, StorageError
+from jaxckpt.errors import InputError, ManifestError, NotACheckpointError, StorageError
 
 
 def convert(
@@ -179,6 +180,10 @@ def rm(path: str, yes: bool, as_json: bool) -> None:
         if above is not None and is_step(above[1]) and any(map(is_data_folder, store.names())):
             raise NotACheckpointError(f"{error}. The next Checkpointer of {above[0].url} deletes it") from error
         raise
+    except ManifestError as error:
+        store = store_at(path, options)
+        damaged = store if store.names() else resolve_step(store)  # run@40
+        raise ManifestError(f"{error}\n{way_out(damaged or store)}") from error
     _require_own_format(checkpoint, "rm deletes")  # another may have files that jaxckpt does not know
     path = checkpoint.path if "@" in path else path
     store = store_at(path, options)

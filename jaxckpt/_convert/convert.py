@@ -53,7 +53,7 @@ from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.format_registry import missing_formats_hint, written_formats
 from jaxckpt._sources.open_source import Location, NamedStep, source_at
 from jaxckpt._sources.source import NativeCheckpoint, Source
-from jaxckpt._store.storage_errors import translate_array_errors
+from jaxckpt._store.storage_errors import translate_leaf_errors
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
 from jaxckpt.errors import InputError, show_path
@@ -357,7 +357,7 @@ def _verify_checksums(source: Source, options: Options) -> None:
     for leaf in source.manifest.leaves:
         if leaf.stack is not None:
             stack, row = source.manifest.stack_and_row(leaf)
-            with translate_array_errors(f"cannot convert leaf {show_path(leaf.path)}", reading=True):
+            with translate_leaf_errors(f"cannot convert leaf {show_path(leaf.path)}", [leaf.path]):
                 run_watched(f"reading {source.url}", options.timeout_seconds, source.row_data[stack][row].check)
 
 

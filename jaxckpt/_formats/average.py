@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.grid import Box
+from jaxckpt._model.grid import Box, cut_to_size, extent, whole_box
 from jaxckpt._model.pieces import Array, assign
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import nested_dicts
 from jaxckpt._options import Options, require_whole_number
+from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._rules.apply_rule import SourceLeaves
 from jaxckpt._rules.mapped_data import ComputedData
 from jaxckpt._rules.rename import Renaming, renamed_source
@@ -56,8 +57,8 @@ def average(
         options: See `Options`.
 
     Raises:
-        MismatchError: Leaves differ in path, shape or dtype, or a Python value differs. A read raises a DataError if
-            other values differ.
+        MismatchError: Leaves differ in path, shape or dtype, or a Python value differs. A read raises it if an array of
+            another dtype than float differs.
         InputError: An argument is invalid.
         Exception: As `jaxckpt.open`.
 
@@ -92,6 +93,7 @@ def average(
         for path in sorted(extra)
     ]
     made: dict[str, object] = {}
+    exact: dict[str, Sequence[ForeignArray]] = {}
     for path in first.paths if not problems else ():
         values = [leaves.leaf(path) for leaves in (first, *others)]
         value = values[0]
@@ -102,13 +104,20 @@ def average(
             unequal = [v for v in values if not isinstance(v, ForeignArray) or _kind(v) != _kind(value)]
             text = f"is {value.dtype}{list(value.shape)}, and otherwise in another checkpoint" if unequal else ""
         if text:
-            problems.append(Problem(path, text, "choose the leaves to average with select="))
-        elif isinstance(value, ForeignArray):
-            made[path] = replace(value, data=_data(path, values, factors, [source.url for source in sources]))
-        else:
+            problems.append(Problem(path, text, _REMEDY))
+        elif not isinstance(value, ForeignArray):
             made[path] = value
+        elif _is_float(value):
+            data = _WeightedData([array.data for array in values], factors, DTYPES[value.dtype])
+            made[path] = replace(value, data=data)
+        else:
+            made[path], exact[path] = value, values
+    leaves = _ExactLeaves([source.url for source in sources], exact)
     if problems:
-        raise MismatchError.of(f"{show_count(len(problems), 'leaf')} cannot be averaged", problems)
+        what = f"comparing {', '.join(leaves.urls)}"
+        raise _error([*problems, *run_watched(what, options.timeout_seconds, leaves.problems)])
+    for path, (array, *_) in exact.items():
+        made[path] = replace(array, data=_ExactData(path, leaves.copies(path), leaves))
     url = " + ".join(f"{factor:g} × {source.url}" for factor, source in zip(factors, sources, strict=True))
     composed = compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
     paths = [local_path(place) or place if isinstance(place, str) else place for place in places]
@@ -152,22 +161,54 @@ def _kind(array: ForeignArray) -> tuple[object, ...]:
     return array.dtype, array.shape, array.kind, array.impl
 
 
-def _data(path: str, arrays: Sequence[ForeignArray], factors: Sequence[float], urls: Sequence[str]) -> ArrayData:
-    dtype = DTYPES[arrays[0].dtype]
-    if arrays[0].kind not in ("key", "str", "bytes") and ("float" in dtype.name):
-        return _WeightedData([array.data for array in arrays], factors, dtype)
-    return _EqualData(path, {url: array.data for url, array in zip(urls, arrays, strict=True)})
+def _is_float(array: ForeignArray) -> bool:
+    return array.kind not in ("key", "str", "bytes") and "float" in DTYPES[array.dtype].name
+
+
+_REMEDY = "choose the leaves to average with select=, such as params"
+
+_COMPARED_ELEMENTS = 1 << 20
+"""How many elements of a leaf are compared at a time."""
+
+
+def _error(problems: Sequence[Problem]) -> MismatchError:
+    return MismatchError.of(f"{show_count(len(problems), 'leaf')} cannot be averaged", problems)
 
 
 @dataclass(frozen=True, slots=True)
-class _EqualData(Replicas):
-    """A leaf that is not averaged. Each box that is read is compared between the checkpoints."""
+class _ExactLeaves:
+    """The arrays that are not floats, by path, each from every checkpoint."""
 
-    def difference(self, first: str, other: str, box: Box) -> str:
-        return (
-            f"it differs between {first} and {other}, and only floating-point leaves are averaged: choose the leaves to"
-            " average with select="
-        )
+    urls: Sequence[str]
+    arrays: Mapping[str, Sequence[ForeignArray]]
+
+    def copies(self, path: str) -> Mapping[str, ArrayData]:
+        """The data of a leaf, by checkpoint."""
+        return {url: array.data for url, array in zip(self.urls, self.arrays[path], strict=True)}
+
+    def problems(self) -> list[Problem]:
+        """A problem for each leaf that differs. Reads all of them."""
+        found: list[Problem] = []
+        for path, (array, *_) in self.arrays.items():
+            replicas = Replicas(path, self.copies(path))
+            for box in cut_to_size(whole_box(array.shape), [[1] * len(array.shape)], _COMPARED_ELEMENTS):
+                names = replicas.different_copies(box, np.empty(extent(box), DTYPES[array.dtype]))
+                if names is not None:
+                    what = f"{array.dtype}{list(array.shape)}"
+                    reason = f"is not a float, but {what}, and differs between {names[0]} and {names[1]}"
+                    found.append(Problem(path, reason, _REMEDY))
+                    break
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ExactData(Replicas):
+    """A leaf that is not averaged. If it differs, the error names all such leaves."""
+
+    leaves: _ExactLeaves
+
+    def difference(self, first: str, other: str, box: Box) -> MismatchError:
+        return _error(self.leaves.problems())
 
 
 @dataclass(frozen=True, slots=True)

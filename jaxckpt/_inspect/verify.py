@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -20,7 +21,7 @@ from jaxckpt._inspect.executors import OpenedElsewhere, Remembered, grouped, req
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model import object_index, zarr
-from jaxckpt._model.file_names import MANIFEST
+from jaxckpt._model.file_names import COPY, MANIFEST
 from jaxckpt._model.grid import Box, cut_to_size, volume, whole_box
 from jaxckpt._model.pieces import Bytes
 from jaxckpt._model.records import Manifest
@@ -163,9 +164,9 @@ def verify(
 
     Returns:
         A report, which is true if there are no problems: `report.ok`, and `report.problems`, each with leaf, box,
-        object and reason. Data that cannot be read is a problem. A damaged manifest is reported as the only problem,
-        because then nothing else can be trusted. `quick` detects neither flipped bits nor swapped objects of the same
-        size.
+        object and reason. Data that cannot be read is a problem, and so is a second copy of the manifest that is
+        missing or damaged. A damaged manifest is reported as the only problem, because then nothing else can be
+        trusted. `quick` detects neither flipped bits nor swapped objects of the same size.
 
     Raises:
         NotACheckpointError: `path` has no manifest, or the checkpoint was deleted or replaced in the meantime.
@@ -252,6 +253,7 @@ def verify_files(
     files = list(_files(manifest))
     misfits = store.check_lengths({file.key: file.length for file in files})
     problems = [problem for file in files if file.key in misfits for problem in file.problems(None, misfits[file.key])]
+    problems += _copy_problems(source)
     rest = [] if quick else [file for file in files if file.key not in misfits]
     total = sum(file.length for file in rest)
     with display_progress("verify", total, options.progress, step) as advance:
@@ -266,6 +268,22 @@ def verify_files(
     numbers = {None: -1, **manifest.numbers}
     problems.sort(key=lambda problem: (numbers[problem.leaf], problem.box or (), problem.object))
     return VerifyReport(store.url, quick, tuple(problems), len(manifest.leaves), len(files), total)
+
+
+_COPY_SECONDS = 0.5
+"""How long a copy may differ from the manifest: whoever replaces or deletes both changes the copy first."""
+
+
+def _copy_problems(source: NativeCheckpoint) -> list[Problem]:
+    """The problem of the second copy of the manifest, if there is one. Other writers, and jaxckpt before it recorded
+    its own version, may write none."""
+    key = f"{source.manifest.data_folder}/{COPY}"
+    check = _SmallFile(key, source.digest, required="jaxckpt" in source.manifest.libraries)
+    if not check.problems(source.store):
+        return []
+    time.sleep(_COPY_SECONDS)
+    remedy = f"`jaxckpt repair {shlex.quote(source.url)}` writes this second copy of {MANIFEST} again"
+    return [replace(problem, reason=f"{problem.reason}: {remedy}") for problem in check.problems(source.store)]
 
 
 def _check_elsewhere(
@@ -493,18 +511,24 @@ class _SmallFile(NamedTuple):
 
     key: str
     sha256: str
+    required: bool = True
+    """Whether it is a problem if the file is missing."""
 
     def check(self, store: Store, meter: _ReadMeter) -> Iterable[Problem]:
+        return self.problems(store)
+
+    def problems(self, store: Store) -> list[Problem]:
         """Read it. Any thread."""
         try:
             content = store.read(self.key)
         except (DataError, StorageError) as error:
             _require_answer(error)
             return [Problem(None, f"cannot be read: {error}", object=self.key)]
-        if content is not None and hashlib.sha256(content).hexdigest() == self.sha256:
+        if content is None:
+            return [Problem(None, "is missing", object=self.key)] if self.required else []
+        if hashlib.sha256(content).hexdigest() == self.sha256:
             return []
-        reason = "is missing" if content is None else "differs from the file that was saved"
-        return [Problem(None, reason, object=self.key)]
+        return [Problem(None, "differs from the file that was saved", object=self.key)]
 
 
 def _small_files(manifest: Manifest) -> Iterator[_SmallFile]:
@@ -567,11 +591,11 @@ def _check_concurrently(
 
 
 def repair(path: Path, options: Options) -> list[VerifyReport]:
-    """Restore `manifest.json` of a checkpoint, or of each step of a run, that has lost it. An intact manifest is never
-    replaced.
+    """Restore `manifest.json` of a checkpoint, or of each step of a run, from its second copy, or the copy from an
+    intact manifest, which is never replaced.
 
-    First checks the files that the copy names, as `verify(quick=True)` does. Returns the report on each repaired
-    checkpoint: none if no manifest is lost or damaged. A step that cannot be repaired does not affect the others.
+    Before a manifest is restored, the files that it names are checked as by `verify(quick=True)`. Returns the report on
+    each repaired checkpoint: none if both are intact. A step that cannot be repaired does not affect the others.
 
     Raises NotACheckpointError; ManifestError if there is no usable copy; DataError if files are missing; InputError if
     the path is read-only; StorageError.
@@ -583,10 +607,8 @@ def repair(path: Path, options: Options) -> list[VerifyReport]:
     reports: list[VerifyReport] = []
     failures: list[JaxckptError] = []
     for damaged in stores:
-        if _is_intact(damaged):
-            continue
         try:
-            reports.append(_repair(damaged, options))
+            reports += _repair(damaged, options)
         except (CorruptError, NotACheckpointError) as failure:
             failures.append(failure)
     if len(stores) == 1 and failures:
@@ -598,30 +620,37 @@ def repair(path: Path, options: Options) -> list[VerifyReport]:
     return reports
 
 
-def _is_intact(store: Store) -> bool:
-    """Whether a checkpoint has its manifest. Raises NotACheckpointError."""
-    with contextlib.suppress(CorruptError):
-        load_manifest(store)
-        return True
-    return False
+def _repair(store: Store, options: Options) -> list[VerifyReport]:
+    """The report on a checkpoint, if it was repaired."""
+    try:
+        manifest, content = load_manifest(store)
+    except CorruptError:
+        return [_restore_manifest(store, options)]
+    source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
+    if not run_alone(lambda: _copy_problems(source), options.timeout_seconds):
+        return []
+    key = f"{manifest.data_folder}/{COPY}"
+    store.replace(key, content, sync=options.sync)
+    if store.read(MANIFEST) != content:  # a copy without a manifest would show a checkpoint that has lost it
+        store.remove(key)
+        raise NotACheckpointError(f"{store.url} was deleted or replaced while it was being repaired")
+    return [run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)]
 
 
-def _repair(store: Store, options: Options) -> VerifyReport:
+def _restore_manifest(store: Store, options: Options) -> VerifyReport:
     try:
         data, content, manifest, damaged = read_copy(store)
     except ManifestError as error:
-        raise ManifestError(f"{error}\n{_other_way_out(store)}") from error
+        raise ManifestError(f"{error}\n{way_out(store)}") from error
     source = NativeCheckpoint(store, manifest, hashlib.sha256(content).hexdigest())
     report = run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)
     if report.problems:
-        raise DataError.of(
-            f"{store.url} was not repaired, because {data} is damaged", report.problems, _other_way_out(store)
-        )
+        raise DataError.of(f"{store.url} was not repaired, because {data} is damaged", report.problems, way_out(store))
     store.publish_copy(data, content, damaged, sync=options.sync)
     return report
 
 
-def _other_way_out(store: Store) -> str:
+def way_out(store: Store) -> str:
     """What to do about a checkpoint that cannot be repaired."""
     above = store.parent_and_name()
     if above is not None and is_step(above[1]):

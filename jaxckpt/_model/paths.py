@@ -170,3 +170,8 @@ def join_paths(head: str, tail: str) -> str:
 def longest_prefix(path: str, prefixes: Mapping[str, Any]) -> str | None:
     """The longest of `prefixes` that is `path` or a container above it."""
     return next((head for head in path_prefixes(path) if head in prefixes), None)
+
+
+def mask_numbers(path: str) -> str:
+    """A path with `*` for each number: the glob of all paths that differ only in numbers, such as those of layers."""
+    return "/".join("*" if key.isdecimal() else key for key in path.split("/"))

@@ -24,8 +24,8 @@ from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress, work_alone
 from jaxckpt._restore.read_plan import Read, ReadStep, Region, Run, WantedRows, max_read_bytes, plan_read
-from jaxckpt._sources.source import Source, leaves_at
-from jaxckpt._store.storage_errors import translate_array_errors
+from jaxckpt._sources.source import Source, paths_at, show_leaves
+from jaxckpt._store.storage_errors import translate_leaf_errors
 from jaxckpt._store.store import ArrayReader
 from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
@@ -200,9 +200,15 @@ class PendingRead:
         return None
 
 
-def _naming(source: Source, stack: int, rows: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _naming(source: Source, stack: int, rows: tuple[int, int]) -> Generator[None]:
     """A context in which errors name the leaves in these rows of a stack."""
-    return translate_array_errors(lambda: f"cannot read {leaves_at(source.manifest, stack, rows)}", reading=True)
+    try:
+        yield
+    except Exception:  # the leaves are found only now, because there may be thousands
+        paths = paths_at(source.manifest, stack, rows)
+        with translate_leaf_errors(f"cannot read {show_leaves(paths)}", paths):
+            raise
 
 
 class MemoryPool:

@@ -19,7 +19,7 @@ from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, ti
 from jaxckpt._rules.rule import Rule
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, Replicas, Tiled
 from jaxckpt._store.foreign_files import Mark
-from jaxckpt.errors import show_path
+from jaxckpt.errors import DataError, show_path
 
 _WASTE = 2
 """The largest ratio of bytes read to bytes needed for which scattered parts of a dimension are read in one request."""
@@ -144,8 +144,10 @@ class MappedSource(ArrayData):
 class ComparedData(Replicas):
     """A source leaf that is stored several times, by path. Each box that is read is compared with its copies."""
 
-    def difference(self, first: str, other: str, box: Box) -> str:
-        return f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
+    def difference(self, first: str, other: str, box: Box) -> DataError:
+        return DataError(
+            f"{show_path(other)} differs from {show_path(first)}, and the rules take it for a copy (Rule.copies)"
+        )
 
 
 class ComputedData(AsyncArrayData):

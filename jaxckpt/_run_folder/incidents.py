@@ -1,6 +1,6 @@
 """Incidents of a run: what went wrong while nobody looked, in one small file of the run, oldest first.
 
-_run/incidents.json      [{"step": 20, "kind": "failed save", "reason": "…", "time": "2026-11-26T20:15:00+00:00"}]
+_run/incidents.json      [{"step": 20, "kind": "failed save", "reason": "…", "time": "2026-11-26T20:15:00.000+00:00"}]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Incident:
     """The message of the error, or what was found."""
 
     time: str
-    """When it was noted, in ISO format with seconds, in UTC."""
+    """When it was noted, in ISO format with milliseconds, in UTC."""
 
 
 def read_incidents(run: Store) -> list[Incident]:
@@ -64,7 +64,7 @@ class IncidentLog:
 
     def add(self, step: int | None, kind: Kind, reason: str) -> None:
         """Note an incident. In a lane."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._unwritten.append(Incident(step, kind, reason, now))
         self.write()
 

@@ -89,9 +89,12 @@ def resolve_name(run: Store, name: str, published: Sequence[int]) -> int:
         if pinned in published:
             return pinned
         raise NotACheckpointError(f"{run.url} has no step {pinned}, which was pinned as {name!r}: it was deleted")
+    names = ("latest", "best", *steps_by_name)
+    is_last_n = name.startswith("last") and name[4:].isdecimal()
+    hint = "; @lastN, the newest N steps, is only for average" if is_last_n else closest_hint(name, names)
     raise InputError(
         f"{run.url} has no step named {name!r}: give a number, as in {run.url}@{published[-1]}, or one of"
-        f" {', '.join(('latest', 'best', *steps_by_name))}{closest_hint(name, ('latest', 'best', *steps_by_name))}"
+        f" {', '.join(names)}{hint}"
     )
 
 

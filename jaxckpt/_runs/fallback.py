@@ -83,7 +83,8 @@ class Fallback:
     def _refuse(self, step: int, reason: str) -> None:
         self._directory.refused.add(step)
         self._directory.forget(step)
-        _log.error("step %d of %s cannot be read, and is not restored: %s", step, self._directory.url, reason)
+        message = "step %d of %s cannot be read, and is not restored: %s. It is kept until step %d is saved again"
+        _log.error(message, step, self._directory.url, reason, step)
         self._incidents.add(step, "unreadable step", reason)
 
     def _steps(self) -> Iterator[tuple[int, StorageError | None]]:

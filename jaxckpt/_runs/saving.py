@@ -138,7 +138,10 @@ class RunStep(SharedPath):
 
     def claim(self, stacks: Iterable[Stack], save_id: str) -> Transaction:
         self._directory.require_same_folder()
-        self.overwrite = self.overwrite or self._step in self._directory.refused
+        if self._step in self._directory.refused:
+            self.overwrite = True
+            message = "step %d of %s, which could not be read, is deleted after it has been saved again"
+            _log.warning(message, self._step, self._directory.url)
         return super().claim(stacks, save_id)
 
     def commit(

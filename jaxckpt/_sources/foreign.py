@@ -22,7 +22,7 @@ from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
 from jaxckpt._store.foreign_files import Mark, OpenedFiles, require_unchanged, url_of, using_files
 from jaxckpt._store.store import ArrayReader
-from jaxckpt.errors import DataError, StorageError, UnsupportedError, show_path
+from jaxckpt.errors import DataError, JaxckptError, StorageError, UnsupportedError, show_path
 
 if TYPE_CHECKING:
     from jaxckpt._job.rendezvous import Rendezvous
@@ -151,17 +151,23 @@ class Replicas(ArrayData):
     """The copies by name, for messages: "rank 3"."""
 
     def read(self, box: Box, target: Array) -> None:
+        if (names := self.different_copies(box, target)) is not None:
+            raise self.difference(*names, box)
+
+    def different_copies(self, box: Box, target: Array) -> tuple[str, str] | None:
+        """Fill `target` with a box. Returns the names of two copies that differ there, if any."""
         (first, data), *others = self.copies.items()
         data.read(box, target)
         for name, copy in others:
             other = np.empty_like(target)
             copy.read(box, other)
             if as_bits(other).tobytes() != as_bits(target).tobytes():
-                raise DataError(self.difference(first, name, box))
+                return first, name
+        return None
 
-    def difference(self, first: str, other: str, box: Box) -> str:
-        """The error message if two copies differ in a box."""
-        return (
+    def difference(self, first: str, other: str, box: Box) -> JaxckptError:
+        """The error if two copies differ in a box."""
+        return DataError(
             f"{show_path(self.path)}: {show_box(box)} of its shard is not the same in {first} and {other}, which should"
             " hold replicas"
         )

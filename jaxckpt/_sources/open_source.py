@@ -330,7 +330,7 @@ def foreign_run_metadata(location: str | os.PathLike[str], options: Options) -> 
 
     def read() -> dict[str, Any]:
         path, files = located(location, options)
-        with in_bucket(files):
+        with using_files(files):
             form = _recognized_format(path, names_at(path))
             return {} if form is None else form.run_metadata(path)
 

@@ -115,7 +115,7 @@ class NativeCheckpoint:
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
                 reason = "is missing" if text is None else "differs from the file that was saved"
                 if len(problems) < 20:  # naming the leaves of thousands of stacks would take too long
-                    reason += f"; it describes {leaves_at(self.manifest, number, (0, record.rows))}"
+                    reason += f"; it describes {show_leaves(paths_at(self.manifest, number, (0, record.rows)))}"
                 problems.append(Problem(None, reason, object=f"{self.url}/{key}"))
         if problems:
             raise DataError.of(f"{show_count(len(problems), 'metadata file')} changed after the save", problems)
@@ -150,8 +150,13 @@ def all_arrived() -> Arrivals:
     return contextlib.nullcontext(itertools.repeat(None))
 
 
-def leaves_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> str:
-    """The leaves in a range of rows of a stack, for an error message."""
-    paths = [leaf.path[:200] for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
-    named = ", ".join(map(show_path, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+def paths_at(manifest: Manifest, stack: int, rows: tuple[int, int]) -> list[str]:
+    """The paths of the leaves in a range of rows of a stack."""
+    return [leaf.path for leaf in manifest.leaves if leaf.stack == stack and leaf.row in range(*rows)]
+
+
+def show_leaves(paths: Sequence[str]) -> str:
+    """The first of these leaves, and how many others there are, for an error message."""
+    named = ", ".join(show_path(path[:200]) for path in paths[:3])
+    named += f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return f"{'leaf' if len(paths) == 1 else 'leaves'} {named}"

@@ -21,6 +21,7 @@ from jaxckpt.errors import (
     DataError,
     ManifestError,
     NotACheckpointError,
+    Problem,
     StorageError,
     show_count,
 )
@@ -132,9 +133,10 @@ def read_copy(store: Store) -> tuple[str, bytes, Manifest, bytes | None]:
     if damaged is not None and not published:  # a damaged manifest proves that it was published
         published = list(filter(is_data_folder, store.names()))
     candidates = [data for data in published if named in (None, data) and _still_has_copy(store, data)]
+    if not candidates and damaged is not None:
+        raise ManifestError(f"{store.url} has a damaged {MANIFEST}, and no second copy of it that could replace it")
     if not candidates:
-        what = f"no {MANIFEST}" if damaged is None else f"a damaged {MANIFEST}"
-        raise NotACheckpointError(f"{store.url} has {what}, and no second copy of it that could replace it")
+        raise NotACheckpointError(f"{store.url} has no {MANIFEST}, and no second copy of it that could replace it")
     data = _newest(store, candidates)
     if data is None:
         raise ManifestError(
@@ -163,11 +165,13 @@ def load_states(store: Store, manifest: Manifest, processes: Sequence[int] | Non
         length, digest = manifest.process_states[process]
         if content is None or len(content) != length or hashlib.sha256(content).hexdigest() != digest:
             problem = "is missing" if content is None else "differs from what was saved"
-            raise DataError(f"the state file of process {process}, {store.url}/{key}, {problem}")
+            text = f"the state file of process {process}, {store.url}/{key}, {problem}"
+            raise DataError(text, problems=[Problem(None, problem, object=key)])
         try:
             states.append(decode_state(content))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{store.url}/{key} is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}") from error
+            problem = f"is malformed: {str(error)[:MAX_PROBLEM_CHARACTERS]}"
+            raise DataError(f"{store.url}/{key} {problem}", problems=[Problem(None, problem, object=key)]) from error
     return states
 
 

@@ -7,10 +7,10 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import ParamSpec, TypeVar
 
-from jaxckpt.errors import DataError, InputError, JaxckptError, StorageError, UnsupportedError
+from jaxckpt.errors import DataError, InputError, JaxckptError, Problem, StorageError, UnsupportedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,24 +55,41 @@ def translate_os_errors(what: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def translate_array_errors(what: str | Callable[[], str], *, reading: bool = False) -> Generator[None]:
+def translate_array_errors(what: str, *, reading: bool = False) -> Generator[None]:
     """Raise tensorstore's errors of the block as jaxckpt errors. Every message begins with `what`."""
     try:
         yield
     except (ValueError, NotImplementedError, DataError, StorageError) as error:
         if isinstance(error, InputError):
             raise
-        raise _translate(error, what if isinstance(what, str) else what(), reading=reading) from None
+        raise _translate(error, what, reading=reading) from None
+
+
+@contextlib.contextmanager
+def translate_leaf_errors(what: str, paths: Sequence[str]) -> Generator[None]:
+    """As `translate_array_errors`, for the read of some leaves: the error has a problem for each."""
+    try:
+        with translate_array_errors(what, reading=True):
+            yield
+    except (DataError, StorageError) as error:
+        text = (error.strerror or "") if isinstance(error, StorageError) else str(error)
+        reason, hint, _ = text.removeprefix(f"{what}: ").partition(f"; {_VERIFY_HINT}")
+        reason, remedy = f"cannot be read: {reason}", _VERIFY_HINT if hint else ""
+        error.problems = tuple(Problem(path, reason, remedy) for path in paths)
+        raise
+
+
+_VERIFY_HINT = "run jaxckpt.verify for a list of all damage"
 
 
 def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
     """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
     if isinstance(error, DataError):
         if isinstance(error, UnsupportedError):
-            return UnsupportedError(f"{what}: {error}")
-        return DataError(f"{what}: {error}; run jaxckpt.verify for a list of all damage")
+            return UnsupportedError(f"{what}: {error}", problems=error.problems)
+        return DataError(f"{what}: {error}; {_VERIFY_HINT}", problems=error.problems)
     if isinstance(error, StorageError):
-        return StorageError(error.errno, f"{what}: {error.strerror}")
+        return StorageError(error.errno, f"{what}: {error.strerror}", problems=error.problems)
     text = clean_error_text(str(error))
     status = text.partition(":")[0]
     system = re.search(r"\[os_error_code='(\d+)'\]", str(error))

@@ -185,7 +185,7 @@ def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
     with pytest.raises(jaxckpt.MismatchError, match=r"'params/w' is float32\[40, 50\], and otherwise in"):
         average([f"{run}@0", tmp_path / "other"], select="params/w")
     jaxckpt.save(tmp_path / "n", {"n": np.arange(4) * 2})
-    with pytest.raises(jaxckpt.errors.DataError, match=r"'n'.*differs between .* and .* choose the leaves"):
+    with pytest.raises(jaxckpt.MismatchError, match=r"'n' is not a float, but int64\[4\], and differs between"):
         jaxckpt.load_numpy(average([f"{run}@0", tmp_path / "n"], select="n"))
     for wrong in ((1,), (1, float("nan"))):
         with pytest.raises(jaxckpt.errors.InputError, match="one finite number for each of 2 checkpoints"):
@@ -198,6 +198,26 @@ def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
         average([f"{run}@last9"])
     with pytest.raises(jaxckpt.errors.InputError, match="takes a list of checkpoints"):
         average(str(run))  # pyright: ignore
+
+
+@pytest.mark.parametrize("step", [np.int32, int], ids=["array", "int"])
+def test_a_training_state_names_all_leaves_that_cannot_be_averaged(step: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "run")
+    with jaxckpt.Checkpointer(directory) as checkpointer:
+        for n in (1, 2):
+            state = {"params": np.full(3, n, np.float32), "key": jax.random.key(n), "n": np.arange(4), "step": step(n)}
+            checkpointer.save(n, state)
+    said = run("average", f"{directory}@last2", "-o", str(tmp_path / "x"), code=2).stderr
+    assert "2 leaves cannot be averaged" in said
+    assert "'key' is not a float, but uint32[2], and differs between" in said
+    assert "'step' is" in said
+    assert "choose the leaves to average with --select, such as params" in said
+    assert not (tmp_path / "x").exists()
+    run("average", f"{directory}@last2", "--select", "params", "-o", str(tmp_path / "x"))
+    for command in (("diff", f"{directory}@last2", directory), ("show", f"{directory}@last2")):
+        said = run(*command, code=2).stderr
+        assert "@lastN, the newest N steps, is only for average" in said
+        assert "did you mean" not in said
 
 
 def test_the_command_average(runs: Any, tmp_path: Path) -> None:

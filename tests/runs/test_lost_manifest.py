@@ -393,14 +393,47 @@ def test_a_step_that_cannot_be_repaired_does_not_affect_the_others(tmp_path: Pat
     assert jaxckpt.verify(directory).ok
 
 
-def test_a_damaged_copy_affects_nothing(tmp_path: Path) -> None:
-    path = str(tmp_path / "one")
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("content", [None, b"", b"{}"], ids=["deleted", "emptied", "changed"])
+def test_verify_reports_a_lost_copy_and_repair_writes_it_again(place: str, content: bytes | None, quick: bool) -> None:
+    path = f"{place}/one"
     jaxckpt.save(path, state(1))
-    for harm in (damage_copy, lambda path: (data_of(path) / COPY).unlink()):
-        harm(path)
-        assert jaxckpt.restore(path)["step"] == 1
-        assert jaxckpt.verify(path).ok
-        assert repair(path, FAST) == []
+    manifest = at(path).read(MANIFEST)
+    copy = f"data-{jaxckpt.open(path).save_id}/{COPY}"
+    if content is None:
+        at(path).remove(copy)
+    else:
+        at(path).put(copy, content)
+    assert jaxckpt.restore(path)["step"] == 1
+    (problem,) = jaxckpt.verify(path, quick=quick).problems
+    assert (problem.leaf, problem.object) == (None, copy)
+    assert f"`jaxckpt repair {path}` writes" in problem.reason
+    assert [report.ok for report in repair(path, FAST)] == [True]
+    assert at(path).read(copy) == at(path).read(MANIFEST) == manifest
+    assert jaxckpt.verify(path, quick=quick).ok
+    assert repair(path, FAST) == []
+
+
+def test_a_step_without_either_manifest_names_the_way_out(tmp_path: Path) -> None:
+    directory = saved(str(tmp_path))
+    lose(step_path(directory, 3), b"{}")
+    (data_of(step_path(directory, 3)) / COPY).unlink()
+    for arguments in (("repair", directory), ("repair", step_path(directory, 3)), ("rm", f"{directory}@3", "--yes")):
+        assert f"jaxckpt.Checkpointer('{directory}').delete(3) gives the step up" in run(*arguments, code=3).stderr
+    with jaxckpt.Checkpointer(directory, options=FAST) as checkpoints:
+        checkpoints.delete(3)
+    assert jaxckpt.verify(directory).ok
+
+
+def test_a_step_that_is_deleted_during_its_verification_has_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion removes the copy first."""
+    directory = saved(str(tmp_path))
+    (data_of(step_path(directory, 2)) / COPY).unlink()
+    monkeypatch.setattr("time.sleep", lambda seconds: lose(step_path(directory, 2)))
+    report = jaxckpt.verify(directory)
+    assert (report.ok, report.leaves) == (True, 4)
 
 
 def test_repair_never_replaces_a_checkpoint_that_was_saved_meanwhile(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 import servers
 import unreadable
+from command_line import run_json
 from processes import PROGRAMS, RunProcesses
 from servers import Bucket
 
@@ -55,12 +56,30 @@ def test_the_previous_step_is_restored_and_training_continues(
         assert checkpoints.latest_step() == 20
         (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert said.getMessage().startswith(f"step 30 of {tmp_path} cannot be read, and is not restored")
+        assert said.getMessage().endswith("It is kept until step 30 is saved again")
         for step in range(21, 41):
             checkpoints.save(step, state(step))
+    warned = [
+        record.getMessage() for record in caplog.records if "could not be read, is deleted" in record.getMessage()
+    ]
+    assert warned == [f"step 30 of {tmp_path}, which could not be read, is deleted after it has been saved again"]
     assert checkpoints.steps() == [30, 40]
     assert float(checkpoints.restore(30)["w"][0, 0]) == 30.0
     (incident,) = jaxckpt.Run(tmp_path).incidents()
     assert (incident.step, incident.kind) == (30, "unreadable step")
+    assert [entry["incidents"] for entry in run_json("ls", str(tmp_path))["checkpoints"]] == [[], []]
+
+
+def test_ls_shows_an_unreadable_step_until_it_is_saved_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    unreadable.flip(tmp_path / "00000030")
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints.restore_or_init(shapes, on_unreadable="previous")
+        assert [entry["incidents"] for entry in run_json("ls", str(tmp_path))["checkpoints"]] == [
+            [], [], ["unreadable step"]
+        ]  # fmt: skip
+        checkpoints.save(30, state(30))
+    assert [entry["incidents"] for entry in run_json("ls", str(tmp_path))["checkpoints"]] == [[], [], []]
 
 
 @pytest.mark.parametrize("kind", unreadable.DAMAGES)
