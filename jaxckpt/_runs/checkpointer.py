@@ -327,8 +327,9 @@ class Checkpointer(Run):
             overwrite: Replace this step if it exists.
 
         Returns:
-            Whether the step is being saved: False if it is not due, or is skipped by `Options.when_busy`; with
-            `background=False`, also if it could not be saved and `on_failure` lets training continue.
+            Whether the step is being saved, if only in local folders: False if it is not due, or is skipped by
+            `Options.when_busy`; with `background=False`, also if it could not be saved and `on_failure` lets
+            training continue.
 
         Raises:
             Preempted: The job was preempted. The message says whether this step was saved in time.
