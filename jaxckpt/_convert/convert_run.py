@@ -141,14 +141,10 @@ def step_source(run: Store, step: int, options: Options) -> NativeCheckpoint | F
     if _is_own(source, run, step):
         record = manifest.step or StepRecord(step)
         metrics = metrics_of(run, step, manifest.save_id, record)
-        return replace(source, manifest=msgspec.structs.replace(manifest, step=_with_metrics(record, metrics)))
+        return replace(source, manifest=msgspec.structs.replace(manifest, step=record.with_metrics(metrics)))
     metadata = manifest.metadata
     of_user = cast("Mapping[str, Any]", metadata).get("custom_metadata") if isinstance(metadata, dict) else metadata
     return replace(source, manifest=msgspec.structs.replace(manifest, metadata=of_user))
-
-
-def _with_metrics(record: StepRecord, metrics: Mapping[str, float | None]) -> StepRecord:
-    return msgspec.structs.replace(record, metrics=dict(metrics))
 
 
 def _is_own(source: Source, run: Store, step: int) -> bool:

@@ -819,7 +819,7 @@ class Checkpointer(Run):
                 return step
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
-        """The metrics given to `save` for a step, and those that were added; None for values that were not finite.
+        """The metrics given to `save` for a step, and those that were added; None for NaN.
         Raises NotACheckpointError."""
         number = self._number(step)
         self._directory.require_same_folder()

@@ -51,7 +51,7 @@ class Step:
     """The path or URL of the step, for every function that takes a checkpoint."""
 
     metrics: Mapping[str, float | None]
-    """The metrics given to `Checkpointer.save`, and those that were added; None for values that were not finite."""
+    """The metrics given to `Checkpointer.save`, and those that were added; None for NaN."""
 
     held: bool
     """Whether a lease protects the step from deletion during the loop body; False if no lease could be written."""

@@ -219,7 +219,7 @@ class Run:
     # Metrics ---------------------------------------------------------------------------------------------
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
-        """The metrics given to `Checkpointer.save`, and those that were added; None for values that were not finite.
+        """The metrics given to `Checkpointer.save`, and those that were added; None for NaN.
 
         For a step of Orbax, those of its metrics that are numbers. Raises NotACheckpointError.
         """
