@@ -61,7 +61,7 @@ def test_a_predicate_gets_the_recorded_metrics(tmp_path: Path) -> None:
             False,
             True,
         ]
-        assert seen == [(0, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"loss": None}), (3, {"loss": None})]
+        assert seen == [(0, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"loss": math.inf}), (3, {"loss": None})]
         with pytest.raises(KeyError):
             checkpoints.save(4, {"x": 1})
         assert not checkpoints.save(1, {"x": 1})
