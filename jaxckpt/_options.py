@@ -74,6 +74,7 @@ class Options:
             example to leave bandwidth for data loading. `save` is not limited. None: no limit. `when_busy` decides what
             happens if the next save comes before a slow one has ended.
         when_busy: What `save_async` does while an earlier save is still writing: "wait" for it, or "skip" this save.
+            With `LocalTier`, a step that is also due locally is then saved only in the local folders.
         sync: Whether a save is durable on disk (fsync of files and folders) before it returns.
         reuse: Which unchanged objects a save links (hard links) on a file system. "auto": those of a Checkpointer whose
             arrays or bytes equal its last save. "content": all of equal bytes, in `save` too. "identity": those of the

@@ -32,6 +32,7 @@ from jaxckpt._pipeline.workers import submit
 from jaxckpt._run_folder.incidents import Incident, read_incidents
 from jaxckpt._run_folder.run_paths import steps_of
 from jaxckpt._run_folder.steps import is_step, pins
+from jaxckpt._sources.compose import metrics_of_another_library
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import local_path, store_at
@@ -272,4 +273,4 @@ def _metrics(checkpoint: Checkpoint) -> dict[str, float | None]:
     if checkpoint.format == "jaxckpt" or not isinstance(metrics, dict):
         return dict(checkpoint.metrics)
     metrics = metrics.get("metrics")  # pyright: ignore[reportUnknownMemberType]
-    return {name: value for name, value in metrics.items() if isinstance(value, int | float)} if metrics else {}
+    return metrics_of_another_library(metrics)

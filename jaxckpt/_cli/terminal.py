@@ -120,7 +120,7 @@ def show_age(created: str | None) -> str:
 
 
 def show_metrics(metrics: Mapping[str, float | None]) -> str:
-    """Metrics in one line: `loss=0.01, accuracy=0.6`; "-" for values that were not finite."""
+    """Metrics in one line: `loss=0.01, accuracy=0.6`; "-" for NaN."""
     return ", ".join(f"{name}={'-' if value is None else format(value, '.4g')}" for name, value in metrics.items())
 
 

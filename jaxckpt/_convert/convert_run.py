@@ -146,17 +146,13 @@ def step_source(run: Store, step: int, options: Options) -> tuple[NativeCheckpoi
     if _is_own(source, run, step):
         record = manifest.step or StepRecord(step)
         metrics = metrics_of(run, step, manifest.save_id, record)
-        return replace(source, manifest=msgspec.structs.replace(manifest, step=_with_metrics(record, metrics))), others
+        return replace(source, manifest=msgspec.structs.replace(manifest, step=record.with_metrics(metrics))), others
     metadata = manifest.metadata
     if isinstance(metadata, dict):
         of_orbax = cast("Mapping[str, Any]", metadata)
         metadata, metrics = of_orbax.get("custom_metadata"), of_orbax.get("metrics")
         others |= {f"metric {name!r}, not a number" for name in metrics or () if name not in step_metrics}
     return replace(source, manifest=msgspec.structs.replace(manifest, metadata=metadata)), others
-
-
-def _with_metrics(record: StepRecord, metrics: Mapping[str, float | None]) -> StepRecord:
-    return msgspec.structs.replace(record, metrics=dict(metrics))
 
 
 def _is_own(source: Source, run: Store, step: int) -> bool:

@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyLeaf]):
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        """The metrics given to `Checkpointer.save`; None for values that were not finite."""
+        """The metrics given to `Checkpointer.save`; None for NaN."""
         return types.MappingProxyType({} if self._manifest.step is None else self._manifest.step.metrics)
 
     @property

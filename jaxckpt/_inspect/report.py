@@ -356,7 +356,7 @@ def _header(checkpoint: Checkpoint, manifest: Manifest) -> Markup:
 def _metrics(manifest: Manifest) -> dict[str, str]:
     """The metrics of a training step, as text."""
     metrics = {} if manifest.step is None else manifest.step.metrics
-    texts = ["not finite" if value is None else f"{value:.6g}" for value in metrics.values()]
+    texts = ["NaN" if value is None else f"{value:.6g}" for value in metrics.values()]
     return dict(zip(shorten_names(list(metrics), 60), texts, strict=True))
 
 

@@ -276,19 +276,24 @@ class LocalSteps:
     def is_due(self, step: int) -> bool:
         return self._must_save_next or step % self.every == 0
 
-    def record_tried(self) -> None:
-        """Note that a step was saved locally, or that its save has failed. Every process calls this in the same call of
-        `save`, because all must agree on which steps are due."""
-        self._must_save_next = False
+    def record_tried(self, step: int) -> None:
+        """Note that the local save of a step has begun, or has failed. Every process calls this in the same call of
+        `save`, because all must agree on which steps are due and whether a flush blocks them."""
+        self._must_save_next, self._begun_step = False, step
+
+    def is_flushing(self, call: Call) -> bool:
+        """Whether process 0 still flushes a local step. Every process calls this."""
+        if self.flush is not None and not call.decide(
+            "asking whether a local step is still being flushed", self.flush.is_running
+        ):
+            self.flush = None
+        return self.flush is not None
 
     def is_blocked_by_flush(self, step: int, call: Call) -> bool:
         """Whether to skip the local save of a step, because a step older than the newest is still being flushed and
         the folder would then hold a third step. Every process calls this."""
         flush = self.flush
-        if flush is None or self._begun_step == flush.step < step:
-            return False
-        if not call.decide("asking whether a local step is still being flushed", flush.is_running):
-            self.flush = None
+        if flush is None or self._begun_step == flush.step < step or not self.is_flushing(call):
             return False
         if not flush.is_warned:
             flush.is_warned = True
@@ -300,10 +305,6 @@ class LocalSteps:
                 flush.step,
             )
         return True
-
-    def record_begun(self, step: int) -> None:
-        """Note that a step is being saved in the local folders."""
-        self._begun_step = step
 
     def record_saved(self, step: int, save_id: str) -> None:
         """Note that a step was saved in the local folders."""

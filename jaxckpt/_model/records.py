@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -137,10 +138,25 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     number: Size
     metrics: dict[str, float | None] = {}
-    """The metrics by name; None for values that were not finite."""
+    """The metrics by name; None for NaN. JSON has null for infinity too."""
 
     dropped: list[str] = []
     """Paths of the subtrees that were dropped after the save."""
+
+    infinite: dict[str, Literal[-1, 1]] = {}
+    """The sign of each metric that is infinite."""
+
+    def __post_init__(self) -> None:
+        for name, sign in self.infinite.items():
+            if self.metrics.get(name, 0.0) is None:
+                self.metrics[name] = sign * math.inf
+        for name, value in self.metrics.items():
+            if value is not None and math.isinf(value):
+                self.infinite[name] = 1 if value > 0 else -1
+
+    def with_metrics(self, metrics: Mapping[str, float | None]) -> StepRecord:
+        """The same step with these metrics."""
+        return msgspec.structs.replace(self, metrics=dict(metrics), infinite={})
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):

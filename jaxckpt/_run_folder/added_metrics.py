@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Container, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -22,10 +24,14 @@ from jaxckpt.errors import DataError, NotACheckpointError, StorageError
 _PREFIX = "metric-"
 
 
-class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _AddedMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     save_id: str
     name: str
     value: float | None
+    """None for NaN. JSON has null for infinity too."""
+
+    infinite: Literal[-1, 0, 1] = 0
+    """The sign of an infinite value; 0 for any other."""
 
 
 AddedMetrics = Mapping[tuple[int, str], Mapping[str, float | None]]
@@ -36,7 +42,8 @@ def add_metrics(run: Store, step: int, save_id: str, metrics: Mapping[str, float
     """Add metrics to a step. A metric that was added before is replaced. Raises NotACheckpointError, StorageError."""
     notes = run.create_child(RUN)
     for name, value in metrics.items():
-        content = msgspec.json.encode(_AddedMetric(save_id, name, value))
+        sign = 0 if value is None or math.isfinite(value) else 1 if value > 0 else -1
+        content = msgspec.json.encode(_AddedMetric(save_id, name, value, sign))
         notes.replace(_file_name(step, name), content, sync=sync)
     if sync:
         run.sync_data(RUN, ())
@@ -63,7 +70,8 @@ def read_added_metrics(run: Store, steps: Container[int]) -> AddedMetrics:
             metric = typed_json.decode(content, _AddedMetric)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{notes.url}/{name}, a metric that was added to a step, is damaged: {error}") from error
-        added.setdefault((step, metric.save_id), {})[metric.name] = metric.value
+        value = metric.infinite * math.inf if metric.infinite else metric.value
+        added.setdefault((step, metric.save_id), {})[metric.name] = value
     return added
 
 

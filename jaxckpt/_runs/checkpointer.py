@@ -110,9 +110,9 @@ class Checkpointer(Run):
         on_failure: What follows if the storage fails while a step is saved: no space, no permission, an I/O error, or
             an error of the server after its retries. "raise": the next `save` of a due step raises the
             error and does not save its step; calling it again does. "continue": training continues without the step.
-            "retry": the step is tried again, after 0.1 s and then twice the time before, up to 60 s, for about four
-            minutes, or until the next step is due, which is saved in its place. This process's share of the data stays
-            in host memory until then. Process 0 decides for all. With `background=False`, `save` waits for all
+            "retry": the step is tried again, after 0.1 s and then twice the time before, up to 60 s, for about
+            three minutes, or until the next step is due, which is saved in its place. This process's share of the data
+            stays in host memory until then. Process 0 decides for all. With `background=False`, `save` waits for all
             attempts, and returns False if the step is not saved. Each failure is logged (ERROR), recorded in the run
             (`incidents`), and reported to jax.monitoring ("/jaxckpt/failed_save"). If the last step was not saved,
             `wait` and `close` raise its error. Any other error is always raised. With `local`, local steps and steps in
@@ -327,8 +327,9 @@ class Checkpointer(Run):
             overwrite: Replace this step if it exists.
 
         Returns:
-            Whether the step is being saved: False if it is not due, or is skipped by `Options.when_busy`; with
-            `background=False`, also if it could not be saved and `on_failure` lets training continue.
+            Whether the step is being saved, if only in local folders: False if it is not due, or is skipped by
+            `Options.when_busy`; with `background=False`, also if it could not be saved and `on_failure` lets
+            training continue.
 
         Raises:
             Preempted: The job was preempted. The message says whether this step was saved in time.
@@ -818,7 +819,7 @@ class Checkpointer(Run):
                 return step
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
-        """The metrics given to `save` for a step, and those that were added; None for values that were not finite.
+        """The metrics given to `save` for a step, and those that were added; None for NaN.
         Raises NotACheckpointError."""
         number = self._number(step)
         self._directory.require_same_folder()

@@ -42,7 +42,7 @@ Source = Literal["local step", "none"]
 """Where another attempt takes the data from, if it is not held: "none" if there is no other attempt."""
 
 _ATTEMPTS = 12
-"""How often a step is tried with "retry", if no newer step is due before. The pauses take about 4 minutes."""
+"""How often a step is tried with "retry", if no newer step is due before. The pauses take 162 s."""
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 60.0
 
@@ -165,19 +165,23 @@ class Failures:
         self._n_failed += 1
         if self._n_failed >= self._max_failures or self._is_overdue:
             return _Decision("raise", self._n_failed)
-        _log.warning(
-            "training continues without step %d, which was not saved: %s in a row of at most %d (max_failures=%d)",
-            attempts.step,
-            show_count(self._n_failed, "failure"),
-            self._max_failures - 1,
-            self._max_failures,
-        )
         return _Decision("continue", self._n_failed)
 
     @property
     def _is_overdue(self) -> bool:
         """Whether no step has been published for too long."""
         return self._max_seconds is not None and time.monotonic() - self._published_at > self._max_seconds
+
+    def log_unsaved(self, step: int, error: BaseException, decision: _Decision) -> None:
+        """Log that training continues without a step."""
+        _log.error(
+            "step %d was not saved, and training continues without it: %s (failure %d in a row; failure %d is raised:"
+            " max_failures)",
+            step,
+            error,
+            decision.n_failed,
+            self._max_failures,
+        )
 
     def why_raised(self, decision: _Decision) -> str:
         """Why training does not continue after a failure."""
@@ -280,6 +284,8 @@ class Attempts:
         """The step is not saved. In a lane."""
         self.is_handled = decision.what == "continue"
         self._record(error, call)
+        if self.is_handled and not self.is_inherited:
+            self._failures.log_unsaved(self.step, error, decision)
         if decision.what == "raise":
             error.add_note(f"jaxckpt: {self._failures.why_raised(decision)}")
 
@@ -292,16 +298,18 @@ class Attempts:
     def pause(self, call: Call, number: int, reason: str) -> bool:
         """Wait before the next attempt. Returns whether there is one: no newer step is due. In process 0."""
         call.cancellation.restart()
-        seconds = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
+        pauses = [min(_FIRST_PAUSE_SECONDS * 2**n, _LONGEST_PAUSE_SECONDS) for n in range(number, _ATTEMPTS - 1)]
         _log.log(
             logging.WARNING,
-            "step %d could not be saved at attempt %d, and is tried again in %g s: %s",
+            "step %d could not be saved at attempt %d of %d, and is tried again in %g s, the last time in %.0f s: %s",
             self.step,
             number + 1,
-            seconds,
+            _ATTEMPTS,
+            pauses[0],
+            sum(pauses),
             reason,
         )
-        until = time.monotonic() + seconds
+        until = time.monotonic() + pauses[0]
         while (left := until - time.monotonic()) > 0 and not is_shutting_down():
             call.cancellation.check()
             if self.superseded.wait(min(left, POLL_SECONDS)):

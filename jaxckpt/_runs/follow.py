@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Generator, Mapping
@@ -16,6 +17,7 @@ from jaxckpt._arguments.specs import Specs
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._keywords import explain_names
+from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._model.records import MAX_INTEGER
 from jaxckpt._model.select import Select
 from jaxckpt._model.tree import Tree
@@ -32,7 +34,7 @@ from jaxckpt._run_folder.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
-from jaxckpt.errors import InputError, NotACheckpointError, StorageError
+from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
 
 Path = str | os.PathLike[str]
 
@@ -49,7 +51,7 @@ class Step:
     """The path or URL of the step, for every function that takes a checkpoint."""
 
     metrics: Mapping[str, float | None]
-    """The metrics given to `Checkpointer.save`, and those that were added; None for values that were not finite."""
+    """The metrics given to `Checkpointer.save`, and those that were added; None for NaN."""
 
     held: bool
     """Whether a lease protects the step from deletion during the loop body; False if no lease could be written."""
@@ -89,6 +91,32 @@ class Step:
         return open_checkpoint(self.path, options=self._options)
 
 
+_HEAD_BYTES = 128
+"""How much of a manifest tells two saves apart: its third member is the id of the save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Yielded:
+    """A step that was yielded."""
+
+    step: Step
+    store: Store
+    head: bytes
+    """The first bytes of its manifest."""
+
+    def is_unchanged(self) -> bool:
+        """Whether the step was neither deleted nor saved again since. Raises StorageError."""
+        try:
+            with self.store.range_reader(MANIFEST) as read:
+                return bytes(read(0, len(self.head))) == self.head
+        except DataError:  # too short, or on an object store missing
+            return False
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return False
+            raise
+
+
 def follow_steps(
     run: Store,
     options: Options,
@@ -110,7 +138,7 @@ def follow_steps(
 
 def _follow(
     run: Store,
-    last: int,
+    after: int,
     newest: bool,
     timeout_seconds: float | None,
     poll_seconds: float,
@@ -120,25 +148,34 @@ def _follow(
     """The generator of `follow_steps`, with valid arguments."""
     waiting_since = time.monotonic()
     warned = has_waited = False
+    yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
     while True:
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
+        while yielded and not yielded[-1].is_unchanged():
+            yielded.pop()
+        last = yielded[-1].step.number if yielded else after
         published, _ = step_folders(run, above=last)
-        if published:
-            last = published[-1] if newest else published[0]
-            with contextlib.ExitStack() as until_next:
-                lease_error = _hold(run, last, term_seconds, until_next)
+        with contextlib.ExitStack() as until_next:
+            found = None
+            for number in reversed(published) if newest else published:
+                lease_error = _hold(run, number, term_seconds, until_next)
                 deleted = isinstance(lease_error, NotACheckpointError)
-                step = None if deleted else _step(run, last, lease_error is None, options)
-                if step is None:
+                found = None if deleted else _find(run, number, lease_error is None, options)
+                if found is None:
                     continue
                 if lease_error is not None and not warned:
                     _log.warning(
                         "steps are read without leases and may be deleted while they are read: %s", lease_error
                     )
                     warned = True
-                yield step
+                if newest:
+                    yielded.clear()
+                yielded.append(found)
+                break
+            if found is not None:
+                yield found.step
                 waiting_since = time.monotonic()
-            continue
+                continue
         if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options)):
             raise InputError(
                 f"{run.url} is a run of Orbax, and follow yields only the steps that a Checkpointer saves: call"
@@ -162,11 +199,12 @@ def _hold(
     return None
 
 
-def _step(run: Store, number: int, held: bool, options: Options) -> Step | None:
-    """A step; None if it was deleted."""
+def _find(run: Store, number: int, held: bool, options: Options) -> _Yielded | None:
+    """A step to yield; None if it was deleted."""
     child = run.child(step_name(number))
     try:
-        manifest, _ = load_manifest(child)
+        manifest, content = load_manifest(child)
     except NotACheckpointError:
         return None
-    return Step(number, child.url, metrics_of(run, number, manifest.save_id, manifest.step), held, options)
+    metrics = metrics_of(run, number, manifest.save_id, manifest.step)
+    return _Yielded(Step(number, child.url, metrics, held, options), child, content[:_HEAD_BYTES])

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
-import msgspec
-
 from jaxckpt._model.records import Manifest, StepRecord
 from jaxckpt._options import require_bool, require_seconds, require_whole_number
 from jaxckpt._run_folder.steps import Mode, best_of
@@ -36,8 +34,7 @@ class SavedStep:
         """The same step with additional metrics."""
         if not added:
             return self
-        metrics = {**self.record.metrics, **added}
-        return replace(self, record=msgspec.structs.replace(self.record, metrics=metrics))
+        return replace(self, record=self.record.with_metrics({**self.record.metrics, **added}))
 
     @classmethod
     def of(cls, number: int, manifest: Manifest, undroppable: Sequence[str] = ()) -> Self:

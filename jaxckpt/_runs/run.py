@@ -223,7 +223,7 @@ class Run:
     # Metrics ---------------------------------------------------------------------------------------------
 
     def metrics(self, step: StepName) -> dict[str, float | None]:
-        """The metrics given to `Checkpointer.save`, and those that were added; None for values that were not finite.
+        """The metrics given to `Checkpointer.save`, and those that were added; None for NaN.
 
         For a step of Orbax, those of its metrics that are numbers. Raises NotACheckpointError.
         """
@@ -393,15 +393,19 @@ class Run:
         directory, steps are read without leases, with one warning. If a step is then deleted while it is being read,
         the read raises an error; it never returns wrong data.
 
+        If the training goes back to an older step, so does the loop: once the last step that it yielded was deleted or
+        saved again, it yields the steps after the last one that it has yielded and that is unchanged.
+
         The loop ends after the last step, once `Checkpointer.close` has recorded the end of the run. One process calls
         this; in a job of several processes, one follows and sends `step.path` to the others.
 
         Args:
             after: Start with the first step above this number. None: start with the oldest step.
-            newest: Yield only the step that is the newest when the loop asks for one, and skip those before it.
+            newest: Yield only the step that is the newest when the loop asks for one, and skip those before it. If the
+                last step that was yielded is deleted or saved again, yield the newest again, even if it is older.
             timeout_seconds: End without an error if no new step is published for this many seconds; None: no limit.
                 Time spent in the loop body does not count.
-            poll_seconds: Seconds between checks of the directory. Each check is one listing and one small read.
+            poll_seconds: Seconds between checks of the directory. Each check is one listing and two small reads.
             term_seconds: How long, at most, a lease protects a step after this process has died; see `Checkpoint.hold`.
 
         Yields:

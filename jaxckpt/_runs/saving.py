@@ -184,6 +184,19 @@ class _Decision:
     due: bool
 
 
+class _Wait:
+    """The time that a save waits for an earlier one."""
+
+    def __init__(self, earlier: RunningSave | None) -> None:
+        self.earlier = None if earlier is None or earlier.done else earlier
+        self._since = 0.0 if self.earlier is None else self.earlier.progress.seconds
+
+    @property
+    def seconds(self) -> float:
+        """0 unless the earlier save has ended."""
+        return self.earlier.progress.seconds - self._since if self.earlier is not None and self.earlier.done else 0.0
+
+
 @dataclass(slots=True)
 class Saver:
     """Saves the steps of a run. Every process creates one."""
@@ -209,6 +222,9 @@ class Saver:
     """The last flush of a local step."""
 
     plan_cache: PlanCache = field(default_factory=PlanCache)
+    warned_wait_seconds: float = 5.0
+    """How long a step must wait for an earlier save until that is logged."""
+
     preempted: bool = False
     are_rules_checked: bool = False
     """Whether a tree has been compared with `keep_last_of`."""
@@ -252,9 +268,7 @@ class Saver:
                 is_skipped = not saved
             finally:
                 if self.local is not None and not is_skipped:
-                    self.local.record_tried()
-            if saved and to_storage:
-                self.schedule.record_save()
+                    self.local.record_tried(step)
             if awaited:
                 self.wait()
                 self.deletion.wait()
@@ -365,7 +379,7 @@ class Saver:
             run = functools.partial(attempts.run, call)
             request = replace(request, attempts=run, held=attempts.held if attempts.must_hold else None)
         try:
-            pending = self._start(metrics, request, call, flush, step, awaited=awaited)
+            pending, flush = self._start(metrics, request, call, flush, step, awaited=awaited)
         except Exception as error:
             if call.repeats_earlier:
                 self.schedule.repeat(step)
@@ -373,9 +387,15 @@ class Saver:
                 raise
             if attempts is None or not (attempts.is_handled or attempts.handle_unprepared(call, error)):
                 raise
+            if to_storage and not awaited:
+                self.schedule.record_save()
             return not awaited  # as in the processes that have begun to save it
         if pending is None:
+            if call.index == 0:
+                _log.info("step %d is skipped, because an earlier step is still being saved", step)
             return False
+        if flush is not None or self.local is None:
+            self.schedule.record_save()
         self.last_save.set_pending(pending, step)
         self.preemption.saved_step = step
         if flush is not None and self.local is not None:
@@ -394,9 +414,11 @@ class Saver:
         step: int,
         *,
         awaited: bool,
-    ) -> RunningSave | None:
-        """Start to save a step; None if it is skipped."""
+    ) -> tuple[RunningSave | None, Flush | None]:
+        """Start to save a step. Returns its save and what will flush it; no save if it is skipped, and no flush if it
+        is saved only in the local folders."""
         with call:
+            require_on_done(request.on_done)
             request = replace(
                 request,
                 step=StepRecord(step, _recorded_metrics(metrics, request.is_last_step)),
@@ -404,19 +426,40 @@ class Saver:
                 plan_cache=self.plan_cache,
                 reuse_cache=self.reuse_cache if self.local is None else None,
             )
+            wait = _Wait(self.last_save.pending)
             if self.local is not None:
+                may_skip = self.options.when_busy == "skip" and not (awaited or request.is_last_step)
+                if flush is not None and may_skip and self.local.is_flushing(call):
+                    if not self.local.is_due(step):
+                        return None, None
+                    if call.index == 0:
+                        _log.info("step %d is saved only locally, because an earlier step is still being flushed", step)
+                    flush = None
                 if flush is None and self.local.is_blocked_by_flush(step, call):
-                    return None
+                    return None, None
+                if flush is not None:
+                    wait = _Wait(self.last_flush.pending)
+                    request = replace(request, on_done=None)  # the flush calls it
                 if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
                     self.last_flush.wait()
-                if flush is not None:
-                    require_on_done(request.on_done)
-                    request = replace(request, on_done=None)  # the flush calls it
                 options = replace(self.options, max_bytes_per_second=None)
                 request = replace(request, destination=ProcessFolders(self.local, step, flush), options=options)
-                self.local.record_begun(step)
             pending = start(request, call, background=not awaited)
-        return None if pending.skipped else pending
+            if call.index == 0 and not (request.is_last_step or pending.skipped):
+                self._warn_of_wait(step, wait)
+        return (None, None) if pending.skipped else (pending, flush)
+
+    def _warn_of_wait(self, step: int, wait: _Wait) -> None:
+        """Log that a step has waited for an earlier save, if it is long, and twice as long as the last time."""
+        if wait.earlier is None or wait.seconds < self.warned_wait_seconds:
+            return
+        self.warned_wait_seconds = 2 * wait.seconds
+        _log.warning(
+            'step %d waited %.0f s for the save of step %s: raise every=, or pass Options(when_busy="skip")',
+            step,
+            wait.seconds,
+            wait.earlier.step,
+        )
 
     # The last step of a preempted job --------------------------------------------------------------------
 

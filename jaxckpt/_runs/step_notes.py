@@ -17,7 +17,7 @@ from jaxckpt.errors import InputError, NotACheckpointError
 
 
 def recorded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """Metrics by name, None for those that are not finite. Raises InputError."""
+    """Metrics by name, None for NaN. Raises InputError."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -39,7 +39,7 @@ def _value(name: str, value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: an array of other processes
         raise InputError(f"metric {name!r} must be a number, found {reprlib.repr(value)}: {error}") from error
-    return number if math.isfinite(number) else None
+    return None if math.isnan(number) else number
 
 
 # Pins: names for steps, which protect them from deletion --------------------------------------------------

@@ -333,7 +333,7 @@ class RunningSave:
             self._info, self.is_published = outcome, True
         else:
             self._error = outcome
-            if not (self.awaited or self._has_waiter):
+            if not (self.awaited or self._has_waiter or self.is_raised):
                 _log.error("%s failed: %s", self.name, outcome)
         self._seconds = self._seconds_so_far
         self._ended.set()

@@ -108,19 +108,24 @@ def step_record(metadata: Any) -> StepRecord | None:
 
 
 def metrics_of_another_library(metrics: object) -> dict[str, float | None]:
-    """Those metrics that are numbers, None for those that are not finite or exceed a float."""
+    """Those metrics that are numbers or infinite, None for those that are NaN or exceed a float."""
     if not isinstance(metrics, Mapping):
         return {}
     return {
-        name: None if value is None else _finite(value)
+        name: None if value is None else _metric(value)
         for name, value in cast("Mapping[str, object]", metrics).items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        if value is None or value in INFINITIES or (isinstance(value, int | float) and not isinstance(value, bool))
     }
 
 
-def _finite(value: float) -> float | None:
+INFINITIES = ("Infinity", "-Infinity")
+"""What metadata has in place of infinity, which JSON lacks."""
+
+
+def _metric(value: Any) -> float | None:
     try:
-        return float(value) if math.isfinite(value) else None
+        number = float(value)
+        return None if math.isnan(number) else number
     except OverflowError:  # an int of more than 308 digits
         return None
 

@@ -228,10 +228,17 @@ def manager(tmp_path: Path) -> Path:
 
 def test_metrics_that_json_cannot_represent(tmp_path: Path) -> None:
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    metrics = {"loss": float("nan"), "top": [1.0], "high": float("inf"), "low": -float("inf")}
     with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
-        manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}), metrics={"loss": float("nan"), "top": [1.0]})
+        manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}), metrics=metrics)
     jaxckpt.convert(tmp_path / "run" / "1", tmp_path / "ours")
-    assert jaxckpt.open(tmp_path / "ours").metadata == {"metrics": {"loss": None, "top": [1.0]}}
+    assert jaxckpt.open(tmp_path / "ours").metadata == {
+        "metrics": {"loss": None, "top": [1.0], "high": "Infinity", "low": "-Infinity"}
+    }
+    numbers = {"loss": None, "high": np.inf, "low": -np.inf}
+    assert jaxckpt.Run(tmp_path / "run").metrics(1) == numbers
+    jaxckpt.convert(tmp_path / "run", tmp_path / "run of ours")
+    assert jaxckpt.Run(tmp_path / "run of ours").metrics(1) == numbers
 
 
 def test_a_run_reads_the_metrics_of_orbax(manager: Path) -> None:
@@ -264,13 +271,22 @@ def test_a_run_finds_the_folders_of_orbax(manager: Path) -> None:
         run.restore("best")
 
 
-@pytest.mark.parametrize("huge", ["9" * 400, "-" + "9" * 400, "1e999", "NaN"])
+@pytest.mark.parametrize("huge", ["9" * 400, "-" + "9" * 400, "NaN"])
 def test_a_metric_of_orbax_that_exceeds_a_float_does_not_count(manager: Path, huge: str) -> None:
     (file,) = (manager / "ckpt_000006").rglob("metrics/metrics")
     file.write_text(f'{{"loss": {huge}, "top": 1}}')
     run = jaxckpt.Run(manager)
     assert run.metrics(6) == {"loss": None, "top": 1.0}
     assert (run.best_step("loss", "min"), run.best_step("loss", "max")) == (4, 2)
+
+
+@pytest.mark.parametrize("text", ["Infinity", "1e999"])
+def test_an_infinite_metric_of_orbax_is_compared(manager: Path, text: str) -> None:
+    (file,) = (manager / "ckpt_000006").rglob("metrics/metrics")
+    file.write_text(f'{{"loss": {text}}}')
+    run = jaxckpt.Run(manager)
+    assert run.metrics(6) == {"loss": np.inf}
+    assert (run.best_step("loss", "min"), run.best_step("loss", "max")) == (4, 6)
 
 
 def test_metrics_of_orbax_that_are_not_a_mapping_do_not_count(manager: Path) -> None:

@@ -883,7 +883,7 @@ with jaxckpt.Checkpointer(args, keep_best=[("loss", "min", 9)]) as checkpoints:
 @pytest.mark.one_device
 def test_metrics(tmp_path: Path) -> None:
     with jaxckpt.Checkpointer(tmp_path, keep_best=("loss", "max")) as checkpoints:
-        for step, loss in enumerate([1.0, np.float32(3.0), float("nan"), float("inf"), jnp.float32(3.0), 2]):
+        for step, loss in enumerate([1.0, np.float32(3.0), float("nan"), float("-inf"), jnp.float32(3.0), 2]):
             checkpoints.save(step, {"x": step}, metrics={"loss": loss})
         checkpoints.save(6, {"x": 6})
         checkpoints.wait()

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import resource
+import signal
+import time
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -64,3 +70,47 @@ def test_the_end_of_the_run_raises_the_error_of_its_last_step(tmp_path: Path) ->
     checkpoints.save(2, {"w": np.zeros(3)})
     with pytest.raises((StorageError, jaxckpt.errors.CheckpointExistsError)):
         checkpoints.close()
+
+
+@contextlib.contextmanager
+def full_disk() -> Generator[None]:
+    """Files cannot grow beyond 4 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_one_line_says_why_training_continues_without_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    options = jaxckpt.Options(sync=False)
+    with jaxckpt.Checkpointer(tmp_path, on_failure="continue", background=background, options=options) as checkpoints:
+        with full_disk():
+            checkpoints.save(1, {"w": np.zeros(9999)})
+            if (pending := checkpoints.pending) is not None:
+                pending._save.join()
+        assert checkpoints.save(2, {"w": np.zeros(9999)})
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert (line.levelname, line.args and line.args[-2:]) == ("ERROR", (1, 3))  # type: ignore[index]
+    assert "step 1 was not saved, and training continues without it: " in line.message
+    assert "File too large" in line.message
+
+
+def test_another_attempt_is_logged_with_the_time_of_the_last_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with jaxckpt.Checkpointer(tmp_path, on_failure="retry", options=jaxckpt.Options(sync=False)) as checkpoints:
+        with full_disk():
+            checkpoints.save(1, {"w": np.zeros(9999)})
+            until = time.monotonic() + 20
+            while "attempt 1 of 12" not in caplog.text and time.monotonic() < until:
+                time.sleep(0.01)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+    assert "attempt 1 of 12, and is tried again in 0.1 s, the last time in 162 s: " in caplog.text

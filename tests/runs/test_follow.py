@@ -216,6 +216,55 @@ def test_a_server_that_starts_late_or_is_slow_gets_the_newest_step(tmp_path: Pat
     assert [step.number for step in jaxckpt.Run(tmp_path).follow(newest=True, after=5)] == []
 
 
+def went_back(checkpoints: jaxckpt.Checkpointer, *deleted: int) -> None:
+    """Delete steps, and save them again with other data."""
+    for step in deleted:
+        checkpoints.delete(step)
+    for step in reversed(deleted):
+        checkpoints.save(step, state(-step))
+
+
+def overwritten(checkpoints: jaxckpt.Checkpointer, *steps: int) -> None:
+    for step in reversed(steps):
+        checkpoints.save(step, state(-step), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "newest", "expected"),
+    [
+        (lambda checkpoints: went_back(checkpoints, 30, 20), False, [10, 20, 30, -20, -30]),
+        (lambda checkpoints: overwritten(checkpoints, 30), True, [30, -30]),
+        (lambda checkpoints: overwritten(checkpoints, 30, 20), False, [10, 20, 30, -20, -30]),
+        (lambda checkpoints: checkpoints.delete(30), True, [30, 20]),
+        (lambda checkpoints: checkpoints.delete(30), False, [10, 20, 30]),
+        (lambda checkpoints: checkpoints.delete(10), False, [10, 20, 30]),
+        (lambda checkpoints: overwritten(checkpoints, 20), True, [30]),
+    ],
+)
+def test_a_follower_goes_back_with_the_training(
+    tmp_path: Path, change: Callable[[jaxckpt.Checkpointer], None], newest: bool, expected: list[int]
+) -> None:
+    assert followed(str(tmp_path), change, newest=newest) == expected
+
+
+def test_a_server_goes_back_with_the_training(run: str) -> None:
+    assert followed(run, lambda checkpoints: went_back(checkpoints, 30, 20), newest=True) == [30, -30]
+
+
+def followed(run: str, change: Callable[[jaxckpt.Checkpointer], None], *, newest: bool) -> list[int]:
+    """What a follower of steps 10, 20 and 30 restores, if they change after it has restored step 30."""
+    checkpoints = jaxckpt.Checkpointer(run, options=FAST, background=False)
+    for step in (10, 20, 30):
+        checkpoints.save(step, state(step))
+    seen: list[int] = []
+    for step in jaxckpt.Run(run).follow(newest=newest, poll_seconds=0.01, timeout_seconds=30):
+        seen.append(step.restore()["step"])
+        if seen[-1] == 30:
+            change(checkpoints)
+            checkpoints.close()
+    return seen
+
+
 def test_the_next_checkpointer_that_trains_reopens_the_run(tmp_path: Path) -> None:
     def ended() -> bool:
         return (tmp_path / "_run" / "ended.json").exists()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -282,3 +284,32 @@ def test_a_skipped_local_save_is_still_owed(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(jaxckpt.errors.TreeError):
             checkpoints.save(5, {"w": object()})
         assert not checkpoints.save(6, state(6))
+
+
+@pytest.mark.parametrize("every", [5, 100])
+def test_a_step_waits_for_no_flush_if_it_may_be_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    """Steps that are due locally are saved there only. A step that is due for the storage alone is skipped."""
+    caplog.set_level(logging.INFO, "jaxckpt")
+    gate = threading.Event()
+    tier = jaxckpt.LocalTier(tmp_path / "local", every=every, copies=0)
+    options = jaxckpt.Options(sync=False, when_busy="skip")
+    with jaxckpt.Checkpointer(tmp_path / "run", every=10, options=options, local=tier) as checkpoints:
+        assert checkpoints.save(20, state(20), on_done=lambda _: gate.wait(60))  # its flush takes that long
+        flush = checkpoints.pending
+        assert flush is not None
+        saves_locally = every == 5
+        checkpoints._saver.last_save.wait()
+        assert checkpoints.save(30, state(30)) is saves_locally
+        checkpoints._saver.last_save.wait()
+        assert not checkpoints.save(40, state(40))  # the folder has room for no third step
+        assert not flush.done
+        gate.set()
+        flush.wait()
+        assert checkpoints.latest_step() == (30 if saves_locally else 20)
+        assert checkpoints.save(50, state(50))
+    assert jaxckpt.Run(tmp_path / "run").steps() == [20, 50]
+    assert resumed(tmp_path) == 50
+    skipped = [record.args for record in caplog.records if "is skipped, because" in record.message]
+    assert skipped == ([(40,)] if saves_locally else [(30,), (40,)])

@@ -659,3 +659,20 @@ def test_two_steps_without_a_date_are_kept_in_addition_to_the_first_of_the_inter
     with jaxckpt.Checkpointer(tmp_path, keep_every_seconds=3600, background=False) as checkpoints:
         checkpoints.restore()
         assert checkpoints.steps() == [1, 2, 3, 5]
+
+
+def test_infinite_metrics_are_compared_and_kept(tmp_path: Path) -> None:
+    metrics = {"a": np.inf, "b": -np.inf, "c": np.nan, "d": 1.0}
+    with jaxckpt.Checkpointer(tmp_path / "run", keep_best=("a", "max"), background=False) as checkpoints:
+        checkpoints.save(1, {"w": 1}, metrics=metrics)
+        for step, value in ((2, 1.0), (3, -np.inf), (4, 2.0)):
+            checkpoints.save(step, {"w": step}, metrics={"a": value})
+        assert checkpoints.steps() == [1, 4]
+    run = jaxckpt.Run(tmp_path / "run")
+    recorded = {"a": np.inf, "b": -np.inf, "c": None, "d": 1.0}
+    assert run.metrics(1) == jaxckpt.open(run.path(1)).metrics == recorded
+    run.add_metrics(1, {"a": np.nan, "d": -np.inf, "e": 0.5})
+    assert run.metrics(1) == recorded | {"a": None, "d": -np.inf, "e": 0.5}
+    assert run.best_step("a", "max") == 4
+    jaxckpt.convert(run.directory, tmp_path / "converted")
+    assert jaxckpt.Run(tmp_path / "converted").metrics(1) == run.metrics(1)

@@ -61,7 +61,7 @@ def test_a_predicate_gets_the_recorded_metrics(tmp_path: Path) -> None:
             False,
             True,
         ]
-        assert seen == [(0, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"loss": None}), (3, {"loss": None})]
+        assert seen == [(0, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"loss": math.inf}), (3, {"loss": None})]
         with pytest.raises(KeyError):
             checkpoints.save(4, {"x": 1})
         assert not checkpoints.save(1, {"x": 1})
@@ -120,8 +120,11 @@ def test_steps_that_become_slow_after_a_fast_start() -> None:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_due_step_that_is_skipped_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+def test_a_due_step_that_is_skipped_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asks: bool
+) -> None:
     """A continuous save with a minimum interval: not before the interval is over, and not while a save runs."""
+    caplog.set_level("INFO", "jaxckpt")
     now, may_end = 0.0, threading.Event()
     options = jaxckpt.Options(sync=False, when_busy="skip")
     with jaxckpt.Checkpointer(tmp_path, every_seconds=50, options=options) as checkpoints:
@@ -139,6 +142,21 @@ def test_a_due_step_that_is_skipped_is_tried_again(tmp_path: Path, monkeypatch: 
                 may_end.clear()
         may_end.set()
     assert saved == [5, 13, 23]
+    assert caplog.text.count("is skipped, because an earlier step is still being saved") == 3 + 5 + 12
+
+
+def test_a_loop_that_waits_is_told_how_to_avoid_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jaxckpt.Checkpointer(tmp_path, options=FAST) as checkpoints:
+        checkpoints._saver.warned_wait_seconds = 0.05
+        for step in range(1, 7):
+            checkpoints.save(step, {"x": step}, on_done=lambda info: time.sleep(0.1))
+    warned = [record.args for record in caplog.records if "waited" in record.message]
+    (step, seconds, earlier), *others = [args for args in warned if isinstance(args, tuple)]
+    assert (step, earlier) == (2, 1)
+    assert isinstance(seconds, float)
+    assert seconds > 0.05
+    assert len(others) <= 1  # only a wait of twice that time is logged again
+    assert 'pass Options(when_busy="skip")' in caplog.text
 
 
 # Asking first ----------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from jaxckpt._model.records import LeafRecord, Manifest
 from jaxckpt._model.tree import Tree, unflatten
 from jaxckpt._model.values import decode_value
 from jaxckpt._options import Options
-from jaxckpt._sources.compose import compose, step_record
+from jaxckpt._sources.compose import INFINITIES, compose, step_record
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, StackRow, as_foreign
 from jaxckpt._sources.format_registry import ForeignStep
 from jaxckpt._sources.source import NativeCheckpoint
@@ -129,7 +129,7 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
         manifest = msgspec.structs.replace(ours.manifest, metadata=metadata or None, step=step_record(metadata))
         return replace(ours, manifest=manifest)
     tree, of_tree = _read_item(path) if kind == "item" else _open_step(path)
-    return compose(path, tree, "orbax", metadata=_finite(metadata | of_tree) or None)
+    return compose(path, tree, "orbax", metadata=_as_json(metadata | of_tree) or None)
 
 
 def run_metadata(path: str) -> dict[str, Any]:
@@ -138,17 +138,19 @@ def run_metadata(path: str) -> dict[str, Any]:
         if (record := read_optional(f"{path}/{name}", dict[str, Any])) is not None:
             custom = record.get("custom_metadata")
             # Older versions of Orbax wrote the user's metadata alone.
-            return _finite(custom if isinstance(custom, dict) else record)
+            return _as_json(custom if isinstance(custom, dict) else record)
     return {}
 
 
-def _finite(value: Any) -> Any:
-    """Metadata with None in place of NaN and infinity, which Orbax writes although JSON lacks them."""
+def _as_json(value: Any) -> Any:
+    """Metadata with None in place of NaN, and a text in place of infinity: Orbax writes both, but JSON lacks them."""
     if isinstance(value, dict):
-        return {key: _finite(child) for key, child in cast("dict[str, Any]", value).items()}
+        return {key: _as_json(child) for key, child in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_finite(child) for child in cast("list[Any]", value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_as_json(child) for child in cast("list[Any]", value)]
+    if isinstance(value, float) and math.isinf(value):
+        return INFINITIES[value < 0]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 # Folders --------------------------------------------------------------------------------------------------

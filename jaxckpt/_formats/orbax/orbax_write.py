@@ -87,7 +87,7 @@ def _write_items(
     handlers = {item: handler}
     if source.manifest.step is not None and source.manifest.step.metrics:
         metrics = source.manifest.step.metrics
-        # As Orbax does, with NaN for what was not finite.
+        # As Orbax does, also with NaN and infinity.
         write_json(f"{path}/{METRICS}/{METRICS}", {name: math.nan if m is None else m for name, m in metrics.items()})
         handlers[METRICS] = metrics_handler
     _commit(source, path, handlers, started)
