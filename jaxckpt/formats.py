@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxckpt._formats.eqx import eqx_file as eqx_file
 from jaxckpt._formats.mindspore import mindspore_ranks as mindspore_ranks
-from jaxckpt._formats.npy_file import eqx_file as eqx_file
 from jaxckpt._formats.npz import npz_file as npz_file
 from jaxckpt._formats.oneflow import oneflow_ranks as oneflow_ranks
 from jaxckpt._formats.peft import merge_lora as merge_lora

@@ -230,6 +230,6 @@ class _WeightedData(ComputedData):
             np.add(total, term, out=total) if number else np.copyto(total, term)
         assign(target, total)
 
-    def check(self) -> None:
-        for data in self.data:
-            data.check()
+    @property
+    def origins(self) -> Sequence[ArrayData]:
+        return self.data

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection
 from functools import partial
-from typing import Any
 
-import jax
-import numpy as np
-
-from jaxckpt._arguments.pytree import flatten
-from jaxckpt._formats.index_files import located_together, reads_files
 from jaxckpt._formats.npy import MAGIC, MAX_HEADER_BYTES, array_of, read_npy_header
 from jaxckpt._formats.shards import FileData, f_strides
-from jaxckpt._keywords import explain_keywords
-from jaxckpt._model.dtypes import DTYPES
-from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.format_registry import Format
-from jaxckpt._store.foreign_files import opened, read_head, using_files
-from jaxckpt.errors import DataError, MismatchError, Problem, show_count
+from jaxckpt._store.foreign_files import opened, read_head
+from jaxckpt.errors import DataError
 
 _MAX_LINE_BYTES = 1 << 16
 """The longest line of hyperparameters before the arrays of an .eqx file."""
@@ -37,71 +26,13 @@ def recognizes(path: str, names: Collection[str]) -> bool:
 
 def open_npy(path: str) -> ForeignCheckpoint:
     """The array of a file, or a list of several. A line before them is ignored. Raises DataError, StorageError."""
-    arrays = _read_arrays(path)
+    arrays = read_arrays(path)
     if path.endswith(".npy") and len(arrays) == 1:
         return compose(path, arrays[0], "npy")
     return compose(path, arrays, "eqx")
 
 
-@explain_keywords
-@reads_files
-def eqx_file(path: str | os.PathLike[str], target: Tree) -> ForeignCheckpoint:
-    """Open a file of `equinox.tree_serialise_leaves` with the names of its leaves, which the file does not hold.
-
-    Args:
-        path: The file, or its URL.
-        target: A pytree with the structure and shapes of the one that was saved: a module, as for
-            `equinox.tree_deserialise_leaves`, or a dict. Its arrays may be jax.ShapeDtypeStruct. As in Equinox,
-            functions and other leaves that are not numbers or arrays are not in the file.
-
-    Returns:
-        A checkpoint, which `restore` and the other functions accept in place of a path.
-
-    Raises:
-        MismatchError: The file has another number of arrays than `target`, or arrays of other shapes.
-        DataError: The file is damaged.
-    """
-    leaves, _ = flatten(target)
-    paths = [leaf.path for leaf in leaves if _is_stored(leaf.value)]
-    shapes = [np.shape(leaf.value) for leaf in leaves if _is_stored(leaf.value)]
-    (place,), opened_files = located_together({"path": path})
-    with using_files(opened_files):
-        arrays = _read_arrays(place)
-        problems = [
-            Problem(path, f"has shape {shape} in target, and {array.shape} in the file")
-            for path, shape, array in zip(paths, shapes, arrays, strict=False)
-            if shape != array.shape
-        ]
-        if problems or len(paths) != len(arrays):
-            raise MismatchError.of(
-                f"{place} has {show_count(len(arrays), 'array')}, in the order of the tree that was saved, and target"
-                f" has {len(paths)}; they do not match",
-                problems,
-            )
-        named = jax.tree.map(partial(_named, iter(arrays)), target)
-        return with_files(compose(place, named, "eqx"), opened_files)
-
-
-def _named(stored: Iterator[ForeignArray], value: Any) -> Any:
-    """What a leaf of the target was: the next array of the file, a text of the target, or nothing."""
-    if not _is_stored(value):
-        return value if isinstance(value, (str, bytes)) else None
-    array = next(stored)
-    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-        return array
-    if isinstance(value, np.ndarray):
-        return replace(array, kind="numpy")
-    data = np.empty((), DTYPES[array.dtype])
-    array.data.read((), data)
-    return type(value)(data.item())
-
-
-def _is_stored(value: Any) -> bool:
-    """Whether Equinox stores a leaf."""
-    return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex))
-
-
-def _read_arrays(path: str) -> list[ForeignArray]:
+def read_arrays(path: str) -> list[ForeignArray]:
     """The arrays of a file, in its order. A line before them is ignored. Raises DataError, StorageError."""
     arrays: list[ForeignArray] = []
     with opened(path) as handle:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -28,7 +28,7 @@ from jaxckpt._rules.mapped_data import ComputedData
 from jaxckpt._rules.rule import Rule, paths_in
 from jaxckpt._rules.rule_set import Rules
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint
+from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt.errors import DataError, InputError, MismatchError, Problem
 
@@ -150,9 +150,9 @@ class _MergedData(ComputedData):
         delta = np.float32(self.scale) * (_floats(self.b, (rows, rank)) @ _floats(self.a, (rank, columns)))
         assign(target, _floats(self.base, box) + (delta.T if self.is_transposed else delta))
 
-    def check(self) -> None:
-        for array in (self.base, self.a, self.b):
-            array.data.check()
+    @property
+    def origins(self) -> Iterable[ArrayData]:
+        return (array.data for array in (self.base, self.a, self.b))
 
 
 def _floats(array: ForeignArray, box: Box) -> Array:

@@ -83,8 +83,9 @@ class Swapped(ArrayData):
         self.data.read(box, target)
         target.byteswap(inplace=True)
 
-    def check(self) -> None:
-        self.data.check()
+    @property
+    def origins(self) -> tuple[ArrayData]:
+        return (self.data,)
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:

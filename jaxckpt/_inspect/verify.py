@@ -609,7 +609,7 @@ def repair(path: Path, options: Options) -> list[VerifyReport]:
     for damaged in stores:
         try:
             reports += _repair(damaged, options)
-        except (CorruptError, NotACheckpointError) as failure:
+        except (CorruptError, NotACheckpointError, StorageError) as failure:
             failures.append(failure)
     if len(stores) == 1 and failures:
         raise failures[0]
@@ -630,10 +630,13 @@ def _repair(store: Store, options: Options) -> list[VerifyReport]:
     if not run_alone(lambda: _copy_problems(source), options.timeout_seconds):
         return []
     key = f"{manifest.data_folder}/{COPY}"
+    changed = f"{store.url} was deleted or replaced while it was being repaired"
+    if store.read(MANIFEST) != content:  # the copy that was found is that of another manifest
+        raise NotACheckpointError(changed)
     store.replace(key, content, sync=options.sync)
     if store.read(MANIFEST) != content:  # a copy without a manifest would show a checkpoint that has lost it
         store.remove(key)
-        raise NotACheckpointError(f"{store.url} was deleted or replaced while it was being repaired")
+        raise NotACheckpointError(changed)
     return [run_alone(lambda: verify_files(source, True, options), options.timeout_seconds)]
 
 

@@ -348,17 +348,15 @@ class _Comparison:
         self, leaves: Sequence[Leaf], origins: Sequence[LeafOrigin], requests: LeafRequests, unrequested: Sequence[str]
     ) -> AcceptedDifferences:
         """The differences that are no errors."""
-        missing = [
-            leaf.path
-            for leaf, origin in zip(leaves, origins, strict=True)
-            if isinstance(origin, (Kept, Initialized)) and self._is_absent(leaf) and not self.strict(leaf.path)
-        ]
+        missing: list[str] = []
+        unselected: list[str] = []
+        for leaf, origin in zip(leaves, origins, strict=True):
+            is_initialized = isinstance(origin, Initialized)
+            if is_initialized and (leaf.path_in(self.numbers) if leaf.is_variable else leaf.path) in self.numbers:
+                unselected.append(leaf.path)
+            elif is_initialized or (isinstance(origin, Kept) and self._is_absent(leaf) and not self.strict(leaf.path)):
+                missing.append(leaf.path)
         extra = [path for path in unrequested if not self.strict(path)]
-        unselected = [
-            leaf.path
-            for leaf, origin in zip(leaves, origins, strict=True)
-            if isinstance(origin, Initialized) and leaf.path in self.numbers
-        ]
         return AcceptedDifferences(requests.paths, missing, extra, unselected, self._owner)
 
     def _numbers_below(self, path: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ from jaxckpt._pipeline.workers import submit_waiting
 from jaxckpt._rules.axis_layouts import AxisLayout, Interval, axes_of, cover, tiles
 from jaxckpt._rules.rule import Rule
 from jaxckpt._sources.foreign import ArrayData, AsyncArrayData, Replicas, Tiled
-from jaxckpt._store.foreign_files import Mark
 from jaxckpt.errors import DataError, show_path
 
 _WASTE = 2
@@ -63,13 +62,9 @@ class MappedSource(ArrayData):
         """Shape of the target."""
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.layout.target)
 
-    def check(self) -> None:
-        for data in self.data.values():
-            data.check()
-
     @property
-    def marks(self) -> Iterator[Mark]:
-        return (mark for data in self.data.values() for mark in data.marks)
+    def origins(self) -> Iterable[ArrayData]:
+        return self.data.values()
 
     def read(self, box: Box, target: Array) -> None:
         axes = axes_of(self.layout.target)

@@ -13,7 +13,6 @@ from jaxckpt._model.grid import Box, extent, whole_box
 from jaxckpt._model.pieces import Array
 from jaxckpt._rules.axis_layouts import MisfitError
 from jaxckpt._sources.foreign import ArrayData, ForeignArray
-from jaxckpt._store.foreign_files import Mark
 from jaxckpt.errors import show_path
 
 
@@ -81,12 +80,9 @@ class _UnpackedData(ArrayData):
         unpacked = np.stack([values & 15, values >> 4], -1).reshape(*extent(tuple(outer)), -1)
         target.view(np.uint8)[...] = unpacked[..., a % 2 : a % 2 + b - a]
 
-    def check(self) -> None:
-        self.data.check()
-
     @property
-    def marks(self) -> Iterable[Mark]:
-        return self.data.marks
+    def origins(self) -> tuple[ArrayData]:
+        return (self.data,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +112,6 @@ class _DequantizedData(ArrayData):
                 values = values.take(np.arange(a, b) // step - first, dim)
         return values
 
-    def check(self) -> None:
-        for array in (self.array, self.scales):
-            if array is not None:
-                array.data.check()
-
     @property
-    def marks(self) -> Iterable[Mark]:
-        return (*self.array.data.marks, *(() if self.scales is None else self.scales.data.marks))
+    def origins(self) -> Iterable[ArrayData]:
+        return (array.data for array in (self.array, self.scales) if array is not None)

@@ -489,6 +489,8 @@ class Checkpointer(Run):
             try:
                 self._saver.wait()
                 self._saver.raise_unsaved()
+                if self._is_process_0:
+                    self._saver.warn_of_unflushed_step()
             finally:
                 self._preemption.saved_step = self._saver.saved_step
                 self._preemption.close()  # until here, SIGTERM does not end the last save

@@ -34,7 +34,7 @@ from jaxckpt._run_folder.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
-from jaxckpt.errors import DataError, InputError, NotACheckpointError, StorageError
+from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError, StorageError
 
 Path = str | os.PathLike[str]
 
@@ -108,13 +108,20 @@ class _Yielded:
         """Whether the step was neither deleted nor saved again since. Raises StorageError."""
         try:
             with self.store.range_reader(MANIFEST) as read:
-                return bytes(read(0, len(self.head))) == self.head
+                if bytes(read(0, len(self.head))) == self.head:
+                    return True
         except DataError:  # too short, or on an object store missing
-            return False
+            pass
         except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                return False
-            raise
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                raise
+        try:
+            _, content = load_manifest(self.store)
+        except ManifestError:  # which does not concern the steps after it
+            return True
+        except NotACheckpointError:
+            return False
+        return content[:_HEAD_BYTES] == self.head
 
 
 def follow_steps(

@@ -221,6 +221,9 @@ class Saver:
     last_flush: LastSave = field(default_factory=LastSave)
     """The last flush of a local step."""
 
+    unflushed_step: int | None = None
+    """The last step that was due, if it is only in the local folders, because `Options.when_busy` is "skip"."""
+
     plan_cache: PlanCache = field(default_factory=PlanCache)
     warned_wait_seconds: float = 5.0
     """How long a step must wait for an earlier save until that is logged."""
@@ -434,10 +437,11 @@ class Saver:
                         return None, None
                     if call.index == 0:
                         _log.info("step %d is saved only locally, because an earlier step is still being flushed", step)
-                    flush = None
+                    flush, self.unflushed_step = None, step
                 if flush is None and self.local.is_blocked_by_flush(step, call):
                     return None, None
                 if flush is not None:
+                    self.unflushed_step = None
                     wait = _Wait(self.last_flush.pending)
                     request = replace(request, on_done=None)  # the flush calls it
                 if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
@@ -448,6 +452,11 @@ class Saver:
             if call.index == 0 and not (request.is_last_step or pending.skipped):
                 self._warn_of_wait(step, wait)
         return (None, None) if pending.skipped else (pending, flush)
+
+    def warn_of_unflushed_step(self) -> None:
+        """At the end, log that the last step that was due is lost with the hosts."""
+        if self.unflushed_step is not None:
+            _log.warning("step %d is only in the local folders: when_busy is 'skip'", self.unflushed_step)
 
     def _warn_of_wait(self, step: int, wait: _Wait) -> None:
         """Log that a step has waited for an earlier save, if it is long, and twice as long as the last time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,17 +40,23 @@ class ArrayData(abc.ABC):
         Called by several threads at once.
         """
 
+    @property
+    def origins(self) -> Iterable[ArrayData]:
+        """The data that this data is made of; none if it is stored itself."""
+        return ()
+
     def check(self) -> None:
         """Verify the stored data with its checksums, if the format has any.
 
         Raises DataError, StorageError.
         """
-        return
+        for data in self.origins:
+            data.check()
 
     @property
     def marks(self) -> Iterable[Mark]:
         """Files that differ from their marks if data that was read may be of a later save; none if `read` finds out."""
-        return ()
+        return itertools.chain.from_iterable(data.marks for data in self.origins)
 
 
 class AsyncArrayData(ArrayData):
@@ -96,6 +103,10 @@ class InFiles(ArrayData):
         with using_files(self.files):
             self.data.read(box, target)
 
+    @property
+    def origins(self) -> tuple[ArrayData]:
+        return (self.data,)
+
     def check(self) -> None:
         with using_files(self.files):
             self.data.check()
@@ -131,13 +142,9 @@ class Tiled(ArrayData):
             if common is not None:  # the "..." keeps a 0-d array an array
                 data.read(relative(common, own_box), target[(*slices_within(common, box), ...)])
 
-    def check(self) -> None:
-        for _, data in self.pieces:
-            data.check()
-
     @property
-    def marks(self) -> Iterator[Mark]:
-        return (mark for _, data in self.pieces for mark in data.marks)
+    def origins(self) -> Iterable[ArrayData]:
+        return (data for _, data in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +179,9 @@ class Replicas(ArrayData):
             " hold replicas"
         )
 
-    def check(self) -> None:
-        for copy in self.copies.values():
-            copy.check()
-
     @property
-    def marks(self) -> Iterator[Mark]:
-        return (mark for copy in self.copies.values() for mark in copy.marks)
+    def origins(self) -> Iterable[ArrayData]:
+        return self.copies.values()
 
 
 @explain_names

@@ -288,7 +288,7 @@ def test_the_metadata_of_a_run_of_orbax_is_kept(
     (warning,) = (record.getMessage() for record in caplog.records if "lacks" in record.getMessage())
     assert warning.endswith("no place for them: metric 'eval', not a number; metric 'name', not a number")
     run = jaxckpt.Run(tmp_path / "ours")
-    assert (run.metadata(), run.metrics(1)) == ({"lr": None}, {"loss": 0.5})
+    assert (run.metadata(), run.metrics(1)) == ({"lr": "Infinity"}, {"loss": 0.5})
     assert run.open(1).metadata == jaxckpt.open(tmp_path / "theirs").metadata["custom_metadata"] == {"commit": "abc"}
 
 

@@ -55,6 +55,7 @@ NO_STORAGE = {
     "Step.open": "as open",
     "jaxckpt integrate": "as mindspore_ranks and convert",
     "lora_rules": "reads as open",
+    "eqx_file": "reads as open",
     "merge_lora": "reads as open",
     "average": "reads as open",
     "jaxckpt average": "as convert",

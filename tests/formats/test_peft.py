@@ -172,6 +172,23 @@ def test_a_weighted_sum_is_numpys_in_float32(runs: Any, weights: Any, tmp_path: 
         jax.tree.map(np.testing.assert_array_equal, jaxckpt.load_numpy(tmp_path / str(n)), tree)
 
 
+def test_what_is_replaced_after_an_average_was_opened_is_not_mixed_into_it(tmp_path: Path) -> None:
+    def write(name: str, value: float) -> None:
+        tree = {name: np.full(4, value, np.float32) for name in ("w", "u")}
+        jaxckpt.save(tmp_path / "tree", tree, overwrite=True)
+        jaxckpt.convert(tmp_path / "tree", tmp_path / name, format="zarr", overwrite=True)
+
+    write("a", 1)
+    write("b", 3)
+    averaged = jaxckpt.weights.average([tmp_path / "a", tmp_path / "b"])
+    opened = jaxckpt.open(averaged)
+    assert opened["u"][0] == 2
+    write("b", 99)
+    for read in (lambda: opened["w"][...], lambda: jaxckpt.convert(averaged, tmp_path / "out")):
+        with pytest.raises(jaxckpt.errors.StorageError, match="was replaced after it was opened"):
+            read()
+
+
 def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
     run, _ = runs
     average = jaxckpt.weights.average

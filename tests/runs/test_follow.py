@@ -20,7 +20,9 @@ from processes import RunProcesses
 
 import jaxckpt
 from jaxckpt._cli.listing import list_checkpoints
+from jaxckpt._model.file_names import MANIFEST
 from jaxckpt._store.folder import Folder
+from jaxckpt._store.store_path import store_at
 
 FAST = jaxckpt.Options(sync=False)
 
@@ -263,6 +265,18 @@ def followed(run: str, change: Callable[[jaxckpt.Checkpointer], None], *, newest
             change(checkpoints)
             checkpoints.close()
     return seen
+
+
+def test_a_yielded_step_that_loses_its_manifest_does_not_end_the_loop(run: str) -> None:
+    fill(run, 10, 20)
+    steps = jaxckpt.Run(run).follow(poll_seconds=0.01, timeout_seconds=30)
+    assert [next(steps).number, next(steps).number] == [10, 20]
+    at = store_at(run, jaxckpt.Options()).child("00000020")
+    at.remove(MANIFEST)
+    with pytest.raises(jaxckpt.errors.ManifestError):
+        jaxckpt.open(f"{run}@20")
+    fill(run, 30)
+    assert next(steps).number == 30
 
 
 def test_the_next_checkpointer_that_trains_reopens_the_run(tmp_path: Path) -> None:

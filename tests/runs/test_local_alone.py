@@ -313,3 +313,20 @@ def test_a_step_waits_for_no_flush_if_it_may_be_skipped(
     assert resumed(tmp_path) == 50
     skipped = [record.args for record in caplog.records if "is skipped, because" in record.message]
     assert skipped == ([(40,)] if saves_locally else [(30,), (40,)])
+
+
+def test_a_due_step_that_is_only_in_the_local_folders_at_the_end_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    tier = jaxckpt.LocalTier(tmp_path / "local", every=5, copies=0)
+    checkpoints = jaxckpt.Checkpointer(
+        tmp_path / "run", every=10, options=jaxckpt.Options(sync=False, when_busy="skip"), local=tier
+    )
+    checkpoints.save(20, state(20), on_done=lambda _: gate.wait(60))
+    checkpoints._saver.last_save.wait()
+    assert checkpoints.save(30, state(30))
+    gate.set()
+    checkpoints.close()
+    assert "step 30 is only in the local folders" in caplog.text
+    assert jaxckpt.Run(tmp_path / "run").steps() == [20]

@@ -20,6 +20,7 @@ from processes import environment
 
 import jaxckpt
 from jaxckpt import weights
+from jaxckpt._inspect import verify
 from jaxckpt._inspect.verify import repair
 from jaxckpt._model.file_names import COPY, MANIFEST, WRITER
 from jaxckpt._store.folder import Folder
@@ -531,3 +532,26 @@ def test_a_copy_that_cannot_be_listed_hides_no_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Folder, "published_data", refused)
     with pytest.raises(ManifestError, match="does not match"):
         jaxckpt.restore(tmp_path / "one")
+
+
+def test_repair_leaves_the_copy_of_a_step_that_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with jaxckpt.Checkpointer(run, keep_last_of={"opt": 1}) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(3), "opt": np.ones(4)})
+        checkpoints.wait()
+        load = verify.load_manifest
+
+        def load_before_a_drop(store: Any) -> Any:
+            loaded = load(store)
+            if checkpoints.latest_step() == 1:
+                checkpoints.save(2, {"w": np.ones(3), "opt": np.ones(4)})
+                checkpoints.wait()
+            return loaded
+
+        monkeypatch.setattr(verify, "load_manifest", load_before_a_drop)
+        with pytest.raises(jaxckpt.errors.NotACheckpointError, match="replaced while it was being repaired"):
+            verify.repair(run / "00000001", jaxckpt.Options())
+    monkeypatch.undo()
+    assert jaxckpt.verify(run / "00000001").ok

@@ -313,6 +313,7 @@ class Run(RuleBasedStateMachine):
         self.pinned: dict[str, int] = {}
         self.follower: Generator[jaxckpt.Step] | None = None
         self.followed: int | None = None
+        self.yielded: list[tuple[int, Kept]] = []
         self.minutes = self.saved_at = 0.0
         self.checkpoints = self.opened()
 
@@ -496,7 +497,9 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.steps)
     @rule()
     def follow(self) -> None:
-        last = -1 if self.followed is None else self.followed
+        while self.yielded and self.steps.get(self.yielded[-1][0]) is not self.yielded[-1][1]:
+            self.yielded.pop()  # deleted or saved again
+        last = self.yielded[-1][0] if self.yielded else -1
         if self.follower is None:
             self.follower = jaxckpt.Run(self.url, options=FAST).follow(
                 timeout_seconds=1e-3, poll_seconds=1e-3, term_seconds=3600
@@ -505,9 +508,10 @@ class Run(RuleBasedStateMachine):
         step = next(self.follower, None)
         assert (None if step is None else step.number) == following
         self.followed = following
-        if step is None:
-            self.follower = None
+        if following is None or step is None:
+            self.follower, self.yielded = None, []
         else:
+            self.yielded.append((following, self.steps[following]))
             assert step.restore(select="w")["w"][0] == following
         self.settle()
 

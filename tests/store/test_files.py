@@ -542,7 +542,9 @@ def test_a_chunk_of_blosc_that_states_another_length_is_not_decoded(tmp_path: Pa
         memory = ts.KvStore.open(f"{path}/", context=ROOT_CONTEXT).result()
         for found in (found for found in folder.rglob("*") if found.is_file()):
             memory.write(str(found.relative_to(folder)), found.read_bytes()).result()
-    (problem,) = jaxckpt.verify(path).problems
+    of_copy, problem = jaxckpt.verify(path).problems  # the second copy of the manifest is the old one
+    assert of_copy.object is not None
+    assert of_copy.object.endswith("manifest-copy.json")
     assert "has a chunk that decodes to 2147483631 bytes, expected 16384" in problem.reason
     with pytest.raises(jaxckpt.CorruptError, match=r"decodes to|does not hold the data"):
         jaxckpt.load_numpy(path)

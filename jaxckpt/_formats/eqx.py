@@ -1,0 +1,81 @@
+"""Equinox's .eqx files with the names of their leaves, which a target gives: the files hold only arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt._arguments.pytree import flatten
+from jaxckpt._formats.index_files import located_together, reads_files
+from jaxckpt._formats.npy_file import read_arrays
+from jaxckpt._keywords import explain_keywords
+from jaxckpt._model.dtypes import DTYPES
+from jaxckpt._model.tree import Tree
+from jaxckpt._sources.compose import compose
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
+from jaxckpt._store.foreign_files import using_files
+from jaxckpt.errors import MismatchError, Problem, show_count
+
+
+@explain_keywords
+@reads_files
+def eqx_file(path: str | os.PathLike[str], target: Tree) -> ForeignCheckpoint:
+    """Open a file of `equinox.tree_serialise_leaves` with the names of its leaves, which the file does not hold.
+
+    Args:
+        path: The file, or its URL.
+        target: A pytree with the structure and shapes of the one that was saved: a module, as for
+            `equinox.tree_deserialise_leaves`, or a dict. Its arrays may be jax.ShapeDtypeStruct. As in Equinox,
+            functions and other leaves that are not numbers or arrays are not in the file.
+
+    Returns:
+        A checkpoint, which `restore` and the other functions accept in place of a path.
+
+    Raises:
+        MismatchError: The file has another number of arrays than `target`, or arrays of other shapes.
+        DataError: The file is damaged.
+    """
+    leaves, _ = flatten(target)
+    paths = [leaf.path for leaf in leaves if _is_stored(leaf.value)]
+    shapes = [np.shape(leaf.value) for leaf in leaves if _is_stored(leaf.value)]
+    (place,), opened_files = located_together({"path": path})
+    with using_files(opened_files):
+        arrays = read_arrays(place)
+        problems = [
+            Problem(path, f"has shape {shape} in target, and {array.shape} in the file")
+            for path, shape, array in zip(paths, shapes, arrays, strict=False)
+            if shape != array.shape
+        ]
+        if problems or len(paths) != len(arrays):
+            raise MismatchError.of(
+                f"{place} has {show_count(len(arrays), 'array')}, in the order of the tree that was saved, and target"
+                f" has {len(paths)}; they do not match",
+                problems,
+            )
+        named = jax.tree.map(partial(_named, iter(arrays)), target)
+        return with_files(compose(place, named, "eqx"), opened_files)
+
+
+def _named(stored: Iterator[ForeignArray], value: Any) -> Any:
+    """What a leaf of the target was: the next array of the file, a text of the target, or nothing."""
+    if not _is_stored(value):
+        return value if isinstance(value, (str, bytes)) else None
+    array = next(stored)
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return array
+    if isinstance(value, np.ndarray):
+        return replace(array, kind="numpy")
+    data = np.empty((), DTYPES[array.dtype])
+    array.data.read((), data)
+    return type(value)(data.item())
+
+
+def _is_stored(value: Any) -> bool:
+    """Whether Equinox stores a leaf."""
+    return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex))
