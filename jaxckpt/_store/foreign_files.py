@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import urllib.parse
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -248,6 +248,16 @@ def require_unchanged(marks: Sequence[Mark]) -> None:
             raise DataError(f"{mark.path} is missing")
         if generation != mark.generation:
             raise _replaced(mark.path)
+
+
+@contextlib.contextmanager
+def unless_replaced(marks: Iterable[Mark]) -> Generator[None]:
+    """Around a read: if what it found missing or damaged has been replaced meanwhile, raises that error instead."""
+    try:
+        yield
+    except DataError:
+        require_unchanged([*marks])
+        raise
 
 
 def _generations(files: BucketFiles | None, paths: Sequence[str]) -> list[object]:

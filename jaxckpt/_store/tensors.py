@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -21,7 +22,7 @@ from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack, indexed_objects_of
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import MappedWork, note_progress, submit
-from jaxckpt._store.foreign_files import Mark, kvstore_of, marked
+from jaxckpt._store.foreign_files import Mark, kvstore_of, marked, unless_replaced
 from jaxckpt._store.storage_errors import clean_error_text, translate_array_errors
 from jaxckpt._store.store import ArrayReader, ObjectRecord
 from jaxckpt.errors import DataError, StorageError
@@ -195,16 +196,22 @@ class ArrayFolder:
             return {**base, "path": f"{base['path']}{below}"}
         return {"driver": "ocdbt", "base": base, "path": below, "cache_pool": "cache_pool#ocdbt"}
 
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Generator[None]:
+        marks = [self.mark] if self.mark else []
+        with unless_replaced(marks), translate_array_errors(f"cannot {what} {self.path}", reading=True):
+            yield
+
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
         """Several small values, None for missing ones. Raises DataError, StorageError."""
-        with translate_array_errors(f"cannot read the metadata of arrays in {self.path}", reading=True):
+        with self._reading("read the metadata of arrays in"):
             folder = ts.KvStore.open(self._spec(), context=self.context).result()
             results = [pending.result() for pending in [folder.read(key) for key in keys]]
         return [None if result.state == "missing" else bytes(result.value) for result in results]
 
     def list_keys(self) -> list[str]:
         """All keys, sorted. Raises DataError, StorageError."""
-        with translate_array_errors(f"cannot list the arrays in {self.path}", reading=True):
+        with self._reading("list the arrays in"):
             keys = ts.KvStore.open(self._spec(), context=self.context).result().list().result()
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 

@@ -31,7 +31,7 @@ from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Spec, spec_problem
 from jaxckpt._model.records import MeshRecord
 from jaxckpt._sources.foreign import ForeignArray
-from jaxckpt._store.foreign_files import exists, names_in
+from jaxckpt._store.foreign_files import exists, names_in, unless_replaced
 from jaxckpt._store.storage_errors import translate_array_errors
 from jaxckpt._store.tensors import ArrayFolder
 from jaxckpt.errors import DataError, show_lines, show_path
@@ -127,7 +127,8 @@ def _scalars(arrays: Mapping[Keys, ForeignArray]) -> dict[Keys, Any]:
     }
     pending = {keys: cast("ZarrArray", arrays[keys].data).start((), target) for keys, target in targets.items()}
     for keys, started in pending.items():
-        with translate_array_errors(f"cannot read the leaf {show_path(path_of(keys))}", reading=True):
+        what = f"cannot read the leaf {show_path(path_of(keys))}"
+        with unless_replaced(arrays[keys].data.marks), translate_array_errors(what, reading=True):
             started.result()
     return {keys: target.item() for keys, target in targets.items()}
 
