@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -76,9 +76,11 @@ def average(
     if not places:
         raise InputError("average takes at least one checkpoint, found none")
     try:
+        if isinstance(weights, Set):
+            raise TypeError("a set has no order")
         factors = [1 / len(places)] * len(places) if weights is None else [float(factor) for factor in weights]
-    except (TypeError, ValueError) as error:
-        raise InputError(f"weights= must be numbers: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"weights= must be a sequence of numbers: {error}") from error
     if len(factors) != len(places) or not all(map(math.isfinite, factors)):
         raise InputError(f"weights= needs one finite number for each of {show_count(len(places), 'checkpoint')}")
     sources = [renamed_source(source_at(place, options), rename, select) for place in places]

@@ -18,7 +18,7 @@ from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.tree import Tree
 from jaxckpt._sources.compose import compose
-from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
+from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, Unreadable, with_files
 from jaxckpt._store.foreign_files import using_files
 from jaxckpt.errors import MismatchError, Problem, show_count
 
@@ -41,16 +41,19 @@ def eqx_file(path: str | os.PathLike[str], target: Tree) -> ForeignCheckpoint:
         MismatchError: The file has another number of arrays than `target`, or arrays of other shapes.
         DataError: The file is damaged.
     """
-    leaves, _ = flatten(target)
-    paths = [leaf.path for leaf in leaves if _is_stored(leaf.value)]
-    shapes = [np.shape(leaf.value) for leaf in leaves if _is_stored(leaf.value)]
+    leaves = [leaf for leaf in flatten(target)[0] if _is_stored(leaf.value)]
+    paths = [leaf.path for leaf in leaves]
+    shapes = [np.shape(leaf.value) for leaf in leaves]
+    dtypes = [str(getattr(leaf.value, "dtype", "")) for leaf in leaves]
     (place,), opened_files = located_together({"path": path})
     with using_files(opened_files):
-        arrays = read_arrays(place)
+        arrays = read_arrays(place, dtypes)
         problems = [
-            Problem(path, f"has shape {shape} in target, and {array.shape} in the file")
+            Problem(path, array.data.reason)
+            if isinstance(array.data, Unreadable)
+            else Problem(path, f"has shape {shape} in target, and {array.shape} in the file")
             for path, shape, array in zip(paths, shapes, arrays, strict=False)
-            if shape != array.shape
+            if isinstance(array.data, Unreadable) or shape != array.shape
         ]
         if problems or len(paths) != len(arrays):
             raise MismatchError.of(

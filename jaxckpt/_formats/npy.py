@@ -25,6 +25,9 @@ MAX_HEADER_BYTES = 10_000
 
 MAGIC = b"\x93NUMPY"
 
+_E5M2, _BYTES = b"'descr': '<f1'", b"'descr': '|V1'"
+"""What NumPy writes for float8_e5m2, and cannot read; what it can read in its place."""
+
 
 @dataclass(frozen=True, slots=True)
 class NpyHeader:
@@ -44,7 +47,8 @@ class NpyHeader:
 
 def read_npy_header(where: str, head: bytes) -> NpyHeader:
     """The header of an array that starts with these bytes. Raises DataError, which begins with `where`."""
-    file = io.BytesIO(head)
+    is_e5m2 = _E5M2 in head[:32]  # the start of the header; other arrays may follow
+    file = io.BytesIO(head.replace(_E5M2, _BYTES, 1) if is_e5m2 else head)
     try:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
@@ -56,7 +60,7 @@ def read_npy_header(where: str, head: bytes) -> NpyHeader:
         raise DataError(f"{where} is not a NumPy array: {str(error)[:200]}") from error
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(side or 1 for side in shape) >= 1 << 63:
         raise DataError(f"{where} has shape {list(shape)}, which no array has")
-    return NpyHeader(file.tell(), shape, fortran, dtype)
+    return NpyHeader(file.tell(), shape, fortran, DTYPES["float8_e5m2"] if is_e5m2 else dtype)
 
 
 def array_of(record: NpyHeader, data_of: Callable[[str], ArrayData], void: str | None = None) -> ForeignArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from jaxckpt._formats.npy import MAGIC, MAX_HEADER_BYTES, array_of, read_npy_header
@@ -32,8 +32,9 @@ def open_npy(path: str) -> ForeignCheckpoint:
     return compose(path, arrays, "eqx")
 
 
-def read_arrays(path: str) -> list[ForeignArray]:
-    """The arrays of a file, in its order. A line before them is ignored. Raises DataError, StorageError."""
+def read_arrays(path: str, dtypes: Sequence[str] = ()) -> list[ForeignArray]:
+    """The arrays of a file, in its order. A line before them is ignored. `dtypes` are theirs, for those whose dtype the
+    file does not record. Raises DataError, StorageError."""
     arrays: list[ForeignArray] = []
     with opened(path) as handle:
         size = handle.size
@@ -48,7 +49,8 @@ def read_arrays(path: str) -> list[ForeignArray]:
             elif at > size:
                 raise DataError(f"{where} ends at byte {at}, but the file has {size}")
             strides = f_strides(record.shape) if record.fortran else None
-            arrays.append(array_of(record, partial(_data, path, start, record.shape, strides)))
+            void = dtypes[len(arrays)] if len(arrays) < len(dtypes) else None
+            arrays.append(array_of(record, partial(_data, path, start, record.shape, strides), void))
     return arrays
 
 

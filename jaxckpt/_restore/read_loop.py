@@ -19,7 +19,7 @@ from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_w
 from jaxckpt._model.pieces import Array, aligned_empty, assign
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options
-from jaxckpt._pipeline.lanes import operate, run_alone, run_watched
+from jaxckpt._pipeline.lanes import operate, run_alone
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report, report_nothing
 from jaxckpt._pipeline.workers import note_progress, work_alone
@@ -31,23 +31,17 @@ from jaxckpt.errors import DataError, NotACheckpointError, Problem
 
 
 @contextlib.contextmanager
-def detect_replacement(source: Source, numbers: Collection[int], options: Options) -> Generator[None]:
+def detect_replacement(source: Source, numbers: Collection[int]) -> Generator[None]:
     """Around a read of the leaves with these numbers: reports that the checkpoint was deleted or replaced, in place of
-    its data, or as the reason why data is missing or different."""
+    its data, or as the reason why data is missing or different. In a lane."""
     try:
         yield
-        run_watched(f"looking at {source.url}", options.timeout_seconds, lambda: source.require_unchanged(numbers))
+        source.require_unchanged(numbers)
     except DataError as error:
-        became = run_watched(f"opening {source.url}", options.timeout_seconds, source.change_since_open)
+        became = operate(f"opening {source.url}", source.change_since_open)
         if became is None:
             raise
         raise NotACheckpointError(f"the checkpoint at {source.url} was {became} while it was being read") from error
-
-
-def require_metadata(source: Source, stacks: Sequence[int], options: Options) -> None:
-    """Raise DataError unless the small files that describe these stacks are as they were saved."""
-    what = f"reading the metadata of {source.url}"
-    run_watched(what, options.timeout_seconds, lambda: source.require_metadata(stacks))
 
 
 SMALL_BYTES = 1 << 20
@@ -421,8 +415,8 @@ def read_box(source: Source, number: int, box: Box, options: Options) -> Array:
     delivery = _OneBox()
 
     def read_step() -> Array:
-        with detect_replacement(source, [number], options):
-            require_metadata(source, [stack], options)
+        with detect_replacement(source, [number]):
+            source.require_metadata([stack])
             read(source, steps, options, delivery, report_nothing)
         return delivery.array
 

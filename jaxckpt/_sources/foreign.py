@@ -18,6 +18,7 @@ from jaxckpt._model.grid import Box, Spec, intersection, relative, show_box, sli
 from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, as_bits
 from jaxckpt._model.records import LeafRecord, Manifest, MeshRecord
+from jaxckpt._pipeline.lanes import operate
 from jaxckpt._pipeline.pipeline import Pending
 from jaxckpt._pipeline.workers import JoinedWork, submit
 from jaxckpt._sources.source import Arrivals, Source, StackBoxes, all_arrived
@@ -251,6 +252,9 @@ class ForeignCheckpoint:
         return _RowReader(self.row_data[stack])
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
+        operate(f"looking at {self.url}", lambda: self._require_unchanged(numbers))
+
+    def _require_unchanged(self, numbers: Iterable[int]) -> None:
         leaves = [self.manifest.leaves[number] for number in numbers]
         places = (self.manifest.stack_and_row(leaf) for leaf in leaves if leaf.stack is not None)
         rows = (self.row_data[stack][row] for stack, row in places)
@@ -258,7 +262,7 @@ class ForeignCheckpoint:
 
     def change_since_open(self) -> str | None:
         try:
-            self.require_unchanged(range(len(self.manifest.leaves)))
+            self._require_unchanged(range(len(self.manifest.leaves)))
         except DataError:
             return "deleted"
         except StorageError:

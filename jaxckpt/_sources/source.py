@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from jaxckpt._model.grid import Box
 from jaxckpt._model.records import Manifest
+from jaxckpt._pipeline.lanes import operate
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import ArrayReader, Store
 from jaxckpt.errors import (
@@ -54,7 +55,7 @@ class Source(Protocol):
         ...
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
-        """Raise DataError unless the small files that describe these stacks are as they were saved."""
+        """Raise DataError unless the small files that describe these stacks are as they were saved. In a lane."""
         ...
 
     def array_reader(self, stack: int, plan: Iterable[Sequence[Box]] = ()) -> ArrayReader:
@@ -63,7 +64,7 @@ class Source(Protocol):
 
     def require_unchanged(self, numbers: Iterable[int]) -> None:
         """Check that what was just read of the leaves with these numbers is of the same save as the manifest. Raises
-        StorageError if the checkpoint was replaced, DataError if it was deleted."""
+        StorageError if the checkpoint was replaced, DataError if it was deleted. In a lane."""
         ...
 
     def change_since_open(self) -> str | None:
@@ -110,8 +111,9 @@ class NativeCheckpoint:
             return
         records = [self.manifest.stacks[number] for number in stacks]
         keys = [f"{self.manifest.data_folder}/{record.name}/zarr.json" for record in records]
+        texts = operate(f"reading the metadata of {self.url}", lambda: self.store.read_all(keys))
         problems: list[Problem] = []
-        for number, record, key, text in zip(stacks, records, keys, self.store.read_all(keys), strict=True):
+        for number, record, key, text in zip(stacks, records, keys, texts, strict=True):
             if text is None or hashlib.sha256(text).hexdigest() != record.sha256:
                 reason = "is missing" if text is None else "differs from the file that was saved"
                 if len(problems) < 20:  # naming the leaves of thousands of stacks would take too long

@@ -48,11 +48,13 @@ def test_one_member_does_not_block_the_others(save: Any, tmp_path: Path) -> None
 def test_a_dtype_that_numpy_does_not_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     array = W.astype(ml_dtypes.float8_e4m3fn)
-    np.savez(path, w=array, b=W[0])
+    np.savez(path, w=array, b=W[0], x=W.astype(ml_dtypes.float8_e5m2))
     found = jaxckpt.load_numpy(jaxckpt.formats.npz_file(path, dtype="float8_e4m3fn"))
     assert found["w"].dtype == array.dtype
     assert found["w"].tobytes() == array.tobytes()
     assert found["b"].dtype == np.float32
+    assert found["x"].dtype == np.dtype(ml_dtypes.float8_e5m2)  # NumPy records it, and cannot read that
+    assert found["x"].tobytes() == W.astype(ml_dtypes.float8_e5m2).tobytes()
     with pytest.raises(InputError, match="is not one of"):
         jaxckpt.formats.npz_file(path, dtype="V1")
     with pytest.raises(DataError, match=r"has dtype \|V1"):  # of another width
@@ -114,6 +116,11 @@ def test_equinox_files_with_a_target(tmp_path: Path) -> None:
         assert eqx.tree_equal(restored, tree)
         assert eqx.tree_equal(restored, eqx.tree_deserialise_leaves(path, tree))
         assert jaxckpt.verify(found).ok
+    eight = {"w": jnp.arange(3, dtype=jnp.float8_e4m3fn), "x": jnp.ones(2), "y": jnp.ones(2, jnp.float8_e5m2)}
+    eqx.tree_serialise_leaves(tmp_path / "8.eqx", eight)  # Equinox itself cannot read them
+    assert eqx.tree_equal(jaxckpt.restore(jaxckpt.formats.eqx_file(tmp_path / "8.eqx", eight), eight), eight)
+    with pytest.raises(MismatchError, match=r"'w' .*has dtype \|V1, because NumPy's format does not record dtypes"):
+        jaxckpt.formats.eqx_file(tmp_path / "8.eqx", {**eight, "w": jnp.ones(3)})
     with pytest.raises(MismatchError, match=r"eqx_file\(path, target\) opens it with those of the target"):
         jaxckpt.restore(tmp_path / "module.eqx", trees["module"])
     for wrong in (trees["state"], eqx.nn.MLP(2, 3, 5, 1, key=jax.random.key(0))):

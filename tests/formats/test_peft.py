@@ -207,8 +207,9 @@ def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:
     for wrong in ((1,), (1, float("nan"))):
         with pytest.raises(jaxckpt.errors.InputError, match="one finite number for each of 2 checkpoints"):
             average([f"{run}@0", f"{run}@1"], weights=wrong)
-    with pytest.raises(jaxckpt.errors.InputError, match=r"weights= must be numbers: .*'x'"):
-        average([f"{run}@0", f"{run}@1"], weights=("x", 1))  # pyright: ignore
+    for unusable, why in ((("x", 1), "'x'"), ((10**400, 1), "too large"), ({1.0, 2.0}, "a set has no order")):
+        with pytest.raises(jaxckpt.errors.InputError, match=f"weights= must be a sequence of numbers: .*{why}"):
+            average([f"{run}@0", f"{run}@1"], weights=unusable)  # pyright: ignore
     with pytest.raises(jaxckpt.errors.InputError, match="at least one checkpoint, found none"):
         average([])
     with pytest.raises(jaxckpt.errors.InputError, match=r"run@last9: .* has 4 steps"):
