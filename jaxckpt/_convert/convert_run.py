@@ -151,7 +151,10 @@ def step_source(run: Store, step: int, options: Options) -> tuple[NativeCheckpoi
     if isinstance(metadata, dict):
         of_orbax = cast("Mapping[str, Any]", metadata)
         metadata, metrics = of_orbax.get("custom_metadata"), of_orbax.get("metrics")
-        others |= {f"metric {name!r}, not a number" for name in metrics or () if name not in step_metrics}
+        if isinstance(metrics, Mapping):
+            others |= {f"metric {name!r}, not a number" for name in metrics if name not in step_metrics}
+        elif metrics is not None:
+            others.add("metrics, not a dict")
     return replace(source, manifest=msgspec.structs.replace(manifest, metadata=metadata)), others
 
 

@@ -29,7 +29,7 @@ from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ArrayData, ForeignArray, ForeignCheckpoint, Replicas
 from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._store.store_path import local_path, store_at
-from jaxckpt.errors import InputError, MismatchError, Problem, show_count
+from jaxckpt.errors import DataError, InputError, MismatchError, Problem, UnsupportedError, show_count
 
 
 @explain_keywords
@@ -114,20 +114,21 @@ def average(
             made[path] = replace(value, data=data)
         else:
             made[path], exact[path] = value, values
-    leaves = _ExactLeaves([source.url for source in sources], exact)
+    urls = [source.url for source in sources]
+    leaves = _ExactLeaves(_distinct(urls), exact)
     if problems:
-        what = f"comparing {', '.join(leaves.urls)}"
-        raise _error([*problems, *run_watched(what, options.timeout_seconds, leaves.problems)])
+        more = run_watched(f"comparing {', '.join(urls)}", options.timeout_seconds, leaves.problems)
+        raise _error([*problems, *more])
     for path, (array, *_) in exact.items():
         made[path] = replace(array, data=_ExactData(path, leaves.copies(path), leaves))
-    url = " + ".join(f"{factor:g} × {source.url}" for factor, source in zip(factors, sources, strict=True))
+    url = " + ".join(f"{factor:g} × {place}" for factor, place in zip(factors, urls, strict=True))
     composed = compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
     paths = [local_path(place) or place if isinstance(place, str) else place for place in places]
     again = functools.partial(
         average, paths, weights=factors, select=select, rename=rename, options=replace(options, progress=None)
     )
     own = {field.name: getattr(composed, field.name) for field in fields(ForeignCheckpoint)}
-    return Average(**own, again=again, executor=executor)
+    return Average(**{**own, "origins": sources}, again=again, executor=executor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,26 +182,37 @@ def _error(problems: Sequence[Problem]) -> MismatchError:
 class _ExactLeaves:
     """The arrays that are not floats, by path, each from every checkpoint."""
 
-    urls: Sequence[str]
+    names: Sequence[str]
+    """The name of each checkpoint. All differ."""
+
     arrays: Mapping[str, Sequence[ForeignArray]]
 
     def copies(self, path: str) -> Mapping[str, ArrayData]:
         """The data of a leaf, by checkpoint."""
-        return {url: array.data for url, array in zip(self.urls, self.arrays[path], strict=True)}
+        return {name: array.data for name, array in zip(self.names, self.arrays[path], strict=True)}
 
     def problems(self) -> list[Problem]:
-        """A problem for each leaf that differs. Reads all of them."""
-        found: list[Problem] = []
-        for path, (array, *_) in self.arrays.items():
-            replicas = Replicas(path, self.copies(path))
+        """A problem for each leaf that differs or cannot be read. Reads all of them."""
+        return [problem for path in self.arrays if (problem := self._problem(path))]
+
+    def _problem(self, path: str) -> Problem | None:
+        array, *_ = self.arrays[path]
+        replicas = Replicas(path, self.copies(path))
+        try:
             for box in cut_to_size(whole_box(array.shape), [[1] * len(array.shape)], _COMPARED_ELEMENTS):
                 names = replicas.different_copies(box, np.empty(extent(box), DTYPES[array.dtype]))
                 if names is not None:
                     what = f"{array.dtype}{list(array.shape)}"
                     reason = f"is not a float, but {what}, and differs between {names[0]} and {names[1]}"
-                    found.append(Problem(path, reason, _REMEDY))
-                    break
-        return found
+                    return Problem(path, reason, _REMEDY)
+        except (DataError, UnsupportedError) as error:
+            return Problem(path, f"cannot be read: {error}", _REMEDY)
+        return None
+
+
+def _distinct(urls: Sequence[str]) -> list[str]:
+    """The URLs, with a number if several are equal: the checkpoints of several files in one folder have its URL."""
+    return [url if urls.count(url) == 1 else f"{url} (number {number})" for number, url in enumerate(urls, 1)]
 
 
 @dataclass(frozen=True, slots=True)

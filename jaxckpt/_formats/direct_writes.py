@@ -29,6 +29,7 @@ from jaxckpt._rules.mapped_data import MappedData, MappedSource
 from jaxckpt._rules.rule import Rule
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan
 from jaxckpt._sources.foreign import ArrayData, ForeignCheckpoint
+from jaxckpt._store.files import file_system_kinds
 from jaxckpt._store.folder import Folder
 from jaxckpt._store.storage_errors import translate_os_errors
 from jaxckpt._store.store import ArrayWriter, ObjectRecord
@@ -44,14 +45,7 @@ FUSE may lose writes: they cache pages, or whole files, without a lock."""
 
 def is_coherent(folder: str) -> bool:
     """Whether several hosts can write one file of this folder at the same time."""
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo") as file:
-            mounts = [line.split(" - ") for line in file]
-    except OSError:  # not Linux
-        return False
-    kinds = {kind.split()[0] for mount, kind in mounts if mount.split()[2] == number}
+    kinds = file_system_kinds(os.stat(folder).st_dev)
     return bool(kinds) and kinds <= _COHERENT
 
 

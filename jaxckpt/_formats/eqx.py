@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,22 +62,33 @@ def eqx_file(path: str | os.PathLike[str], target: Tree) -> ForeignCheckpoint:
                 f" has {len(paths)}; they do not match",
                 problems,
             )
-        named = jax.tree.map(partial(_named, iter(arrays)), target)
+        named = jax.tree.map(partial(_named, zip(paths, arrays, strict=True)), target)
         return with_files(compose(place, named, "eqx"), opened_files)
 
 
-def _named(stored: Iterator[ForeignArray], value: Any) -> Any:
+def _named(stored: Iterator[tuple[str, ForeignArray]], value: Any) -> Any:
     """What a leaf of the target was: the next array of the file, a text of the target, or nothing."""
     if not _is_stored(value):
         return value if isinstance(value, (str, bytes)) else None
-    array = next(stored)
+    path, array = next(stored)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return array
     if isinstance(value, np.ndarray):
         return replace(array, kind="numpy")
     data = np.empty((), DTYPES[array.dtype])
     array.data.read((), data)
-    return type(value)(data.item())
+    return _number(path, type(value), data.item())
+
+
+def _number(path: str, kind: Any, stored: Any) -> Any:
+    """A number of the file as one of the target's type. Raises MismatchError if it is not the same number."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = kind(stored)
+        if number == stored or stored != stored:
+            return number
+    raise MismatchError.of(
+        "the file has another number", [Problem(path, f"is {stored!r}, which is not a {kind.__name__}, as in target")]
+    )
 
 
 def _is_stored(value: Any) -> bool:

@@ -106,7 +106,8 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
     """
     config, options = _adapter_config(adapter), Options()
     source = source_at(base, options)
-    leaves, lora = SourceLeaves(source), SourceLeaves(source_at(_tensors(adapter), options))
+    adapted = source_at(_tensors(adapter), options)
+    leaves, lora = SourceLeaves(source), SourceLeaves(adapted)
     tensors: dict[str, Any] = {path: leaves.leaf(path) for path in leaves.paths}
     problems: list[Problem] = []
     for path in lora.paths:
@@ -131,7 +132,7 @@ def merge_lora(base: Location, adapter: str | os.PathLike[str]) -> ForeignCheckp
     if problems:
         raise MismatchError.of(f"the adapter {os.fspath(adapter)} does not fit {source.url}", problems)
     view = compose(source.url, nested_dicts(tensors), source.manifest.format, metadata=source.manifest.metadata)
-    return replace(view, origin=source)
+    return replace(view, origins=[source, adapted])
 
 
 @dataclass(frozen=True, slots=True)

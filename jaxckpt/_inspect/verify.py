@@ -50,6 +50,7 @@ from jaxckpt.errors import (
     DataError,
     JaxckptError,
     ManifestError,
+    MismatchError,
     NotACheckpointError,
     Problem,
     StorageError,
@@ -363,7 +364,7 @@ def _check_leaf(source: ForeignCheckpoint, number: int, options: Options, meter:
     for box in cut_to_size(whole_box(stack.shape), (stack.chunk[1:],), fits):
         try:
             read_box(source, number, box, options)
-        except (DataError, StorageError) as error:
+        except (DataError, StorageError, MismatchError) as error:  # the last one of an average
             problems.append(Problem(leaf.path, f"cannot be read: {error}", object=source.url, box=box))
         meter.add(volume(box) * stack.itemsize)
         meter.pause(volume(box) * stack.itemsize)
@@ -611,7 +612,7 @@ def repair(path: Path, options: Options) -> list[VerifyReport]:
             reports += _repair(damaged, options)
         except (CorruptError, NotACheckpointError, StorageError) as failure:
             failures.append(failure)
-    if len(stores) == 1 and failures:
+    if failures and (len(stores) == 1 or all(isinstance(failure, StorageError) for failure in failures)):
         raise failures[0]
     if failures:
         repaired = f"; repaired: {', '.join(report.path for report in reports)}" if reports else ""

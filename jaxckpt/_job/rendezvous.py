@@ -142,6 +142,9 @@ class Rendezvous:
     _ends: float = math.inf
     """After an exchange has failed: when to stop waiting for the others."""
 
+    _exchange_failed_at: float = math.inf
+    """In process 0, while its exchange runs: when another process was first seen to have failed in it."""
+
     _n_posted: int = 0
     """Number of items that process 0 has posted for the others: heartbeats, and its shared text."""
 
@@ -195,6 +198,8 @@ class Rendezvous:
                 self._gather_messages() if self.call.index == 0 else self._await_broadcast()
         except PeerError as reason:
             return reason
+        except TimeoutError:  # the others respond, and their exchange has not ended
+            return error
         return error
 
     def _stop_posting(self, error: BaseException | None) -> None:
@@ -338,8 +343,8 @@ class Rendezvous:
             self._post_error = error
 
     def _watch_exchange(self, silence: _Silence | None) -> _Silence | None:
-        """While the lane is in an exchange, end the wait for it if another process has died. For the thread that posts,
-        which passes what it has observed so far. Process 0 decides for all."""
+        """While the lane is in an exchange, end the wait for it if another process has died or has long failed. For the
+        thread that posts, which passes what it has observed so far. Process 0 decides for all."""
         call = self.call
         if not call.watchdog.is_exchanging:
             return None
@@ -352,6 +357,11 @@ class Rendezvous:
             seconds = self._timeout_seconds(has_joined=True)
             silent = dict.fromkeys(silence.longer_than(dict.fromkeys(range(1, call.count), seconds)), seconds)
             failures = self._timeout_failures(silent, silence.beats)
+            failed = [message for message in map(json.loads, self._read_posted("in").values()) if "error" in message]
+            if failed:
+                self._exchange_failed_at = min(self._exchange_failed_at, time.monotonic())
+            if not failures and time.monotonic() > self._exchange_failed_at + _EXCHANGE_SECONDS:
+                failures = failed
         if failures:
             call.watchdog.abandon(combined_error(failures, self.what))
         return silence
@@ -387,9 +397,11 @@ class Rendezvous:
             most = min(self.call.count / 16, _LONGEST_POLL_SECONDS, waited, timeout_seconds - waited)
             text = self._get(f"{self.key}/out/{number}", max(most, self.call.count / _REQUESTS_PER_SECOND))
             if text is None:
-                if time.monotonic() - since > timeout_seconds or time.monotonic() > self._ends:
+                if time.monotonic() - since > timeout_seconds:
                     self._is_service_lost = True
                     raise combined_error(self._timeout_failures({0: timeout_seconds}, {0: beat}), self.what)
+                if time.monotonic() > self._ends:
+                    raise TimeoutError
                 continue
             message = json.loads(text)
             if "error" in message:

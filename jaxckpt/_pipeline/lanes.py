@@ -189,7 +189,7 @@ def _wait(task: Task[T], watchdog: Watchdog, requests: SimpleQueue[Request | Non
             request()
             request = None  # it may hold much memory
         if error := watchdog.stall_error():  # also while the lane reports that nothing moves
-            _has_stalled = True
+            _has_stalled |= isinstance(error, StorageError)  # not if another process has died
             replace_workers()  # these threads may also hang
             raise error
 

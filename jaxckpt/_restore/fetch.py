@@ -35,7 +35,7 @@ def fetch(
     """The value of every leaf by its number. If `tied`, leaves that share a row and a form become one value.
 
     Every process of the rendezvous calls this, in a lane. Each checks some of the small files that describe stacks.
-    They read for each other if `options.read` is "shared". `shown` keeps the progress of the last reads on display.
+    They read for each other if `options.read` says so. `shown` keeps the progress of the last reads on display.
     """
     representative: dict[int, int] = {}
     if tied:

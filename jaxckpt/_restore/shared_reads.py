@@ -1,4 +1,4 @@
-"""Which process reads what with Options(read="shared"), so that each chunk is read from storage once. Pure data.
+"""Which process reads what if processes read for each other, so that each chunk is read from storage once. Pure data.
 
 wants ─▶ communities of processes that need the same data ─▶ for each, a plan of distributed reads ─▶ rounds ─▶ pieces
 """

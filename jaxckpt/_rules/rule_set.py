@@ -191,7 +191,7 @@ def view_through(rules: Rules | None, source: _Opened) -> _Opened | ForeignCheck
         raise MismatchError.of(f"the rules do not fit {source.url} in {show_count(len(problems), 'place')}", problems)
     manifest = source.manifest
     view = compose(source.url, nested_dicts({**targets, **kept}), manifest.format, metadata=manifest.metadata)
-    return replace(view, origin=source)
+    return replace(view, origins=[source])
 
 
 def _dropped_paths(rules: Rules, leaves: SourceLeaves) -> tuple[set[str], list[Problem]]:

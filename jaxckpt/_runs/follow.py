@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import os
 import time
 from collections.abc import Generator, Mapping
@@ -34,7 +34,7 @@ from jaxckpt._run_folder.steps import ENDED, RUN, step_folders, step_name
 from jaxckpt._sources.open_source import foreign_steps_of
 from jaxckpt._store.load_manifest import load_manifest
 from jaxckpt._store.store import Store
-from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointError, StorageError
+from jaxckpt.errors import InputError, ManifestError, NotACheckpointError, StorageError
 
 Path = str | os.PathLike[str]
 
@@ -99,24 +99,17 @@ _HEAD_BYTES = 128
 class _Yielded:
     """A step that was yielded."""
 
-    step: Step
-    store: Store
+    number: int
     head: bytes
     """The first bytes of its manifest."""
 
-    def is_unchanged(self) -> bool:
+    def is_unchanged(self, run: Store) -> bool:
         """Whether the step was neither deleted nor saved again since. Raises StorageError."""
+        store = run.child(step_name(self.number))
+        if store.read_head(MANIFEST, len(self.head)) == self.head:
+            return True
         try:
-            with self.store.range_reader(MANIFEST) as read:
-                if bytes(read(0, len(self.head))) == self.head:
-                    return True
-        except DataError:  # too short, or on an object store missing
-            pass
-        except StorageError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                raise
-        try:
-            _, content = load_manifest(self.store)
+            _, content = load_manifest(store)
         except ManifestError:  # which does not concern the steps after it
             return True
         except NotACheckpointError:
@@ -158,9 +151,9 @@ def _follow(
     yielded: list[_Yielded] = []  # with `newest` only the last one, because an older one may become the newest again
     while True:
         ended = run.read(f"{RUN}/{ENDED}") is not None  # read first, so that the listing after it is complete
-        while yielded and not yielded[-1].is_unchanged():
-            yielded.pop()
-        last = yielded[-1].step.number if yielded else after
+        # They count as deleted once there is a step after them. Until then, the directory may only be away.
+        kept = [*itertools.dropwhile(lambda step: not step.is_unchanged(run), reversed(yielded))][::-1]
+        last = kept[-1].number if kept else after
         published, _ = step_folders(run, above=last)
         with contextlib.ExitStack() as until_next:
             found = None
@@ -175,12 +168,11 @@ def _follow(
                         "steps are read without leases and may be deleted while they are read: %s", lease_error
                     )
                     warned = True
-                if newest:
-                    yielded.clear()
-                yielded.append(found)
                 break
             if found is not None:
-                yield found.step
+                step, head = found
+                yielded = [*([] if newest else kept), _Yielded(step.number, head)]
+                yield step
                 waiting_since = time.monotonic()
                 continue
         if not has_waited and any(step.number > last for step in foreign_steps_of(run.url, options)):
@@ -206,12 +198,12 @@ def _hold(
     return None
 
 
-def _find(run: Store, number: int, held: bool, options: Options) -> _Yielded | None:
-    """A step to yield; None if it was deleted."""
+def _find(run: Store, number: int, held: bool, options: Options) -> tuple[Step, bytes] | None:
+    """A step to yield, and the first bytes of its manifest; None if it was deleted."""
     child = run.child(step_name(number))
     try:
         manifest, content = load_manifest(child)
     except NotACheckpointError:
         return None
     metrics = metrics_of(run, number, manifest.save_id, manifest.step)
-    return _Yielded(Step(number, child.url, metrics, held, options), child, content[:_HEAD_BYTES])
+    return Step(number, child.url, metrics, held, options), content[:_HEAD_BYTES]

@@ -198,7 +198,7 @@ class Run:
         return resolve_name(self._store, step, steps)
 
     def metadata(self) -> dict[str, Any]:
-        """The metadata of the run, from its first `Checkpointer(metadata=…)`; empty if there is none. One small read.
+        """The metadata of the run, from its first `Checkpointer(metadata=…)`; empty if there is none.
 
         For a run of Orbax, that of `CheckpointManager(metadata=…)`. For the metadata of a step, see
         `open(step).metadata`.

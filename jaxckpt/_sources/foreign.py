@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import errno
 import functools
 import hashlib
 import itertools
@@ -234,8 +235,8 @@ class ForeignCheckpoint:
     files: Sequence[str] = field(default=(), repr=False)
     """The files or folders that it was assembled from, if not from `url`."""
 
-    origin: Source | None = field(default=None, repr=False)
-    """The checkpoint of which this one is a view."""
+    origins: Sequence[Source] = field(default=(), repr=False)
+    """The checkpoint of which this one is a view, or those that it is made of."""
 
     @property
     def digest(self) -> str:
@@ -243,7 +244,7 @@ class ForeignCheckpoint:
 
     def arrivals(self, reads: Iterable[StackBoxes], options: Options, rendezvous: Rendezvous) -> Arrivals:
         """The origin reads for a view only what each process can read itself."""
-        return all_arrived() if self.origin is None else self.origin.arrivals((), options, rendezvous)
+        return self.origins[0].arrivals((), options, rendezvous) if self.origins else all_arrived()
 
     def require_metadata(self, stacks: Sequence[int]) -> None:
         pass
@@ -258,16 +259,18 @@ class ForeignCheckpoint:
         leaves = [self.manifest.leaves[number] for number in numbers]
         places = (self.manifest.stack_and_row(leaf) for leaf in leaves if leaf.stack is not None)
         rows = (self.row_data[stack][row] for stack, row in places)
-        require_unchanged([*dict.fromkeys(mark for data in rows for mark in data.marks)])
+        require_unchanged(dict.fromkeys(mark for data in rows for mark in data.marks))
 
     def change_since_open(self) -> str | None:
         try:
             self._require_unchanged(range(len(self.manifest.leaves)))
         except DataError:
             return "deleted"
-        except StorageError:
+        except StorageError as error:
+            if error.errno != errno.ESTALE:
+                raise
             return "replaced by another"
-        return None if self.origin is None else self.origin.change_since_open()
+        return next(filter(None, (origin.change_since_open() for origin in self.origins)), None)
 
 
 def with_files(checkpoint: ForeignCheckpoint, files: OpenedFiles) -> ForeignCheckpoint:

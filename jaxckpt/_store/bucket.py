@@ -210,6 +210,9 @@ class Bucket:
     def read(self, key: str) -> bytes | None:
         return self.read_whole(key)[0]
 
+    def read_head(self, key: str, count: int) -> bytes | None:
+        return self.read_range(key, 0, count)[0]
+
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         """Requests all files concurrently."""
         begun = [(key, self._begin_read(key)) for key in keys]

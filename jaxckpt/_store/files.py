@@ -218,6 +218,18 @@ def write_all(handle: int, buffers: Sequence[Any]) -> None:
     _move_all(buffers, write_next)
 
 
+def file_system_kinds(device: int) -> set[str]:
+    """The kinds of the file systems that are mounted with this number (`st_dev`), such as "ext4" or "fuse.sshfs"; none
+    if it is not known. Only on Linux."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as file:
+            mounts = [line.split(" - ") for line in file]
+    except OSError:
+        return set()
+    return {kind.split()[0] for mount, kind in mounts if mount.split()[2] == number}
+
+
 def read_into(path: str, handle: int, start: int, buffers: Sequence[Any]) -> None:
     """Fill buffers with the content of a file from `start` on. Raises DataError if the file is too short."""
 

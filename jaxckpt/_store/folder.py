@@ -79,6 +79,7 @@ _REFUSED_LINK = (
 
 @watched(
     read="reading",
+    read_head="reading",
     read_all="reading",
     put="writing to",
     replace="writing to",
@@ -139,18 +140,24 @@ class Folder:
     # Small files -----------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes | None:
+        return self._content(key)
+
+    def read_head(self, key: str, count: int) -> bytes | None:
+        return self._content(key, count)
+
+    def _content(self, key: str, count: int | None = None) -> bytes | None:
         with self._translate_errors("read", key):
             try:
-                return retry_stale(self._read, key)
+                return retry_stale(self._read, key, count)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def _read(self, key: str) -> bytes:
+    def _read(self, key: str, count: int | None) -> bytes:
         _revalidate(self._path(key))
         with self._open_file(key) as (handle, status):
             if os.major(status.st_dev) == 0:  # not a disk
                 _forget_content(handle)
-            return read_to_end(f"{self.url}/{key}", handle)
+            return read_to_end(f"{self.url}/{key}", handle) if count is None else os.read(handle, count)
 
     def read_all(self, keys: Iterable[str]) -> list[bytes | None]:
         return [self.read(key) for key in keys]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._pipeline.workers import note_progress
-from jaxckpt._store.files import read_into
+from jaxckpt._store.files import file_system_kinds, read_into
 from jaxckpt._store.storage_errors import UNLISTABLE, translate_os_errors
 from jaxckpt.errors import DataError, StorageError
 
@@ -98,8 +98,8 @@ def opened(path: str) -> Generator[OpenFile]:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path} is not a regular file")
-            if isinstance(files := _current.get(), LocalFiles):
-                files.require_unchanged(path, _identity(status))
+            if (local := _local_files()) is not None:
+                local.require_unchanged(path, _identity(status))
             yield _LocalFile(path, handle)
         finally:
             os.close(handle)
@@ -234,20 +234,27 @@ class Mark:
 
 
 def marked(path: str) -> Mark:
-    """The mark that a file is now."""
+    """The mark that a file is now. Raises StorageError if it is not the file that was read before."""
     files = _files_of(path)
-    return Mark(path, _generations(files, [path])[0], files)
+    generation = _generations(files, [path])[0]
+    known = files or _local_files()
+    if known is not None and generation is not None:
+        known.require_unchanged(path, generation)
+    return Mark(path, generation, files)
 
 
-def require_unchanged(marks: Sequence[Mark]) -> None:
-    """Raise StorageError if one of a checkpoint's marks has been replaced, DataError if it is missing. Looks at all of
-    them concurrently."""
-    files = marks[0].files if marks else None
-    for mark, generation in zip(marks, _generations(files, [mark.path for mark in marks]), strict=True):
-        if generation is None:
-            raise DataError(f"{mark.path} is missing")
-        if generation != mark.generation:
-            raise _replaced(mark.path)
+def require_unchanged(marks: Iterable[Mark]) -> None:
+    """Raise StorageError if one of a checkpoint's marks has been replaced, DataError if it is missing. Looks at all
+    that lie in one bucket concurrently."""
+    by_files: dict[BucketFiles | None, list[Mark]] = {}
+    for mark in marks:
+        by_files.setdefault(mark.files, []).append(mark)
+    for files, group in by_files.items():
+        for mark, generation in zip(group, _generations(files, [mark.path for mark in group]), strict=True):
+            if generation is None:
+                raise DataError(f"{mark.path} is missing")
+            if not _is_same(mark.generation, generation):
+                raise _replaced(mark.path)
 
 
 @contextlib.contextmanager
@@ -256,7 +263,7 @@ def unless_replaced(marks: Iterable[Mark]) -> Generator[None]:
     try:
         yield
     except DataError:
-        require_unchanged([*marks])
+        require_unchanged(marks)
         raise
 
 
@@ -281,6 +288,17 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _is_same(before: object, now: object) -> bool:
+    """Whether two generations are of the same file. FUSE gives a file another inode number after the kernel has
+    forgotten it."""
+    if before == now:
+        return True
+    if not isinstance(before, tuple) or not isinstance(now, tuple) or before[2:] != now[2:]:
+        return False
+    device, *_ = cast("tuple[int, ...]", now)
+    return any(kind.startswith("fuse") for kind in file_system_kinds(device))
+
+
 def _replaced(path: str) -> StorageError:
     return StorageError(errno.ESTALE, f"{path} was replaced after it was opened: open it again")
 
@@ -289,11 +307,11 @@ def _replaced(path: str) -> StorageError:
 class LocalFiles:
     """The files on file systems that an open checkpoint has read."""
 
-    _identities: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"], repr=False)
+    _identities: dict[str, object] = field(default_factory=dict[str, object], repr=False)
 
-    def require_unchanged(self, path: str, identity: tuple[int, ...]) -> None:
+    def require_unchanged(self, path: str, identity: object) -> None:
         """Raise StorageError if a file is not the one that was read before."""
-        if self._identities.setdefault(path, identity) != identity:
+        if not _is_same(self._identities.setdefault(path, identity), identity):
             raise _replaced(path)
 
 
@@ -327,8 +345,11 @@ class BucketFiles:
     sizes: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     """The sizes of files by path, if they were asked for."""
 
-    _generations: dict[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    _generations: dict[str, object] = field(default_factory=dict[str, object], repr=False)
     """The generation of each file that was read, by path."""
+
+    local: LocalFiles = field(default_factory=LocalFiles, repr=False)
+    """The files on file systems, of a checkpoint that also has such files."""
 
     @classmethod
     def at(cls, bucket: Bucket, index_names: Collection[str] = ()) -> tuple[BucketFiles, str]:
@@ -358,10 +379,15 @@ class BucketFiles:
         before."""
         if content is None:
             raise DataError(f"{path} is missing")
-        if generation and self._generations.setdefault(path, generation) != generation:
-            raise _replaced(path)
+        if generation:
+            self.require_unchanged(path, generation)
         note_progress()
         return content
+
+    def require_unchanged(self, path: str, generation: object) -> None:
+        """Raise StorageError if a file is not the one that was read before."""
+        if self._generations.setdefault(path, generation) != generation:
+            raise _replaced(path)
 
     def kind(self, path: str) -> str | None:
         """ "file", "folder", or None if nothing has this path."""
@@ -476,6 +502,11 @@ def using_files(files: OpenedFiles) -> Generator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def _local_files() -> LocalFiles | None:
+    files = _current.get()
+    return files.local if isinstance(files, BucketFiles) else files
 
 
 def _files_of(path: str) -> BucketFiles | None:

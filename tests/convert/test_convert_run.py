@@ -273,6 +273,16 @@ def test_metadata_goes_to_orbax_and_back(tmp_path: Path, format: str, caplog: py
         jaxckpt.open(f"{tmp_path / 'back'}@best")
 
 
+@pytest.mark.parametrize("format", ["orbax", "orbax-v1"])
+@pytest.mark.parametrize("metadata", [[1, {"a": None}], "text", 0, {}])
+def test_metadata_that_is_not_a_dict_comes_back_from_orbax(tmp_path: Path, metadata: Any, format: str) -> None:
+    with jaxckpt.Checkpointer(tmp_path / "ours") as run:
+        run.save(1, state(1), metadata=metadata)
+    jaxckpt.convert(tmp_path / "ours", tmp_path / "theirs", format=format)
+    jaxckpt.convert(tmp_path / "theirs", tmp_path / "back")
+    assert jaxckpt.Run(tmp_path / "back").open(1).metadata == metadata
+
+
 @pytest.mark.parametrize("registry", [None, jaxckpt.orbax.handler_registry()])
 def test_the_metadata_of_a_run_of_orbax_is_kept(
     tmp_path: Path, registry: Any, caplog: pytest.LogCaptureFixture
@@ -283,13 +293,13 @@ def test_the_metadata_of_a_run_of_orbax_is_kept(
     ) as manager:
         metrics = {"loss": 0.5, "eval": {"loss": 0.25}, "name": "x"}
         args = ocp.args.StandardSave({"w": np.ones(2)})
-        manager.save(1, args=args, metrics=metrics, custom_metadata={"commit": "abc"})
+        manager.save(1, args=args, metrics=metrics, custom_metadata={"most": float("inf")})
     jaxckpt.convert(tmp_path / "theirs", tmp_path / "ours")
     (warning,) = (record.getMessage() for record in caplog.records if "lacks" in record.getMessage())
     assert warning.endswith("no place for them: metric 'eval', not a number; metric 'name', not a number")
     run = jaxckpt.Run(tmp_path / "ours")
     assert (run.metadata(), run.metrics(1)) == ({"lr": "Infinity"}, {"loss": 0.5})
-    assert run.open(1).metadata == jaxckpt.open(tmp_path / "theirs").metadata["custom_metadata"] == {"commit": "abc"}
+    assert run.open(1).metadata == jaxckpt.open(tmp_path / "theirs").metadata["custom_metadata"] == {"most": "Infinity"}
 
 
 def test_a_refused_step_is_named_and_leaves_no_folder(tmp_path: Path) -> None:

@@ -410,6 +410,19 @@ def test_arrays_that_are_replaced_after_the_checkpoint_was_opened(kind: str, pla
     assert jaxckpt.load_numpy(url)["b"][0, 0] == 2
 
 
+def test_a_local_file_beside_those_of_a_bucket_that_is_replaced(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        np.savez(tmp_path / f"{rank}.npz", w=np.full(4, rank))
+    store = BucketStore.at("memory://mixed", jaxckpt.Options())
+    store.put("0.npz", (tmp_path / "0.npz").read_bytes())
+    files = {0: "memory://mixed/0.npz", 1: tmp_path / "1.npz"}
+    opened = jaxckpt.open(jaxckpt.formats.rank_files(files, specs=P("rank")))
+    assert opened["w"][...].tolist() == [0] * 4 + [1] * 4
+    np.savez(tmp_path / "1.npz", w=np.full(4, 9))
+    with pytest.raises(StorageError, match="was replaced after it was opened: open it again"):
+        opened["w"][...]
+
+
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_arrays_that_are_replaced_while_they_are_read(gs: Bucket, tmp_path: Path, kind: str) -> None:
     """After each request in turn."""

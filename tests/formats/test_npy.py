@@ -119,6 +119,10 @@ def test_equinox_files_with_a_target(tmp_path: Path) -> None:
     eight = {"w": jnp.arange(3, dtype=jnp.float8_e4m3fn), "x": jnp.ones(2), "y": jnp.ones(2, jnp.float8_e5m2)}
     eqx.tree_serialise_leaves(tmp_path / "8.eqx", eight)  # Equinox itself cannot read them
     assert eqx.tree_equal(jaxckpt.restore(jaxckpt.formats.eqx_file(tmp_path / "8.eqx", eight), eight), eight)
+    eqx.tree_serialise_leaves(tmp_path / "n.eqx", {"rate": 0.1, "z": 1j, "n": float("inf")})
+    for wrong in ({"rate": 0, "z": 1j, "n": 1.0}, {"rate": 0.1, "z": 1.0, "n": 1.0}, {"rate": 0.1, "z": 1j, "n": 1}):
+        with pytest.raises(MismatchError, match=r"'\w+' is .*, which is not an? (int|float), as in target"):
+            jaxckpt.formats.eqx_file(tmp_path / "n.eqx", wrong)
     with pytest.raises(MismatchError, match=r"'w' .*has dtype \|V1, because NumPy's format does not record dtypes"):
         jaxckpt.formats.eqx_file(tmp_path / "8.eqx", {**eight, "w": jnp.ones(3)})
     with pytest.raises(MismatchError, match=r"eqx_file\(path, target\) opens it with those of the target"):

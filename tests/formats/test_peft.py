@@ -15,10 +15,13 @@ import jax
 import numpy as np
 import numpy_models
 import pytest
+import tensorstore as ts
 from command_line import run
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._model.tree import nested_dicts
+from jaxckpt._store.tensors import ROOT_CONTEXT
 
 DATA = Path(__file__).parents[1] / "data"
 BASES = DATA / "transformers"
@@ -187,6 +190,54 @@ def test_what_is_replaced_after_an_average_was_opened_is_not_mixed_into_it(tmp_p
     for read in (lambda: opened["w"][...], lambda: jaxckpt.convert(averaged, tmp_path / "out")):
         with pytest.raises(jaxckpt.errors.StorageError, match="was replaced after it was opened"):
             read()
+
+
+@pytest.mark.parametrize("change", ["deleted", "saved again"])
+def test_a_step_that_is_deleted_while_an_average_is_read_is_not_called_damaged(
+    runs: Any, change: str, tmp_path: Path
+) -> None:
+    run, states = runs
+    averaged = jaxckpt.weights.average([f"{run}@last2"], select="params")
+    with jaxckpt.Checkpointer(run) as checkpointer:
+        checkpointer.delete(3)
+        if change == "saved again":
+            checkpointer.save(3, states[0])
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match=r"was (deleted|replaced) .*while it was being read"):
+        jaxckpt.load_numpy(averaged)
+
+
+def test_checkpoints_in_one_folder_are_compared(tmp_path: Path) -> None:
+    """They have one URL."""
+    places = []
+    for name, step in (("a", 10), ("b", 20)):
+        for rank in (0, 1):
+            np.savez(tmp_path / f"{name}{rank}.npz", w=np.ones(4, np.float32), step=np.full(2, step))
+        places.append(jaxckpt.formats.rank_files({r: tmp_path / f"{name}{r}.npz" for r in (0, 1)}, specs=P("rank")))
+    averaged = jaxckpt.weights.average(places)
+    what = r"'step' is not a float, but int64\[4\], and differs between .* \(number 1\) and .* \(number 2\)"
+    with pytest.raises(jaxckpt.MismatchError, match=what):
+        jaxckpt.load_numpy(averaged)
+    (problem,) = jaxckpt.verify(averaged).problems
+    assert "differs between" in problem.reason
+
+
+def test_an_average_of_files_in_several_places(tmp_path: Path) -> None:
+    for number in (1, 2):
+        jaxckpt.save(tmp_path / str(number), {"w": np.full(4, number, np.float32)})
+        jaxckpt.convert(tmp_path / str(number), tmp_path / f"{number}.zarr", format="zarr")
+    for file in (tmp_path / "2.zarr").rglob("*"):
+        if file.is_file():
+            key = f"memory://average/{file.relative_to(tmp_path)}"
+            ts.KvStore.open(key, context=ROOT_CONTEXT).result().write("", file.read_bytes()).result()
+    averaged = jaxckpt.weights.average([tmp_path / "1.zarr", "memory://average/2.zarr"])
+    np.testing.assert_array_equal(jaxckpt.load_numpy(averaged)["w"], np.full(4, 1.5))
+
+
+def test_leaves_that_cannot_be_read_do_not_hide_those_that_differ(tmp_path: Path) -> None:
+    for number in (1, 2):
+        np.savez(tmp_path / f"{number}.npz", w=np.ones(number), o=np.array([object()]))
+    with pytest.raises(jaxckpt.MismatchError, match=r"(?s)'w' is float64\[1\], and otherwise.*'o' cannot be read: "):
+        jaxckpt.weights.average([tmp_path / "1.npz", tmp_path / "2.npz"])
 
 
 def test_checkpoints_that_cannot_be_averaged(runs: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import flax.serialization
+import mounts
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -110,6 +111,27 @@ WRITERS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
     "x.h5": _hdf5,
     "x.pt": _torch,
 }
+
+
+@pytest.mark.child
+def test_a_file_with_a_new_inode_number_is_not_taken_for_another(tmp_path: Path) -> None:
+    """FUSE numbers a file anew after the kernel has forgotten it."""
+    (tmp_path / "served").mkdir()
+    safetensors.numpy.save_file({key: np.full(70_000, 1, np.float32) for key in "ab"}, tmp_path / "served" / "x")
+    with mounts.sshfs(tmp_path / "served", tmp_path / "mount"):
+        path = tmp_path / "mount" / "x"
+        checkpoint = jaxckpt.open(path)
+        assert checkpoint["a"][0] == 1
+        before = path.stat().st_ino
+        try:
+            Path("/proc/sys/vm/drop_caches").write_text("2")
+        except OSError:
+            pytest.skip("the caches of the kernel cannot be dropped here")
+        assert path.stat().st_ino != before
+        assert checkpoint["b"][0] == 1
+        os.utime(tmp_path / "served" / "x", ns=(0, 0))
+        with pytest.raises(StorageError, match="was replaced after it was opened: open it again"):
+            checkpoint.restore()
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -249,6 +249,18 @@ def test_a_follower_goes_back_with_the_training(
     assert followed(str(tmp_path), change, newest=newest) == expected
 
 
+@pytest.mark.parametrize("newest", [True, False])
+def test_a_follower_waits_while_the_directory_is_away(tmp_path: Path, newest: bool) -> None:
+    """A file system was unmounted, for example. Its steps are not new when it is back."""
+
+    def away(checkpoints: jaxckpt.Checkpointer) -> None:
+        checkpoints.close()
+        os.rename(tmp_path / "run", tmp_path / "elsewhere")
+        threading.Timer(0.3, lambda: os.rename(tmp_path / "elsewhere", tmp_path / "run")).start()
+
+    assert followed(str(tmp_path / "run"), away, newest=newest) == ([30] if newest else [10, 20, 30])
+
+
 def test_a_server_goes_back_with_the_training(run: str) -> None:
     assert followed(run, lambda checkpoints: went_back(checkpoints, 30, 20), newest=True) == [30, -30]
 

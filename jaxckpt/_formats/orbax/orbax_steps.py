@@ -124,7 +124,7 @@ def open_orbax(path: str) -> NativeCheckpoint | ForeignCheckpoint:
     if kind == "step" and _items(path) == ["default"] and _is_jaxckpt_item(f"{path}/default"):
         ours = _native(f"{path}/default")
         record = read_optional(f"{path}/{STEP_FILE}", StepRecord) or StepRecord()
-        custom = record.custom_metadata or ours.manifest.metadata
+        custom = _as_json(record.custom_metadata) or ours.manifest.metadata
         metadata |= {} if custom is None else {"custom_metadata": custom}
         manifest = msgspec.structs.replace(ours.manifest, metadata=metadata or None, step=step_record(metadata))
         return replace(ours, manifest=manifest)
@@ -281,7 +281,12 @@ def _open_step(path: str) -> tuple[Tree, dict[str, Any]]:
     for message in left_out:
         warnings.warn(message, stacklevel=2)
     whole = {"state"} if record.handler("state") in ("PyTreeHandler", "V1Handler") else {"default"}
-    return items[min(items)] if set(items) == whole else items, metadata
+    if set(items) != whole:
+        return items, metadata
+    (name,) = whole
+    if not record.custom_metadata and name in metadata.get("custom_metadata", {}):
+        metadata["custom_metadata"] = metadata["custom_metadata"][name]
+    return items[name], metadata
 
 
 def _has_arrays(tree: Tree) -> bool:
