@@ -123,12 +123,13 @@ def average(
         made[path] = replace(array, data=_ExactData(path, leaves.copies(path), leaves))
     url = " + ".join(f"{factor:g} × {place}" for factor, place in zip(factors, urls, strict=True))
     composed = compose(url, nested_dicts(made), "average", metadata=sources[0].manifest.metadata)
+    composed = replace(composed, origins=sources)
     paths = [local_path(place) or place if isinstance(place, str) else place for place in places]
     again = functools.partial(
         average, paths, weights=factors, select=select, rename=rename, options=replace(options, progress=None)
     )
     own = {field.name: getattr(composed, field.name) for field in fields(ForeignCheckpoint)}
-    return Average(**{**own, "origins": sources}, again=again, executor=executor)
+    return Average(**own, again=again, executor=executor)
 
 
 @dataclass(frozen=True, slots=True)
