@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._pipeline.work import Moved
 from jaxckpt.errors import show_lines
 
 _SLOW_SECONDS = 10.0

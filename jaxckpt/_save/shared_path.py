@@ -89,8 +89,7 @@ class SharedPath:
         try:
             with call.rendezvous("preparing to save") as rendezvous:
                 if ahead is not None:
-                    with phases.timed("device_to_host"):
-                        ahead.fill()
+                    ahead.fill()
                 save_id = uuid.uuid4().hex
                 gather_agreed(rendezvous, save.fingerprint)
                 if call.index == 0:

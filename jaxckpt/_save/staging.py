@@ -36,6 +36,7 @@ from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._model.dtypes import DTYPES, is_lossless
 from jaxckpt._model.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, Pieces, assign
+from jaxckpt._pipeline.control import Phases
 from jaxckpt._pipeline.workers import run_shared
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.write_plan import Object, SavePlan
@@ -103,10 +104,17 @@ class StagedObject:
     stage_late: Callable[[], StagedObject] | None = None
     """Stages the data later, if the object cannot be linked to its original and must be written."""
 
+    check: Callable[[Pieces], object] | None = None
+    """Raises if the data must not be saved."""
+
     def data(self) -> Pieces:
         """The pieces in host memory. Releases them here."""
-        if self.stage_late is not None:
-            return self.stage_late().data()
+        pieces = self._own_pieces() if self.stage_late is None else self.stage_late().data()
+        if self.check is not None:
+            self.check(pieces)
+        return pieces
+
+    def _own_pieces(self) -> Pieces:
         groups, self.groups = self.groups, []
         with jax.transfer_guard("allow"):
             pieces = [[(box, self._host(*piece).reshape(extent(box))) for box, *piece in group] for group in groups]
@@ -542,6 +550,7 @@ class StagedAhead:
     def __init__(
         self,
         staged: Iterator[StagedObject],
+        phases: Phases,
         *,
         max_objects: int | None,
         max_bytes: int | None,
@@ -550,6 +559,7 @@ class StagedAhead:
     ) -> None:
         """`when_staged` is called once all are staged; `check` before each, and raises to stop. None: no limit."""
         self._staged: Iterator[StagedObject] | None = staged
+        self._phases = phases
         self._max_objects = max_objects
         self._max_bytes = max_bytes
         self._when_staged = when_staged
@@ -564,20 +574,21 @@ class StagedAhead:
 
     def fill(self) -> None:
         """Stage objects ahead."""
-        while self._staged is not None and len(self._ready) != self._max_objects:
-            self._check()
-            if self._next is None:
-                self._next = next(self._staged, None)
-            if self._next is None:
-                self._staged = None
-                self._when_staged()
-            elif self._fits(self._next):
-                self._held_bytes += self._next.copied_bytes
-                self.copied_bytes += self._next.copied_bytes
-                self._ready.append(self._next)
-                self._next = None
-            else:
-                return
+        with self._phases.timed("device_to_host"):
+            while self._staged is not None and len(self._ready) != self._max_objects:
+                self._check()
+                if self._next is None:
+                    self._next = next(self._staged, None)
+                if self._next is None:
+                    self._staged = None
+                    self._when_staged()
+                elif self._fits(self._next):
+                    self._held_bytes += self._next.copied_bytes
+                    self.copied_bytes += self._next.copied_bytes
+                    self._ready.append(self._next)
+                    self._next = None
+                else:
+                    return
 
     def _fits(self, staged: StagedObject) -> bool:
         """Whether an object fits, or must wait until others are written."""
