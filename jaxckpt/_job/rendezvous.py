@@ -61,17 +61,6 @@ _KINDS: dict[str, type[PeerError]] = {
 }
 
 
-def failure_message(
-    process: int, error: BaseException, *, repeats_earlier: bool = False, cause: str = ""
-) -> dict[str, Any]:
-    """The message of a process that raises an error."""
-    message = {"error": str(error), "kind": type(error).__name__, "repeats_earlier": repeats_earlier, "cause": cause}
-    if type(error).__name__ in _KINDS:
-        return message
-    text = f"process {process} failed with {type(error).__name__}: {error}"
-    return {**message, "error": text, "kind": PeerFailedError.__name__}
-
-
 def cause_of(error: BaseException) -> str:
     """What has failed, in this process or in others: "storage", "data" (what was stored), or "" for anything else."""
     if isinstance(error, StorageError):
@@ -240,12 +229,17 @@ class Rendezvous:
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
         """The message of this process's error."""
-        repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
-        cause = "" if self.call.watchdog.stall_error() else cause_of(error)
-        failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
-        failure["silent"] = error.silent if isinstance(error, PeerError) else ()
-        failure["in_exchange"] = is_unexplained(error)
-        return failure
+        text, kind = str(error), type(error).__name__
+        if kind not in _KINDS:
+            text, kind = f"process {self.call.index} failed with {kind}: {error}", PeerFailedError.__name__
+        return {
+            "error": text,
+            "kind": kind,
+            "repeats_earlier": self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier),
+            "cause": "" if self.call.watchdog.stall_error() else cause_of(error),
+            "silent": error.silent if isinstance(error, PeerError) else (),
+            "in_exchange": is_unexplained(error),
+        }
 
     def gather(self, text: str) -> list[str]:
         """Send a text. Process 0 waits for all texts and gets them in process order. The others return immediately.
