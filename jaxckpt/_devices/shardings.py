@@ -164,6 +164,7 @@ class LayoutTable:
         return LayoutRecord(memory=memory, opaque=True)
 
 
+@functools.lru_cache(maxsize=4096)
 def memory_kind(sharding: Sharding) -> str | None:
     """The memory kind of a sharding; None for the default of its devices."""
     kind = sharding.memory_kind

@@ -363,12 +363,7 @@ def is_in_host_memory(value: jax.Array) -> bool:
 def may_be_shared(value: jax.Array) -> bool:
     """Whether another library may change the memory of an array. In host memory, an array may be a NumPy array or a
     torch tensor (`device_put`, `from_dlpack`), or be exported to one; JAX does not know which ones are."""
-    return is_in_host_memory(value) or not _in_default_memory(value.sharding)
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_default_memory(sharding: Sharding) -> bool:
-    return memory_kind(sharding) is None
+    return is_in_host_memory(value) or memory_kind(value.sharding) is not None
 
 
 @functools.lru_cache(maxsize=4096)
