@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
-from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, note_others, process_names
+from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, moved, process_names
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import (
@@ -354,7 +354,7 @@ class Rendezvous:
         """While this process, process 0, is busy itself, its display shows the job. For the thread that posts."""
         work = self.call.watchdog.work
         if work is not None and work.is_shown:
-            note_others(self.call.watchdog, self._read_posted("beat").values())
+            work.note_others(filter(None, map(moved, self._read_posted("beat").values())))
 
     def _set(self, folder: str, text: str) -> None:
         if self.call.index == 0 and folder != "in":
@@ -426,7 +426,7 @@ class Rendezvous:
             silence.note(beats)
             slow.log({process: silence.beats[process] for process in sorted(awaited)})
             if (work := self.call.watchdog.work) is not None and work.is_shown:
-                note_others(self.call.watchdog, beats.values())
+                work.note_others(filter(None, map(moved, beats.values())))
                 work.add(0)
             timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
             silent = silence.longer_than(timeouts)

@@ -20,7 +20,6 @@ from jaxckpt._model.object_index import problem_of
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
 from jaxckpt._save.running_saves import RunningSave, SaveInfo
 from jaxckpt._save.save import run_and_notify
@@ -62,9 +61,14 @@ class Flush:
     def begin(self, local: RunningSave) -> RunningSave:
         """Start to wait for the local save and to copy its files."""
         pending = RunningSave(
-            self.store, local.progress.total_bytes, time.perf_counter(), self.call.watchdog, self.step, detached=True
+            self.store,
+            local.progress.total_bytes,
+            time.perf_counter(),
+            self.call.watchdog,
+            self.step,
+            bytes_per_second=self.bytes_per_second,
+            detached=True,
         )
-        pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_first()
         work = functools.partial(self._run, local)
         if self.attempts is not None:
