@@ -17,7 +17,6 @@ from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import Request, in_caller
 from jaxckpt._pipeline.units import show_bytes, show_rate
 from jaxckpt._pipeline.watchdog import current_watchdog
-from jaxckpt.errors import show_count
 
 # Progress -------------------------------------------------------------------------------------------------
 
@@ -245,11 +244,6 @@ def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bo
         _log.info("%s", line())
 
 
-def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
-    """Log that a save wrote data again that it could have linked otherwise."""
-    _log.info("%s: wrote %s again that seem unchanged since the last save: %s", url, show_bytes(n_bytes), reason)
-
-
 def log_kept(url: str, name: str) -> None:
     """Log that data whose manifest was lost is not deleted."""
     _log.warning(
@@ -260,15 +254,3 @@ def log_kept(url: str, name: str) -> None:
 def log_swept(url: str, name: str) -> None:
     """Log that the remains of a save or of a deletion were deleted."""
     _log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)
-
-
-def warn_replicated(url: str, n_arrays: int, n_bytes: int, n_devices: int) -> None:
-    """Log arrays that a restore onto a mesh replicates without being asked to."""
-    _log.warning(
-        "%s: neither specs= nor the checkpoint says how to split %s, %s as stored: each of the %d devices gets a whole"
-        " copy. Pass specs=, or specs=PartitionSpec() to replicate without this warning",
-        url,
-        show_count(n_arrays, "array"),
-        show_bytes(n_bytes),
-        n_devices,
-    )

@@ -175,7 +175,7 @@ def stage(
             else:
                 sources = _by_row(obj, values)
                 yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
-    if calls is None or not any(plan.exchanged):
+    if calls is None:
         return
     for number, index, _ in calls:
         rows = calls.run_next()
