@@ -152,7 +152,7 @@ class Rendezvous:
         if self.call.count > 1:
             assert lanes.is_in_lane(), f"{self.what}: an interrupt must not end a rendezvous"
             self._poster = Task(self._run_poster)
-            start_thread(self._poster.run, "jaxckpt-voice")
+            start_thread(self._poster.run, "jaxckpt-heartbeats")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -208,7 +208,7 @@ class Rendezvous:
         self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
         self._n_posted, self._own_report, self._reports = 0, (), ()
         self._poster = Task(self._run_poster)
-        start_thread(self._poster.run, "jaxckpt-voice")
+        start_thread(self._poster.run, "jaxckpt-heartbeats")
 
     def _notify(self, error: BaseException) -> None:
         """Notify the processes that wait for this one, in this rendezvous or in the next."""

@@ -52,7 +52,7 @@ class PlacementMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class LeafDestination:
     """The boxes of a leaf that this process reads, and how its value is created from them."""
 
     boxes: tuple[Box, ...]
@@ -71,9 +71,9 @@ class Destination:
     """How many leaves are placed together if the mode is IN_BLOCKS."""
 
 
-def destinations(wants: Wants, process: int) -> dict[tuple[Any, ...], Destination]:
+def destinations(wants: Wants, process: int) -> dict[tuple[Any, ...], LeafDestination]:
     """The destinations of what a process needs, by `read_key`."""
-    by_key: dict[tuple[Any, ...], Destination] = {}
+    by_key: dict[tuple[Any, ...], LeafDestination] = {}
     for wanted_range in wants.ranges:
         key = read_key(wanted_range.abstract, wanted_range.stack)
         if key not in by_key:
@@ -82,7 +82,7 @@ def destinations(wants: Wants, process: int) -> dict[tuple[Any, ...], Destinatio
     return by_key
 
 
-def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> Destination:
+def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> LeafDestination:
     abstract = wanted_range.abstract
     sharding = abstract.sharding
     assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
@@ -94,10 +94,10 @@ def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process
         shardings_by_box = local_boxes(sharding, stack.shape)
         shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
     if not abstract.on_devices:
-        return Destination(boxes, shardings, is_whole, PlacementMode.ON_HOST, 0)
+        return LeafDestination(boxes, shardings, is_whole, PlacementMode.ON_HOST, 0)
     dtype = restored_dtype(stack, abstract)
     block_rows = rows_per_block(sharding, stack.shape, dtype, None if is_whole else boxes, n_leaves)
-    return Destination(boxes, shardings, is_whole, _mode_on_devices(sharding, is_whole, block_rows), block_rows)
+    return LeafDestination(boxes, shardings, is_whole, _mode_on_devices(sharding, is_whole, block_rows), block_rows)
 
 
 def _mode_on_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) -> PlacementMode:
@@ -149,7 +149,7 @@ class _Leaves:
     rows: tuple[int, int]
     stack: int
     abstract: AbstractLeaf
-    destination: Destination
+    destination: LeafDestination
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class LeafBuilder:
 
     _manifest: Manifest
     _wants: Wants
-    _destinations: Mapping[tuple[Any, ...], Destination]
+    _destinations: Mapping[tuple[Any, ...], LeafDestination]
     values: dict[int, Any] = field(default_factory=dict[int, Any])
     """The values that have been created, by leaf number."""
 

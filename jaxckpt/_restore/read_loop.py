@@ -146,8 +146,8 @@ class _Reader:
         filling = self._filling
         staged, direct = list[Region](), list[Region]()
         for region in read.regions:
-            is_aside = region.converted or (region.staged and not array.shares_chunks)
-            (staged if is_aside else direct).append(region)
+            is_separate = region.converted or (region.staged and not array.shares_chunks)
+            (staged if is_separate else direct).append(region)
         block, buffers = self._memory.allocate([(extent(region.box), filling.dtype) for region in staged])
         targets = [(region.box, buffer) for region, buffer in zip(staged, buffers, strict=True)]
         targets += itertools.chain.from_iterable(map(filling.views, direct))

@@ -195,11 +195,11 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_byt
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows
-        alike = want.boxes, want.dtype, want.keeps_buffers
-        if runs and (last := runs[-1]).rows[1] == begun and (last.boxes, last.dtype, last.keeps_buffers) == alike:
+        form = want.boxes, want.dtype, want.keeps_buffers
+        if runs and (last := runs[-1]).rows[1] == begun and (last.boxes, last.dtype, last.keeps_buffers) == form:
             begun = runs.pop().rows[0]
         streamed = not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes
-        runs.append(Run((begun, end), *alike, streamed))
+        runs.append(Run((begun, end), *form, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]

@@ -219,12 +219,12 @@ def _open(call: Call, path: Location, request: RestoreRequest, options: Options,
         try:
             source = source or source_at(path, options, request.manifest_sha256)
         except NotACheckpointError:
-            _require_seen_by_none(rendezvous.gather(""), call.where)
+            _require_seen_by_all_or_none(rendezvous.gather(""), call.where)
             rendezvous.broadcast("")
             raise
         own = f"{source.digest} {source.url}"
         checkpoints = rendezvous.gather(own)
-        _require_seen_by_none(checkpoints, source.url)
+        _require_seen_by_all_or_none(checkpoints, source.url)
         _require_same_checkpoint(checkpoints, source.url)
         _require_newest(checkpoints, source.url, options)
         chosen = rendezvous.broadcast(own)
@@ -320,7 +320,7 @@ def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
     return hasher.hexdigest()
 
 
-def _require_seen_by_none(checkpoints: Sequence[str], url: str) -> None:
+def _require_seen_by_all_or_none(checkpoints: Sequence[str], url: str) -> None:
     """Raise PathNotSharedError in process 0 if some processes have found a checkpoint and others, whose text is empty,
     have not."""
     missing = [process for process, checkpoint in enumerate(checkpoints) if not checkpoint]

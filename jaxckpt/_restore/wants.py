@@ -46,7 +46,7 @@ WHOLE_BYTES = 256 << 10
 """Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
 so that nothing is copied; for leaves of 64 KiB this takes more CPU time."""
 
-SHARED_BYTES = 64 << 20
+SHARED_READ_BYTES = 64 << 20
 """With `Options(read="auto")`, processes share their reads from an object store if that saves each of them this many
 bytes on average. For less, meeting and compiling the exchange takes longer than reading."""
 
@@ -138,7 +138,7 @@ def plan_wants(
         layouts = [
             needed_layout(wanted_range.abstract, stacks[wanted_range.stack].shape, job) for wanted_range in ranges
         ]
-        if options.read == "auto" and _repeated_bytes(stacks, ranges, layouts) < SHARED_BYTES * len(job):
+        if options.read == "auto" and _repeated_bytes(stacks, ranges, layouts) < SHARED_READ_BYTES * len(job):
             layouts = None
     return Wants(stacks, by_stack, ranges, layouts)
 

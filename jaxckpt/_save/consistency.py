@@ -137,11 +137,11 @@ def gather_agreed(
         texts = rendezvous.gather(msgspec.json.encode(_Message(own, [*numbers])).decode())
     messages = [typed_json.decode(text, _Message) for text in texts]
     if len(messages) > 1:
-        require_agreement([message.fingerprint for message in messages], groups)
+        require_equal_fingerprints([message.fingerprint for message in messages], groups)
     return [message.numbers for message in messages]
 
 
-def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
+def require_equal_fingerprints(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
     """In process 0, raise PeersDisagreeError unless all processes sent the same message."""
     for name, reason in _REASONS.items():
         unequal = [
@@ -248,10 +248,10 @@ def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:
     by_holders: dict[frozenset[int], list[tuple[str, str]]] = {}
     for entry in values:
         by_holders.setdefault(entry.holders, []).append((entry.path, entry.text()))
-    for holders, alike in by_holders.items():
-        size = -(-len(alike) // _MAX_GROUPS)
-        for first in range(0, len(alike), size):
-            yield ValueGroup(holders, alike[first : first + size])
+    for holders, named_values in by_holders.items():
+        size = -(-len(named_values) // _MAX_GROUPS)
+        for first in range(0, len(named_values), size):
+            yield ValueGroup(holders, named_values[first : first + size])
 
 
 def _is_replicated_count(value: jax.Array) -> bool:

@@ -33,13 +33,13 @@ def _check(save: PreparedSave, stack: int, warned: set[int], pieces: Pieces) -> 
     for row, count in _counts(pieces).items():
         leaf = save.plan.leaves[stack][row]
         path = save.draft.records[leaf].path
-        found = f"has {show_count(count, 'value')} that {'is' if count == 1 else 'are'} NaN or infinite in one object"
+        reason = f"has {show_count(count, 'value')} that {'is' if count == 1 else 'are'} NaN or infinite in one object"
         if save.options.non_finite == "error":
             remedy = 'Options(non_finite="warn") saves it nevertheless'
-            raise TreeError.of(f"{save.store.url} was not saved", [Problem(path, found, remedy)])
+            raise TreeError.of(f"{save.store.url} was not saved", [Problem(path, reason, remedy)])
         if leaf not in warned:
             warned.add(leaf)
-            _log.warning("%s: %s %s", save.store.url, show_path(path), found)
+            _log.warning("%s: %s %s", save.store.url, show_path(path), reason)
 
 
 def _counts(pieces: Pieces) -> dict[int, int]:

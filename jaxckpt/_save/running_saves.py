@@ -86,6 +86,13 @@ class SaveInfo:
 # Running saves --------------------------------------------------------------------------------------------
 
 
+_saves: list[RunningSave] = []
+"""In order: saves that have not ended, and background saves whose end has not been reported yet."""
+
+_abandoned: list[RunningSave] = []
+"""Saves that nothing waits for, not even the end of the program."""
+
+
 class RunningSave:
     """A save that a lane runs."""
 
@@ -335,13 +342,6 @@ class RunningSave:
         self._seconds = self._seconds_so_far
         self._ended.set()
         self._settled.set()
-
-
-_saves: list[RunningSave] = []
-"""In order: saves that have not ended, and background saves whose end has not been reported yet."""
-
-_abandoned: list[RunningSave] = []
-"""Saves that nothing waits for, not even the end of the program."""
 
 
 def owner_of(store: Store, step: int | None) -> str:

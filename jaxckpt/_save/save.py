@@ -235,7 +235,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
 def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
-    busy = any(not pending.done for pending in running_saves.unreported_saves())
+    busy = any(not running.done for running in running_saves.unreported_saves())
     return call.decide("deciding whether to save", busy)
 
 
@@ -243,15 +243,15 @@ def _is_busy(call: Call) -> bool:
 
 
 def run_and_notify(
-    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: RunningSave
+    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], running: RunningSave
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
-    info = work(pending)
-    pending.mark_published()
+    info = work(running)
+    running.mark_published()
     try:
-        run_outside(functools.partial(on_done, pending.with_times(info)))
+        run_outside(functools.partial(on_done, running.with_times(info)))
     except BaseException as error:
-        error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {pending.path} was published")
+        error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {running.path} was published")
         raise
     return info
 

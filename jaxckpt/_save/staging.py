@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._devices.device_to_host import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
+from jaxckpt._devices.device_to_host import HostCopies, HostShard, Index, ShardKey, ShardNumbers, cut_piece
 from jaxckpt._devices.exchange import replicate_box, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import addressable_boxes, memory_kind
 from jaxckpt._job.collectives import CollectiveCalls
@@ -214,14 +214,14 @@ def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object
     return {key: n_elements for key, n_elements in counts.items() if n_elements == sizes[key]}
 
 
-LocalBoxes = tuple[tuple[Box, Replicas], ...]
+LocalBoxes = tuple[tuple[Box, ShardNumbers], ...]
 """Each distinct box of an array in this process, with the shards that hold it."""
 
-Source = tuple[Value, LocalBoxes, Box]
+PlacedValue = tuple[Value, LocalBoxes, Box]
 """An array, its boxes in this process, and its region of the stack with rows first."""
 
 
-def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
+def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[PlacedValue]:
     """One array per row of an object."""
     return (
         (value, _boxes_of(value), ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0])
@@ -232,7 +232,7 @@ def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
 def _stage_pieces(
     obj: Object,
     region: Box,
-    sources: Iterable[Source],
+    sources: Iterable[PlacedValue],
     group_rows: int,
     dtype: np.dtype[Any],
     hold: Protection,
@@ -242,7 +242,7 @@ def _stage_pieces(
     """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
     dtypes than the object."""
 
-    def alike(source: Source) -> tuple[PieceMode, LocalBoxes, Box]:
+    def handling(source: PlacedValue) -> tuple[PieceMode, LocalBoxes, Box]:
         value, local_boxes, source_box = source
         return (
             _piece_mode(value, hold, dtype if cast else value.dtype),
@@ -253,7 +253,7 @@ def _stage_pieces(
     groups: list[PieceGroup] = []
     sent: list[PieceGroup] = []
     copied = 0
-    for (mode, local_boxes, rest), run in itertools.groupby(sources, alike):
+    for (mode, local_boxes, rest), run in itertools.groupby(sources, handling):
         cuts = [
             (_translate_box(common, region, rest), index, replicas)
             for common, index, replicas in _cuts(local_boxes, region)
@@ -388,7 +388,7 @@ def _local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> LocalBoxes:
     return tuple((box, tuple(replicas)) for box, replicas in numbers.items())
 
 
-def _cuts(local_boxes: LocalBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], Replicas]]:
+def _cuts(local_boxes: LocalBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], ShardNumbers]]:
     """(part of the region, its position in the shards, these shards) of each local box that overlaps a region."""
     for box, replicas in local_boxes:
         if contains(box, region):
@@ -456,7 +456,7 @@ def _stage_stacked(
         (((0, rows), *box), (position,) if own else replicas) for position, (box, replicas) in enumerate(local_boxes)
     )
     begun, stack_leaves = obj.box[0][0], _stack(along, dtype)
-    sources: list[Source] = []
+    sources: list[PlacedValue] = []
     if own:
         values = [_local_array(value, local_boxes, own) for value in values]
     with transfer_context(sharding.mesh):

@@ -107,7 +107,7 @@ class OwnShare:
             if record.unlinked:
                 unlinked[record.unlinked] += record.length
         return WrittenShare(
-            [(obj.stack, obj.index_key, found.length, found.digest, found.content) for obj, found in self._written],
+            [(obj.stack, obj.index_key, record.length, record.digest, record.content) for obj, record in self._written],
             sum(record.length for _, record in self._written if record.linked),
             state,
             save.call.phases.manifest_seconds(),
