@@ -33,7 +33,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, moved, process_names
@@ -151,8 +151,7 @@ class Rendezvous:
     def __enter__(self) -> Self:
         if self.call.count > 1:
             assert lanes.is_in_lane(), f"{self.what}: an interrupt must not end a rendezvous"
-            self._poster = Task(self._run_poster)
-            start_thread(self._poster.run, "jaxckpt-heartbeats")
+            self._start_posting()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -186,14 +185,17 @@ class Rendezvous:
             return reason
         return error
 
+    def _start_posting(self) -> None:
+        self._poster = Task(self._run_poster)
+        start_thread(self._poster.run, "jaxckpt-heartbeats")
+
     def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
         if self._poster is not None and not self._is_service_lost:
             self._poster.wait(self.call.timeout_seconds)
         if error is None and self._post_error is not None and self.call.index == 0:
-            raise self._service_failed(
-                self._post_error
-            ) from self._post_error  # the others never received the shared text
+            # The others never received the shared text.
+            raise self._service_failed(self._post_error) from self._post_error
 
     def start_next(self) -> None:
         """Become the next rendezvous, after all have gathered and shared, without a gap in the heartbeats."""
@@ -203,12 +205,10 @@ class Rendezvous:
         if not self._poster.done():
             raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
         following = self.call.rendezvous(self.what)
-        self.key, self._posts = following.key, following._posts
-        self.is_first = self.after_caller = False
-        self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
-        self._n_posted, self._own_report, self._reports = 0, (), ()
-        self._poster = Task(self._run_poster)
-        start_thread(self._poster.run, "jaxckpt-heartbeats")
+        following._post_error = self._post_error
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(following, entry.name))
+        self._start_posting()
 
     def _notify(self, error: BaseException) -> None:
         """Notify the processes that wait for this one, in this rendezvous or in the next."""
