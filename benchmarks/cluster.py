@@ -64,7 +64,7 @@ from jaxckpt._restore.read_loop import reads_of
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.wants import Wants, plan_reads, plan_wants
 from jaxckpt._save.compose_manifest import PublishResult, WrittenShare, compose_manifest
-from jaxckpt._save.consistency import Fingerprint, require_agreement
+from jaxckpt._save.consistency import Fingerprint, require_equal_fingerprints
 from jaxckpt._save.describe import Draft
 from jaxckpt._save.write_plan import ArrayLeaf, SavePlan, plan_save
 from jaxckpt._store.fetching import objects_to_fetch
@@ -320,7 +320,7 @@ def simulate(job: Job) -> dict[str, Any]:
     shares = shares_of(job, plan)
     texts = [msgspec.json.encode(share).decode() for share in shares]
     agreed = [msgspec.json.decode(agreement_of(0), type=Fingerprint)] * job.processes
-    _, result["agree_cpu"] = timed(lambda: require_agreement(agreed, []))
+    _, result["agree_cpu"] = timed(lambda: require_equal_fingerprints(agreed, []))
     manifest, result["compose_cpu"] = timed(lambda: manifest_of(job, plan, shares))
     content, result["encode_cpu"] = timed(lambda: encoded(manifest))
     result["manifest_bytes"] = len(content)

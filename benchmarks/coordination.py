@@ -154,9 +154,7 @@ def meeting(call: Call) -> Generator[Rendezvous]:
 
 def call_of(index: int, count: int, service: Any, *, first: bool) -> Call:
     """A call in one process: before its first rendezvous, or before a later one."""
-    call = Call(
-        "save", "s3://checkpoints/1234abcd", 0, index, count, service, "jaxckpt/0", 300.0, Watchdog(300.0), None
-    )
+    call = Call("save", "s3://checkpoints/1234abcd", Watchdog(300.0), None, 0, index, count, service, "jaxckpt/0")
     call.n_rendezvous = 0 if first else 1
     if first:  # the processes have left an earlier call, whose keys process 0 then deletes
         call.departures.add("jaxckpt/9/9")

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import click
 
-from jaxckpt._model.short_names import display_width, shorten_end, shorten_names
+from jaxckpt._inspect.short_names import display_width, shorten_end, shorten_names
 from jaxckpt.errors import JaxckptError
 
 

@@ -31,9 +31,9 @@ from jaxckpt._cli.terminal import (
 from jaxckpt._inspect.leaf import LazyLeaf, saved_spec
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._inspect.short_names import shorten_end, shorten_names
 from jaxckpt._model.dtypes import npy_dtype
 from jaxckpt._model.grid import show_axes, show_spec
-from jaxckpt._model.short_names import shorten_end, shorten_names
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._pipeline.units import show_bytes

@@ -34,7 +34,7 @@ needed, the caller waits for the oldest copies. A link moves this much in about 
 
 Index = tuple[slice | int, ...]
 
-Replicas = tuple[int, ...]
+ShardNumbers = tuple[int, ...]
 """The shards of an array that hold the same box, by their index in `addressable_data`."""
 
 ShardKey = tuple[int, int, int]
@@ -69,7 +69,7 @@ class HostCopies:
     def take(
         self,
         value: jax.Array,
-        replicas: Replicas,
+        replicas: ShardNumbers,
         index: tuple[slice, ...],
         dtype: np.dtype[Any],
         key: ShardKey | None = None,
@@ -95,7 +95,7 @@ class HostCopies:
         self._cut.add(id(piece))
         return piece, ...
 
-    def _choose(self, value: jax.Array, replicas: Replicas, n_bytes: int) -> jax.Array:
+    def _choose(self, value: jax.Array, replicas: ShardNumbers, n_bytes: int) -> jax.Array:
         """The replica on the device that has sent the least, because each device has its own link to the host."""
         if len(replicas) == 1:
             return value.addressable_data(replicas[0])

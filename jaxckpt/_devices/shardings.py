@@ -63,6 +63,12 @@ def placement(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
     return tuple((device, device.process_index, _box(index, shape)) for device, index in places.items())
 
 
+@functools.lru_cache(maxsize=1024)
+def processes_of(sharding: Sharding) -> frozenset[int]:
+    """The processes whose devices a sharding uses."""
+    return frozenset(device.process_index for device in sharding.device_set)
+
+
 def _box(index: Sequence[slice], shape: tuple[int, ...]) -> Box:
     """The box for JAX's slices, whose ends may be None."""
     return tuple(entry.indices(n)[:2] for entry, n in zip(index, shape, strict=True))
@@ -164,6 +170,7 @@ class LayoutTable:
         return LayoutRecord(memory=memory, opaque=True)
 
 
+@functools.lru_cache(maxsize=4096)
 def memory_kind(sharding: Sharding) -> str | None:
     """The memory kind of a sharding; None for the default of its devices."""
     kind = sharding.memory_kind

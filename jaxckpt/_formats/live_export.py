@@ -176,8 +176,7 @@ class ExportedFolder(SharedPath):
         call, draft = save.call, ""
         with call.rendezvous("preparing the export") as rendezvous:
             if ahead is not None:
-                with call.phases.timed("device_to_host"):
-                    ahead.fill()
+                ahead.fill()
             rendezvous.gather("")
             if call.index == 0:
                 with call.watchdog.operation(f"preparing {self._writer.target}"):

@@ -45,11 +45,11 @@ from jaxckpt._inspect.drawing import (
 )
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.restore_plan import LeafLayout, RestorePlan, draw_plan, saved_layout
+from jaxckpt._inspect.short_names import shorten_names
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import pieces_along, show_axes
 from jaxckpt._model.records import LeafRecord, Manifest
-from jaxckpt._model.short_names import shorten_names
 from jaxckpt._options import Options, options_or_default, require_bool
 from jaxckpt._pipeline.progress import display_progress
 from jaxckpt._pipeline.units import show_bytes

@@ -3,13 +3,6 @@
 with Call.of("save", path, options) as call:
     plan = call.here(prepare)       # in the caller's thread: with the caller's objects
     result = call.run(work)         # in a lane: with storage, devices and other processes
-
-def work():
-    with call.rendezvous("saving") as rendezvous:
-        texts = rendezvous.gather(mine)             # every process sends a text; process 0 gets all of them
-        if call.index == 0:
-            decision = decide(texts)
-        decision = rendezvous.broadcast(decision)   # every process gets the decision of process 0
 """
 
 from __future__ import annotations
@@ -59,27 +52,26 @@ class Call:
     where: str
     """The path or URL that the call uses."""
 
-    number: int
-    """The number of earlier calls with this verb and path in this process."""
-
-    index: int
-    """The number of this process: `device.process_index` of its devices."""
-
-    count: int
-    """The number of processes."""
-
-    client: Any
-    """The client of JAX's coordination service."""
-
-    prefix: str
-    """The prefix of its keys in the service."""
-
-    timeout_seconds: float
     watchdog: Watchdog
     """The storage operation of this process. If it stalls, the other processes are notified."""
 
     given_options: Any
     """The options that the user gave, not validated yet."""
+
+    number: int = 0
+    """The number of earlier calls with this verb and path in this process."""
+
+    index: int = 0
+    """The number of this process: `device.process_index` of its devices."""
+
+    count: int = 1
+    """The number of processes."""
+
+    client: Any = None
+    """The client of JAX's coordination service."""
+
+    prefix: str = ""
+    """The prefix of its keys in the service."""
 
     phases: Phases = field(default_factory=Phases)
     """How long each phase takes."""
@@ -117,33 +109,22 @@ class Call:
                 f"{verb} of {where!r} was called from inside {within.verb} of {within.where!r}, by a signal handler or"
                 " a callback: set a flag there, and make the call after the other has returned"
             )
-        timeout_seconds = (options if isinstance(options, Options) else Options()).timeout_seconds
-        watchdog = Watchdog(timeout_seconds)
-        job = connected_job()
-        if job is None:
-            return cls(verb, where, 0, 0, 1, None, "", timeout_seconds, watchdog, options, only_reads=only_reads)
-        number, n_alike = job.count_call((verb, where))
-        return cls(
-            verb,
-            where,
-            n_alike,
-            job.index,
-            job.count,
-            job.client,
-            f"jaxckpt/{number}",
-            timeout_seconds,
-            watchdog,
-            options,
-            only_reads=only_reads,
-            runs_service=job.runs_service,
-            departures=job.departures,
-        )
+        watchdog = Watchdog((options if isinstance(options, Options) else Options()).timeout_seconds)
+        call = cls(verb, where, watchdog, options, only_reads=only_reads)
+        if (job := connected_job()) is not None:
+            number, call.number = job.count_call((verb, where))
+            call.index, call.count, call.client, call.prefix = job.index, job.count, job.client, f"jaxckpt/{number}"
+            call.runs_service, call.departures = job.runs_service, job.departures
+        return call
 
     @classmethod
     def alone(cls, verb: str, where: str, options: Options) -> Self:
         """A call that one process makes by itself, whatever the others do. It need not be entered."""
-        seconds = options.timeout_seconds
-        return cls(verb, where, 0, 0, 1, None, "", seconds, Watchdog(seconds), options, only_reads=True)
+        return cls(verb, where, Watchdog(options.timeout_seconds), options, only_reads=True)
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self.watchdog.seconds
 
     @property
     def options(self) -> Options:

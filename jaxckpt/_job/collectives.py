@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
-from jaxckpt._pipeline.control import Cancellation
 from jaxckpt.errors import PeerFailedError
 
 Item = TypeVar("Item")
@@ -38,23 +37,12 @@ class CollectiveCalls(Generic[Item, Result]):
         """Make the next call."""
         return self._call(self._left.popleft(), data)
 
-    def extend(self, agree: Callable[[], Sequence[Item] | None], cancellation: Cancellation) -> Sequence[Item] | None:
-        """Add the items that `agree` returns, if any. All processes make these calls as soon as they have agreed."""
-        with cancellation.paused():
-            items = agree()
-        self._left.extend(items or ())
-        return items
-
-    def join(self) -> None:
-        """Make the remaining calls, after an error of this process."""
-        with contextlib.suppress(Exception):  # it must not hide the reason
-            while self._left:
-                self._call(self._left.popleft(), None)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # If a peer has failed, no call can succeed, and no process waits in one.
         if error is not None and not isinstance(error, PeerFailedError):
-            self.join()
+            with contextlib.suppress(Exception):  # it must not hide the reason
+                while self._left:
+                    self.run_next()

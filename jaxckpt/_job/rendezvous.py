@@ -33,10 +33,10 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
-from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, note_others, process_names
+from jaxckpt._job.slow_processes import SlowProcesses, heartbeat, last_reported, moved, process_names
 from jaxckpt._pipeline import lanes
 from jaxckpt._pipeline.threads import Task, start_thread
 from jaxckpt.errors import (
@@ -59,17 +59,6 @@ if TYPE_CHECKING:
 _KINDS: dict[str, type[PeerError]] = {
     kind.__name__: kind for kind in (PeerFailedError, PeerTimeoutError, PeersDisagreeError, PathNotSharedError)
 }
-
-
-def failure_message(
-    process: int, error: BaseException, *, repeats_earlier: bool = False, cause: str = ""
-) -> dict[str, Any]:
-    """The message of a process that raises an error."""
-    message = {"error": str(error), "kind": type(error).__name__, "repeats_earlier": repeats_earlier, "cause": cause}
-    if type(error).__name__ in _KINDS:
-        return message
-    text = f"process {process} failed with {type(error).__name__}: {error}"
-    return {**message, "error": text, "kind": PeerFailedError.__name__}
 
 
 def cause_of(error: BaseException) -> str:
@@ -165,8 +154,7 @@ class Rendezvous:
     def __enter__(self) -> Self:
         if self.call.count > 1:
             assert lanes.is_in_lane(), f"{self.what}: an interrupt must not end a rendezvous"
-            self._poster = Task(self._run_poster)
-            start_thread(self._poster.run, "jaxckpt-voice")
+            self._start_posting()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -202,14 +190,17 @@ class Rendezvous:
             return error
         return error
 
+    def _start_posting(self) -> None:
+        self._poster = Task(self._run_poster)
+        start_thread(self._poster.run, "jaxckpt-heartbeats")
+
     def _stop_posting(self, error: BaseException | None) -> None:
         self._posts.put(None)
         if self._poster is not None and not self._is_service_lost:
             self._poster.wait(self.call.timeout_seconds)
         if error is None and self._post_error is not None and self.call.index == 0:
-            raise self._service_failed(
-                self._post_error
-            ) from self._post_error  # the others never received the shared text
+            # The others never received the shared text.
+            raise self._service_failed(self._post_error) from self._post_error
 
     def start_next(self) -> None:
         """Become the next rendezvous, after all have gathered and shared, without a gap in the heartbeats."""
@@ -219,12 +210,10 @@ class Rendezvous:
         if not self._poster.done():
             raise self._service_failed(TimeoutError(f"no answer for {self.call.timeout_seconds:g} s"))
         following = self.call.rendezvous(self.what)
-        self.key, self._posts = following.key, following._posts
-        self.is_first = self.after_caller = False
-        self._has_sent = self._has_broadcast = self._is_service_lost = self._is_failed = False
-        self._n_posted, self._own_report, self._reports = 0, (), ()
-        self._poster = Task(self._run_poster)
-        start_thread(self._poster.run, "jaxckpt-voice")
+        following._post_error = self._post_error
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(following, entry.name))
+        self._start_posting()
 
     def _notify(self, error: BaseException) -> None:
         """Notify the processes that wait for this one, in this rendezvous or in the next."""
@@ -245,12 +234,17 @@ class Rendezvous:
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
         """The message of this process's error."""
-        repeats = self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier)
-        cause = "" if self.call.watchdog.stall_error() else cause_of(error)
-        failure = failure_message(self.call.index, error, repeats_earlier=repeats, cause=cause)
-        failure["silent"] = error.silent if isinstance(error, PeerError) else ()
-        failure["in_exchange"] = is_unexplained(error)
-        return failure
+        text, kind = str(error), type(error).__name__
+        if kind not in _KINDS:
+            text, kind = f"process {self.call.index} failed with {kind}: {error}", PeerFailedError.__name__
+        return {
+            "error": text,
+            "kind": kind,
+            "repeats_earlier": self.call.repeats_earlier or (isinstance(error, PeerError) and error.repeats_earlier),
+            "cause": "" if self.call.watchdog.stall_error() else cause_of(error),
+            "silent": error.silent if isinstance(error, PeerError) else (),
+            "in_exchange": is_unexplained(error),
+        }
 
     def gather(self, text: str) -> list[str]:
         """Send a text. Process 0 waits for all texts and gets them in process order. The others return immediately.
@@ -370,7 +364,7 @@ class Rendezvous:
         """While this process, process 0, is busy itself, its display shows the job. For the thread that posts."""
         work = self.call.watchdog.work
         if work is not None and work.is_shown:
-            note_others(self.call.watchdog, self._read_posted("beat").values())
+            work.note_others(filter(None, map(moved, self._read_posted("beat").values())))
 
     def _set(self, folder: str, text: str) -> None:
         if self.call.index == 0 and folder != "in":
@@ -444,7 +438,7 @@ class Rendezvous:
             silence.note(beats)
             slow.log({process: silence.beats[process] for process in sorted(awaited)})
             if (work := self.call.watchdog.work) is not None and work.is_shown:
-                note_others(self.call.watchdog, beats.values())
+                work.note_others(filter(None, map(moved, beats.values())))
                 work.add(0)
             timeouts = {process: self._timeout_seconds(self._has_joined(silence.beats[process])) for process in awaited}
             silent = silence.longer_than(timeouts)

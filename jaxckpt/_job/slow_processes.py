@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.progress import Moved
 from jaxckpt._pipeline.watchdog import Watchdog
-from jaxckpt._pipeline.work import Moved
 from jaxckpt.errors import show_lines
 
 _SLOW_SECONDS = 10.0
@@ -33,12 +33,6 @@ def moved(beat: str | None) -> Moved | None:
     """What a process had moved at its last heartbeat; None if it has not reported that."""
     reported = json.loads(beat).get("moved") if beat else None
     return Moved(*reported) if reported else None
-
-
-def note_others(watchdog: Watchdog, beats: Iterable[str]) -> None:
-    """Let the display of this process, process 0, count what the others have moved."""
-    if watchdog.work is not None:
-        watchdog.work.note_others(filter(None, map(moved, beats)))
 
 
 class SlowProcesses:

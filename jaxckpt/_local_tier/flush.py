@@ -20,7 +20,6 @@ from jaxckpt._model.object_index import problem_of
 from jaxckpt._model.records import Manifest, StackRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first, release_caller
 from jaxckpt._save.running_saves import RunningSave, SaveInfo
 from jaxckpt._save.save import run_and_notify
@@ -55,16 +54,21 @@ class Flush:
     attempts: Callable[[Callable[..., SaveInfo], RunningSave], SaveInfo] | None = None
     """As in a `SaveRequest`."""
 
-    pending: RunningSave | None = None
+    running: RunningSave | None = None
     is_warned: bool = False
     """Whether skipped local steps have been logged."""
 
     def begin(self, local: RunningSave) -> RunningSave:
         """Start to wait for the local save and to copy its files."""
-        pending = RunningSave(
-            self.store, local.progress.total_bytes, time.perf_counter(), self.call.watchdog, self.step, detached=True
+        running = RunningSave(
+            self.store,
+            local.progress.total_bytes,
+            time.perf_counter(),
+            self.call.watchdog,
+            self.step,
+            bytes_per_second=self.bytes_per_second,
+            detached=True,
         )
-        pending.rate_limiter = RateLimiter(self.bytes_per_second)
         finish_first()
         work = functools.partial(self._run, local)
         if self.attempts is not None:
@@ -72,10 +76,10 @@ class Flush:
         if self.on_done is not None:
             work = functools.partial(run_and_notify, work, self.on_done)
         with self.call:
-            pending.begin(self.call, work)
-        pending.mark_returned(in_background=True)
-        self.pending = pending
-        return pending
+            running.begin(self.call, work)
+        running.mark_returned(in_background=True)
+        self.running = running
+        return running
 
     @property
     def store(self) -> Store:
@@ -88,9 +92,9 @@ class Flush:
     @property
     def is_running(self) -> bool:
         """Whether its files are still needed."""
-        return self.pending is not None and not self.pending.done
+        return self.running is not None and not self.running.done
 
-    def _run(self, local: RunningSave, pending: RunningSave, repeated: Call | None = None) -> SaveInfo:
+    def _run(self, local: RunningSave, running: RunningSave, repeated: Call | None = None) -> SaveInfo:
         """Wait for the local save, and copy it. `repeated` is the call of another attempt."""
         call = repeated or self.call
         release_caller()
@@ -113,7 +117,7 @@ class Flush:
             with call.rendezvous("flushing a local step") as rendezvous:
                 with rendezvous.joined_by_all():
                     require_shared(self.store, manifest.data_folder, call.index)
-                    self._copy(manifest, pending)
+                    self._copy(manifest, running)
                 with call.cancellation.paused():  # the others may still write
                     rendezvous.gather("")
                 if transaction is None:
@@ -127,7 +131,7 @@ class Flush:
                 self.destination.record_published(manifest.step, manifest.save_id, manifest.created)
         return replace(info, path=self.store.url)
 
-    def _copy(self, manifest: Manifest, pending: RunningSave) -> None:
+    def _copy(self, manifest: Manifest, running: RunningSave) -> None:
         """Copy the files that this process owns, each checked."""
         created_folders = set[str]()
         indices: dict[int, list[tuple[int, ...]]] = {}
@@ -136,7 +140,7 @@ class Flush:
             self.store.put(key, self._read(key), sync=self.options.sync)
         for obj in self.owned:
             self.call.cancellation.check()
-            pending.rate_limiter.wait(obj.n_bytes, self.call.cancellation.check)
+            running.rate_limiter.wait(obj.n_bytes, self.call.cancellation.check)
             stack = manifest.decoded_stacks[obj.stack]
             key = f"{manifest.data_folder}/{zarr.object_key(stack, obj.index)}"
             content = self._read(key)
@@ -147,7 +151,7 @@ class Flush:
                 below.put(name, content, sync=self.options.sync)
             created_folders.add(folder)
             indices.setdefault(obj.stack, []).append(obj.index)
-            pending.add_done_bytes(obj.n_bytes)
+            running.add_done_bytes(obj.n_bytes)
         if self.options.sync:
             with self.call.watchdog.operation(f"syncing {self.store.url}"):
                 for number, object_indices in indices.items():

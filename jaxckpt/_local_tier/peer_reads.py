@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxckpt._devices.interconnect import Interconnect
-from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._local_tier.step_files import FileRequest, requests_by_pair
 from jaxckpt._local_tier.streams import Incoming, Outgoing, Pair, RoundCalls, plan_channels, plan_rounds, round_calls
@@ -89,19 +88,12 @@ class _PeerReads:
     def agree(self) -> None:
         """Exchange the requests of all processes."""
         own = zlib.compress(json.dumps(self._batches).encode(), 1) if self._batches else b""
-
-        def gather_sizes() -> list[list[int]]:
+        with self._rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the program
             texts = self._rendezvous.gather(str(len(own)))
             sizes = json.loads(self._broadcast(f"[{','.join(texts)}]"))
-            return [sizes] if any(sizes) else []
-
-        def exchange(sizes: list[int], _: object) -> list[bytes]:
-            return _gather_texts(Interconnect(self._process), own, sizes)
-
-        with CollectiveCalls[list[int], list[bytes]]((), exchange) as calls:
-            calls.extend(gather_sizes, self._rendezvous.call.cancellation)
-            for _ in calls:
-                self._batches_by_process = [_decode_requests(text) if text else [] for text in calls.run_next()]
+        if any(sizes):
+            gathered = _gather_texts(Interconnect(self._process), own, sizes)
+            self._batches_by_process = [_decode_requests(text) if text else [] for text in gathered]
 
     def arrivals(self) -> Iterator[None]:
         for n_batches in self._required_batches:
@@ -130,12 +122,9 @@ class _PeerReads:
         stream_bytes = {pair: sum(map(source.files.request_bytes, requests)) for pair, requests in by_pair.items()}
         rounds = plan_rounds(channels, stream_bytes, source.max_bytes)
 
-        def agree() -> Sequence[Any]:
+        with self._rendezvous.call.cancellation.paused():  # once they have agreed, all processes run the rounds
             self.raise_failures()
-            return rounds
-
-        with round_calls(channels, (), process) as calls:
-            calls.extend(agree, self._rendezvous.call.cancellation)
+        with round_calls(channels, rounds, process) as calls:
             sending = {pair: (Outgoing(), iter(requests)) for pair, requests in by_pair.items() if pair[0] == process}
             receiving = {
                 pair: (Incoming(map(source.files.request_bytes, requests)), iter(requests))

@@ -107,8 +107,7 @@ class ProcessFolders:
         call, phases = save.call, save.call.phases
         with call.rendezvous("preparing to save") as rendezvous:
             if ahead is not None:
-                with phases.timed("device_to_host"):
-                    ahead.fill()
+                ahead.fill()
             sent_bytes = [sum(obj.n_bytes for obj in sent) for sent in _plan(save).sent]
             offers = gather_agreed(rendezvous, save.fingerprint, [len(save.state or b""), *sent_bytes])
             text = ""

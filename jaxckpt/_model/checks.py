@@ -60,11 +60,11 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
     yield from _stack_problems(manifest.stacks)
     for number, mesh in enumerate(manifest.meshes):
         if len(mesh.axes) > _MAX_AXES or math.prod(mesh.axes.values()) != len(mesh.devices) or not mesh.devices:
-            yield f"mesh {number} has {len(mesh.axes)} axes {_abbreviate(mesh.axes)} for {len(mesh.devices)} devices"
+            yield f"mesh {number} has {len(mesh.axes)} axes {_show_items(mesh.axes)} for {len(mesh.devices)} devices"
         if len(set(mesh.devices)) != len(mesh.devices):
             yield f"mesh {number} names a device twice"
         if len(mesh.types) != len(mesh.axes) or not set(mesh.types) <= {"Auto", "Explicit", "Manual"}:
-            yield f"mesh {number} has axis types {_abbreviate(mesh.types)} for axes {_abbreviate(mesh.axes)}"
+            yield f"mesh {number} has axis types {_show_items(mesh.types)} for axes {_show_items(mesh.axes)}"
     for number, layout in enumerate(manifest.layouts):
         if layout.mesh is not None and layout.mesh >= len(manifest.meshes):
             yield f"layout {number} refers to mesh {layout.mesh}, but the manifest has only {len(manifest.meshes)}"
@@ -73,13 +73,13 @@ def _layout_problems(manifest: Manifest) -> Iterator[str]:
         named = [axis for entry in layout.spec for axis in entry]
         named += layout.reduced
         if len(layout.spec) > MAX_RANK or any(axis not in axes for axis in named) or len(set(named)) != len(named):
-            shown = _abbreviate(layout.spec) + (
-                f" reduced over {_abbreviate(layout.reduced)}" if layout.reduced else ""
+            shown = _show_items(layout.spec) + (
+                f" reduced over {_show_items(layout.reduced)}" if layout.reduced else ""
             )
-            yield f"layout {number} has spec {shown} on a mesh of axes {_abbreviate(axes)}"
+            yield f"layout {number} has spec {shown} on a mesh of axes {_show_items(axes)}"
 
 
-def _abbreviate(items: Collection[Any]) -> str:
+def _show_items(items: Collection[Any]) -> str:
     """Names for a message, shortened, because they are arbitrary and there may be millions."""
     return ", ".join(str(item)[:40] for item in itertools.islice(items, 8)) + (", …" if len(items) > 8 else "")
 
@@ -133,8 +133,8 @@ def _is_filled(manifest: Manifest, stack: StackRecord, leaves: list[LeafRecord])
         return False
     if len(rows) > stack.rows and max(collections.Counter(rows).values()) > MAX_TIED:
         return False
-    alike = {(leaf.kind, leaf.layout, leaf.impl, leaf.weak): leaf for leaf in leaves}
-    return not any(_array_problem(manifest, leaf) for leaf in alike.values())
+    leaf_by_form = {(leaf.kind, leaf.layout, leaf.impl, leaf.weak): leaf for leaf in leaves}
+    return not any(_array_problem(manifest, leaf) for leaf in leaf_by_form.values())
 
 
 def _leaf_problems(manifest: Manifest) -> Iterator[str]:
@@ -216,8 +216,8 @@ def _stack_problems(stacks: Sequence[StackRecord]) -> Iterator[str]:
         ranks = {len(stack.shape) + 1, len(stack.chunk), len(stack.object)}
         if len(ranks) > 1 or len(stack.shape) > MAX_RANK or not stack.rows or not _is_grid(stack):
             yield (
-                f"{where} has {stack.rows} rows of [{_abbreviate(stack.shape)}] in objects of"
-                f" [{_abbreviate(stack.object)}], chunks of [{_abbreviate(stack.chunk)}], which do not form a grid"
+                f"{where} has {stack.rows} rows of [{_show_items(stack.shape)}] in objects of"
+                f" [{_show_items(stack.object)}], chunks of [{_show_items(stack.chunk)}], which do not form a grid"
             )
             continue
         yield from _object_problems(stack, where)

@@ -261,10 +261,7 @@ def layout_of(pairs: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> Layou
         return Layout((1,) * len(shape), (tuple(sorted(set().union(*holders.values()))),))
     sides = extent(next(iter(holders)))
     grid = tuple(n // side for n, side in zip(shape, sides, strict=True))
-    cells = [
-        tuple((i * side, (i + 1) * side) for i, side in zip(index, sides, strict=True))
-        for index in itertools.product(*map(range, grid))
-    ]
+    cells = [box for _, box in grid_cells(shape, sides)]
     if set(cells) != set(holders) or any(n % side for n, side in zip(shape, sides, strict=True)):
         raise SpecError(f"the sharding of an array of shape {shape} is not a regular grid of boxes")
     return Layout(grid, tuple(tuple(sorted(holders[cell])) for cell in cells))

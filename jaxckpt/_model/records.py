@@ -126,7 +126,7 @@ class StackRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     def length_and_digest(self, index: tuple[int, ...]) -> tuple[int, str]:
         """Length and digest of the object at a grid index."""
-        return self.objects["/".join(map(str, index))]
+        return self.objects[zarr.index_key(index)]
 
     def stack(self) -> Stack:
         sides = tuple(self.chunk), tuple(self.object)

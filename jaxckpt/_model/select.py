@@ -220,7 +220,7 @@ def rename_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
     Raises InputError for anything else, and TreeError if a name matches no path or two leaves get the same path.
     """
     new = new_paths(rename, paths)
-    require_distinct(rename, paths, new)
+    require_distinct_paths(rename, paths, new)
     return new
 
 
@@ -237,7 +237,7 @@ def new_paths(rename: Rename | None, paths: Collection[str]) -> list[str]:
     return [_rename_path(mapping, path) for path in paths]
 
 
-def require_distinct(rename: Rename | None, paths: Collection[str], new: Sequence[str]) -> None:
+def require_distinct_paths(rename: Rename | None, paths: Collection[str], new: Sequence[str]) -> None:
     """Raise TreeError if two leaves get the same path."""
     if len(set(new)) == len(new):
         return

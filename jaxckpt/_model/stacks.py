@@ -111,12 +111,6 @@ def shape_stack(
     return Stack(name, dtype, shape, rows, (chunk_rows, *chunk), (packed, *sides), options.compression)
 
 
-def objects_of(stack: Stack, box: Box) -> Iterator[tuple[Box, Box]]:
-    """(the part of `box` in the object, the object's box) for each object that `box` touches."""
-    for _, common, obj in indexed_objects_of(stack, box):
-        yield common, obj
-
-
 def indexed_objects_of(stack: Stack, box: Box) -> Iterator[tuple[tuple[int, ...], Box, Box]]:
     """(grid index, the part of `box` in the object, the object's box) for each object that `box` touches."""
     ranges = touched_cells(box, stack.object)

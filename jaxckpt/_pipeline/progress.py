@@ -8,16 +8,15 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import Request, in_caller
 from jaxckpt._pipeline.units import show_bytes, show_rate
 from jaxckpt._pipeline.watchdog import current_watchdog
-from jaxckpt._pipeline.work import Show, Work
-from jaxckpt.errors import show_count
 
 # Progress -------------------------------------------------------------------------------------------------
 
@@ -70,6 +69,59 @@ Report = Callable[[int], None]
 
 def report_nothing(moved: int) -> None:
     """Report nothing."""
+
+
+Show = Callable[[int, int], object]
+"""Displays (bytes that have moved, bytes that will move)."""
+
+
+class Moved(NamedTuple):
+    """What one process has moved. A heartbeat carries it, as a JSON array."""
+
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.done_bytes / self.seconds if self.seconds > 0 else 0.0
+        return f"{show_bytes(self.done_bytes)} of {show_bytes(self.total_bytes)}, {show_rate(rate)}"
+
+
+class Work:
+    """What a call moves in this process. In process 0, its display adds what the others have reported."""
+
+    def __init__(self, total_bytes: int, show: Show | None) -> None:
+        self._done_bytes = 0
+        self._total_bytes = total_bytes
+        self._begun = time.monotonic()
+        self._show = show
+        self._others = (0, 0)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it is displayed."""
+        return self._show is not None
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(self._done_bytes, self._total_bytes, time.monotonic() - self._begun)
+
+    def add(self, n_bytes: int) -> None:
+        """Count bytes, and display them with those of the others. In a lane."""
+        self._done_bytes += n_bytes
+        if self._show is not None:
+            others_done, others_total = self._others
+            self._show(self._done_bytes + others_done, self._total_bytes + others_total)
+
+    def note_others(self, others: Iterable[Moved]) -> None:
+        """Note what the other processes have reported. Any thread."""
+        reported = [(moved.done_bytes, moved.total_bytes) for moved in others]
+        done, total = (sum(column) for column in zip(*reported, strict=True)) if reported else (0, 0)
+        self._others = max(self._others[0], done), max(self._others[1], total)
+
+    def end(self) -> None:
+        """End the display."""
+        self._show = None
 
 
 def draws_bars() -> bool:
@@ -192,11 +244,6 @@ def record_event(event: str, seconds: float, line: Callable[[], str], *, log: bo
         _log.info("%s", line())
 
 
-def log_unlinked(url: str, n_bytes: int, reason: str) -> None:
-    """Log that a save wrote data again that it could have linked otherwise."""
-    _log.info("%s: wrote %s again that seem unchanged since the last save: %s", url, show_bytes(n_bytes), reason)
-
-
 def log_kept(url: str, name: str) -> None:
     """Log that data whose manifest was lost is not deleted."""
     _log.warning(
@@ -207,15 +254,3 @@ def log_kept(url: str, name: str) -> None:
 def log_swept(url: str, name: str) -> None:
     """Log that the remains of a save or of a deletion were deleted."""
     _log.info("deleted %s/%s, left by a save that failed or was replaced, or by a deletion", url, name)
-
-
-def warn_replicated(url: str, n_arrays: int, n_bytes: int, n_devices: int) -> None:
-    """Log arrays that a restore onto a mesh replicates without being asked to."""
-    _log.warning(
-        "%s: neither specs= nor the checkpoint says how to split %s, %s as stored: each of the %d devices gets a whole"
-        " copy. Pass specs=, or specs=PartitionSpec() to replicate without this warning",
-        url,
-        show_count(n_arrays, "array"),
-        show_bytes(n_bytes),
-        n_devices,
-    )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jaxckpt.errors import JaxckptError, StorageError
 
 if TYPE_CHECKING:
-    from jaxckpt._pipeline.work import Work
+    from jaxckpt._pipeline.progress import Work
 
 
 class _Current(threading.local):

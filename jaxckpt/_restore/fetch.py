@@ -14,7 +14,7 @@ import jax
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._options import Options
 from jaxckpt._pipeline.progress import Report, display_progress
-from jaxckpt._restore.placement import Destinations, LeafBuilder, value_in_manifest
+from jaxckpt._restore.placement import LeafBuilder, destinations, value_in_manifest
 from jaxckpt._restore.read_loop import detect_replacement, read, reads_of
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_exchange import needs_whole_job, read_shared
@@ -57,7 +57,7 @@ def fetch(
         wants = plan_wants(source, group, options, [process], range(processes))
         job_size = processes if wants.layouts is not None and needs_whole_job() else None
         (reads,) = plan_reads(wants, options, [process], job_size)
-        leaves = LeafBuilder(source.manifest, wants.stacks, wants.by_stack, Destinations(wants, process))
+        leaves = LeafBuilder(source.manifest, wants, destinations(wants, process))
         with detect_replacement(source, group), contextlib.ExitStack() as until_read:
             if shown is not None:
                 shown.close()
@@ -67,7 +67,7 @@ def fetch(
                 rendezvous.call.cancellation.check()
                 display(n_bytes)
 
-            source.require_metadata(leaves.stacks[process::processes])
+            source.require_metadata(sorted(wants.by_stack)[process::processes])
             if reads.rounds:
                 digest = wants_digest(wants.layouts_for(process), options.host_bytes)
                 read_shared(source, reads.rounds, digest, options, leaves, report, rendezvous)

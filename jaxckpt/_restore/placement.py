@@ -26,7 +26,7 @@ from jaxckpt._restore.batched_placement import place_rows, rows_per_block
 from jaxckpt._restore.read_loop import Buffers, host_value
 from jaxckpt._restore.read_plan import ReadStep, Run
 from jaxckpt._restore.resolve import AbstractLeaf
-from jaxckpt._restore.wants import AbstractLeavesByRow, WantedRange, Wants, restored_dtype, row_ranges
+from jaxckpt._restore.wants import WantedRange, Wants, read_key, restored_dtype, row_ranges
 from jaxckpt.errors import ManifestError, show_path
 
 CALLBACK_DEVICES = 1024
@@ -52,7 +52,7 @@ class PlacementMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class LeafDestination:
     """The boxes of a leaf that this process reads, and how its value is created from them."""
 
     boxes: tuple[Box, ...]
@@ -71,26 +71,18 @@ class Destination:
     """How many leaves are placed together if the mode is IN_BLOCKS."""
 
 
-class Destinations:
-    """The destinations of what a process needs. Equal abstract leaves are computed once."""
-
-    def __init__(self, wants: Wants, process: int) -> None:
-        self._by_key: dict[tuple[Any, ...], Destination] = {}
-        for wanted_range in wants.ranges:
-            key = _key(wanted_range.abstract, wanted_range.stack)
-            if key not in self._by_key:
-                n_leaves = len(wants.by_stack[wanted_range.stack])
-                self._by_key[key] = _destination(wanted_range, wants.stacks[wanted_range.stack], n_leaves, process)
-
-    def of(self, abstract: AbstractLeaf, stack: int) -> Destination:
-        return self._by_key[_key(abstract, stack)]
+def destinations(wants: Wants, process: int) -> dict[tuple[Any, ...], LeafDestination]:
+    """The destinations of what a process needs, by `read_key`."""
+    by_key: dict[tuple[Any, ...], LeafDestination] = {}
+    for wanted_range in wants.ranges:
+        key = read_key(wanted_range.abstract, wanted_range.stack)
+        if key not in by_key:
+            n_leaves = len(wants.by_stack[wanted_range.stack])
+            by_key[key] = _destination(wanted_range, wants.stacks[wanted_range.stack], n_leaves, process)
+    return by_key
 
 
-def _key(abstract: AbstractLeaf, stack: int) -> tuple[Any, ...]:
-    return stack, abstract.sharding, abstract.on_devices, abstract.cast
-
-
-def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> Destination:
+def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process: int) -> LeafDestination:
     abstract = wanted_range.abstract
     sharding = abstract.sharding
     assert not isinstance(sharding, PlannedSharding), "plans have these, and read nothing"
@@ -102,10 +94,10 @@ def _destination(wanted_range: WantedRange, stack: Stack, n_leaves: int, process
         shardings_by_box = local_boxes(sharding, stack.shape)
         shardings = tuple(tuple(shardings_by_box[box]) for box in boxes)
     if not abstract.on_devices:
-        return Destination(boxes, shardings, is_whole, PlacementMode.ON_HOST, 0)
+        return LeafDestination(boxes, shardings, is_whole, PlacementMode.ON_HOST, 0)
     dtype = restored_dtype(stack, abstract)
     block_rows = rows_per_block(sharding, stack.shape, dtype, None if is_whole else boxes, n_leaves)
-    return Destination(boxes, shardings, is_whole, _mode_on_devices(sharding, is_whole, block_rows), block_rows)
+    return LeafDestination(boxes, shardings, is_whole, _mode_on_devices(sharding, is_whole, block_rows), block_rows)
 
 
 def _mode_on_devices(sharding: Sharding | None, is_whole: bool, block_rows: int) -> PlacementMode:
@@ -157,7 +149,7 @@ class _Leaves:
     rows: tuple[int, int]
     stack: int
     abstract: AbstractLeaf
-    destination: Destination
+    destination: LeafDestination
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +167,13 @@ class LeafBuilder:
     """Creates the values of leaves from the read data."""
 
     _manifest: Manifest
-    _stacks: Sequence[Stack]
-    _by_stack: Mapping[int, AbstractLeavesByRow]
-    _destinations: Destinations
+    _wants: Wants
+    _destinations: Mapping[tuple[Any, ...], LeafDestination]
     values: dict[int, Any] = field(default_factory=dict[int, Any])
     """The values that have been created, by leaf number."""
 
     _streamed: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict[tuple[int, int, int], list[Any]])
     """By stack, row and box: an array for each device that needs it, if already read."""
-
-    @property
-    def stacks(self) -> list[int]:
-        """The stacks of these leaves, equal in every process."""
-        return sorted(self._by_stack)
 
     def deliver(self, step: ReadStep, buffers: Buffers) -> list[Any]:
         """Create the values of the step's rows. Returns the arrays on devices that were created."""
@@ -207,10 +193,10 @@ class LeafBuilder:
         return arrays
 
     def _leaves(self, stack: int, run: Run) -> Iterator[_Leaves]:
-        abstract_leaves = self._by_stack[stack]
+        abstract_leaves = self._wants.by_stack[stack]
         for (start, stop), abstract in row_ranges({row: abstract_leaves[row] for row in range(*run.rows)}):
             numbers = [abstract_leaves[row][0] for row in range(start, stop)]
-            yield _Leaves(numbers, (start, stop), stack, abstract, self._destinations.of(abstract, stack))
+            yield _Leaves(numbers, (start, stop), stack, abstract, self._destinations[read_key(abstract, stack)])
 
     def _create(self, leaves: _Leaves, buffers: Sequence[Array], transfer: _DevicePut) -> list[Any]:
         """Create the values of leaves from the buffers of their boxes, or add them to the transfer, which will create
@@ -225,7 +211,7 @@ class LeafBuilder:
                 self._join(leaves, arrays_by_row)
                 return list(itertools.chain.from_iterable(arrays_by_row))
             case PlacementMode.BY_LEAF:
-                shape = self._stacks[leaves.stack].shape
+                shape = self._wants.stacks[leaves.stack].shape
                 views_by_leaf = zip(*map(_split_rows, buffers), strict=True)
                 arrays = [_place_boxes(shape, abstract.sharding, destination.boxes, views) for views in views_by_leaf]
                 self._finish(leaves, arrays)
@@ -258,7 +244,7 @@ class LeafBuilder:
 
     def _finish_streamed(self, leaves: _Leaves, boxes: Sequence[int]) -> None:
         """Create leaves whose boxes were gathered on the devices."""
-        dtype = restored_dtype(self._stacks[leaves.stack], leaves.abstract)
+        dtype = restored_dtype(self._wants.stacks[leaves.stack], leaves.abstract)
         keys = [[(leaves.stack, row, box) for box in boxes] for row in range(*leaves.rows)]
         self._join(
             leaves, [[_as_dtype(array, dtype) for key in row for array in self._streamed.pop(key)] for row in keys]
@@ -270,8 +256,8 @@ class LeafBuilder:
         box = step.runs[run].boxes[number]
         receiving: dict[Any, Any] = {}
         for offset, row in enumerate(range(*region[0])):
-            _, abstract = self._by_stack[step.stack][row]
-            destination = self._destinations.of(abstract, step.stack)
+            _, abstract = self._wants.by_stack[step.stack][row]
+            destination = self._destinations[read_key(abstract, step.stack)]
             if box not in destination.boxes:
                 continue
             devices = destination.shardings[destination.boxes.index(box)]
@@ -294,12 +280,12 @@ class LeafBuilder:
     def create_unread_leaves(self) -> None:
         """Create the leaves for which nothing was read: those without elements, and those of other processes."""
         transfer = _DevicePut()
-        for stack, abstract_leaves in self._by_stack.items():
+        for stack, abstract_leaves in self._wants.by_stack.items():
             for row, (leaf, abstract) in abstract_leaves.items():
                 if leaf in self.values:
                     continue
-                leaves = _Leaves([leaf], (row, row + 1), stack, abstract, self._destinations.of(abstract, stack))
-                dtype = restored_dtype(self._stacks[stack], abstract)
+                leaves = _Leaves([leaf], (row, row + 1), stack, abstract, self._destinations[read_key(abstract, stack)])
+                dtype = restored_dtype(self._wants.stacks[stack], abstract)
                 buffers = [np.empty((1, *extent(box)), dtype) for box in leaves.destination.boxes]
                 if buffers:
                     self._create(leaves, buffers, transfer)
@@ -312,7 +298,7 @@ class LeafBuilder:
         if leaves.destination.is_whole:
             self._finish(leaves, [array for (array,) in arrays_by_leaf])
             return
-        stack = self._stacks[leaves.stack]
+        stack = self._wants.stacks[leaves.stack]
         sharding: Any = leaves.abstract.sharding
         # The dtype is needed if this process has no device of the sharding, and therefore no part.
         dtype = restored_dtype(stack, leaves.abstract)

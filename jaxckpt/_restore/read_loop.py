@@ -16,7 +16,9 @@ import numpy as np
 
 from jaxckpt._model.dtypes import DTYPES
 from jaxckpt._model.grid import Box, cut_to_size, extent, intersection, slices_within, volume, whole_box
+from jaxckpt._model.leaves import SavedLeaf
 from jaxckpt._model.pieces import Array, aligned_empty, assign
+from jaxckpt._model.stacks import Stack
 from jaxckpt._model.values import KINDS
 from jaxckpt._options import Options
 from jaxckpt._pipeline.lanes import operate, run_alone
@@ -144,8 +146,8 @@ class _Reader:
         filling = self._filling
         staged, direct = list[Region](), list[Region]()
         for region in read.regions:
-            is_aside = region.converted or (region.staged and not array.shares_chunks)
-            (staged if is_aside else direct).append(region)
+            is_separate = region.converted or (region.staged and not array.shares_chunks)
+            (staged if is_separate else direct).append(region)
         block, buffers = self._memory.allocate([(extent(region.box), filling.dtype) for region in staged])
         targets = [(region.box, buffer) for region, buffer in zip(staged, buffers, strict=True)]
         targets += itertools.chain.from_iterable(map(filling.views, direct))
@@ -358,13 +360,17 @@ class StoredArray:
     report: Report = report_nothing
 
     @property
+    def _stack(self) -> Stack:
+        manifest = self.source.manifest
+        return SavedLeaf(manifest, manifest.leaves[self.number]).stack
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return self.source.manifest.leaf_shape(self.source.manifest.leaves[self.number])
+        return self._stack.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        manifest = self.source.manifest
-        return DTYPES[manifest.stacks[manifest.stack_and_row(manifest.leaves[self.number])[0]].dtype]
+        return DTYPES[self._stack.dtype]
 
     def __getitem__(self, index: tuple[slice, ...]) -> Array:
         box = tuple(entry.indices(side)[:2] for entry, side in zip(index, self.shape, strict=True))
@@ -374,8 +380,7 @@ class StoredArray:
 
     def slabs(self) -> Iterator[Array]:
         """The whole array in C order, in pieces that fit `options.host_bytes`."""
-        manifest = self.source.manifest
-        stack = manifest.decoded_stacks[manifest.stack_and_row(manifest.leaves[self.number])[0]]
+        stack = self._stack
         fits = max(1, max_read_bytes(self.options.host_bytes) // stack.itemsize)
         # Whole rows of chunks if they fit, so that no chunk is read twice. Otherwise cut along the next dimension.
         sides = [max(1, side) for side in stack.shape]

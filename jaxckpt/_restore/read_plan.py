@@ -19,7 +19,7 @@ from jaxckpt._model.grid import (
     touched_cells,
     volume,
 )
-from jaxckpt._model.stacks import Stack, objects_of
+from jaxckpt._model.stacks import Stack, indexed_objects_of
 
 STEP_BYTES = 64 << 20
 """Bytes of the buffers that are filled together. They stay in memory until the last array cut from them is freed."""
@@ -39,6 +39,11 @@ class WantedRows:
     keeps_buffers: bool = True
     """Whether the filled buffers become the arrays. Otherwise they are copied to devices and freed."""
 
+    @property
+    def n_elements(self) -> int:
+        """Elements of the boxes of all rows."""
+        return (self.rows[1] - self.rows[0]) * sum(map(volume, self.boxes))
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -51,11 +56,6 @@ class Run:
 
     streamed: bool = False
     """Whether the boxes are too large for host buffers, so that data is sent to the devices part by part."""
-
-    @property
-    def merge_key(self) -> tuple[tuple[Box, ...], np.dtype[Any] | None, bool]:
-        """The properties that a want must share with this run to extend it."""
-        return self.boxes, self.dtype, self.keeps_buffers
 
     @property
     def is_transient(self) -> bool:
@@ -114,10 +114,6 @@ class ReadStep:
     held_bytes: int
     """Bytes of the buffers that do not become arrays."""
 
-    @property
-    def regions(self) -> Iterator[Region]:
-        return itertools.chain.from_iterable(read.regions for read in self.reads)
-
 
 def max_read_bytes(host_bytes: int) -> int:
     """The largest read if this many bytes may be in flight: while one is read, one is decoded and two transferred."""
@@ -133,7 +129,7 @@ def plan_read(
     """
     by_stack: dict[int, list[WantedRows]] = {}
     for want in wants:
-        if want.boxes and any(volume(box) for box in want.boxes):
+        if want.n_elements:
             by_stack.setdefault(want.stack, []).append(want)
     max_buffer_bytes = max_read_bytes(host_bytes)
     steps: list[ReadStep] = []
@@ -152,7 +148,7 @@ def _grouped(stack: Stack, wants: Sequence[WantedRows], step_bytes: int) -> Iter
     group_bytes = 0
     chunk_rows = stack.chunk[0]
     for unit in _units(chunk_rows, wants):
-        unit_bytes = sum((want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes)) for want in unit) * stack.itemsize
+        unit_bytes = sum(want.n_elements for want in unit) * stack.itemsize
         (row, end), chunks_bytes = unit[0].rows, unit_bytes
         if end - row > chunk_rows:  # one want with many rows of chunks
             chunks_bytes = unit_bytes * chunk_rows // (end - row)
@@ -199,17 +195,18 @@ def _step(number: int, stack: Stack, wants: Sequence[WantedRows], max_buffer_byt
     runs: list[Run] = []
     for want in wants:
         begun, end = want.rows
-        if runs and runs[-1].rows[1] == begun and runs[-1].merge_key == (want.boxes, want.dtype, want.keeps_buffers):
+        form = want.boxes, want.dtype, want.keeps_buffers
+        if runs and (last := runs[-1]).rows[1] == begun and (last.boxes, last.dtype, last.keeps_buffers) == form:
             begun = runs.pop().rows[0]
         streamed = not want.keeps_buffers and _bytes(stack, want) > max_buffer_bytes
-        runs.append(Run((begun, end), want.boxes, want.dtype, want.keeps_buffers, streamed))
+        runs.append(Run((begun, end), *form, streamed))
     regions: list[Region] = []
     for together in _sharing_chunks(runs, stack.chunk[0]):
         targets = [(run, box) for run in together for box in range(len(runs[run].boxes))]
         boxes = [runs[run].buffer_box(box) for run, box in targets]
         for box, served in cut_at_chunks(boxes, stack.chunk):
             regions.append(_region(runs, box, [targets[i] for i in served]))
-    n_bytes = sum(volume(run.buffer_box(box)) for run in runs for box in range(len(run.boxes))) * stack.itemsize
+    n_bytes = sum(want.n_elements for want in wants) * stack.itemsize
     held_bytes = sum((run.rows[1] - run.rows[0]) * _bytes(stack, run) for run in runs if run.is_transient)
     return ReadStep(number, tuple(runs), tuple(_reads(stack, runs, regions, max_bytes)), n_bytes, held_bytes)
 
@@ -360,6 +357,6 @@ def _boxes_by_object(stack: Stack, read: Read) -> Iterable[tuple[Box, list[Box]]
     """(an object's box, the parts of it that a read needs) for each object. A read gets the index of an object once."""
     boxes_by_object: dict[Box, list[Box]] = {}
     for box in read.boxes:
-        for common, obj in objects_of(stack, box):
+        for _, common, obj in indexed_objects_of(stack, box):
             boxes_by_object.setdefault(obj, []).append(common)
     return boxes_by_object.items()

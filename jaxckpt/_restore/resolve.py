@@ -176,11 +176,6 @@ def _resolved(groups: Sequence[_Group], abstract_by_group: Sequence[AbstractLeaf
     return Resolved(abstract_leaves, match.assembly, paths, match.accepted, unproven)
 
 
-def lossy_casts_error(problems: Sequence[Problem]) -> MismatchError:
-    """The error for casts that were seen to change values."""
-    return MismatchError.of(f"casts would change values of {show_count(len(problems), 'leaf')}", problems)
-
-
 def _raise_problems(
     manifest: Manifest,
     request: RestoreRequest,

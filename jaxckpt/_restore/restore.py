@@ -17,6 +17,7 @@ from jax.sharding import Mesh, Sharding
 
 from jaxckpt._arguments.casts import CHECKED_BYTES, Dtypes, lost_value
 from jaxckpt._arguments.specs import Specs, require_mesh
+from jaxckpt._devices.shardings import processes_of
 from jaxckpt._job.call import Call
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._job.slow_processes import process_names
@@ -26,11 +27,12 @@ from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options, options_or_default
 from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_alone
-from jaxckpt._pipeline.progress import record_event, warn_replicated
+from jaxckpt._pipeline.progress import record_event
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._restore.assembly import TargetObject
 from jaxckpt._restore.fetch import fetch
 from jaxckpt._restore.match import RestoreRequest, require_request
-from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, lossy_casts_error, resolve
+from jaxckpt._restore.resolve import AbstractLeaf, Resolved, host_leaf, host_leaves, resolve
 from jaxckpt._restore.shared_exchange import require_agreement
 from jaxckpt._restore.strictness import Strict
 from jaxckpt._restore.typed_arguments import DescribedTree, RestoreArguments, T
@@ -41,6 +43,7 @@ from jaxckpt._sources.open_source import Location, source_at
 from jaxckpt._sources.source import Source
 from jaxckpt.errors import (
     InputError,
+    MismatchError,
     NotACheckpointError,
     PathNotSharedError,
     PeersDisagreeError,
@@ -216,12 +219,12 @@ def _open(call: Call, path: Location, request: RestoreRequest, options: Options,
         try:
             source = source or source_at(path, options, request.manifest_sha256)
         except NotACheckpointError:
-            _require_seen_by_none(rendezvous.gather(""), call.where)
+            _require_seen_by_all_or_none(rendezvous.gather(""), call.where)
             rendezvous.broadcast("")
             raise
         own = f"{source.digest} {source.url}"
         checkpoints = rendezvous.gather(own)
-        _require_seen_by_none(checkpoints, source.url)
+        _require_seen_by_all_or_none(checkpoints, source.url)
         _require_same_checkpoint(checkpoints, source.url)
         _require_newest(checkpoints, source.url, options)
         chosen = rendezvous.broadcast(own)
@@ -250,7 +253,14 @@ def _read(call: Call, source: Source, resolved: Resolved, request: RestoreReques
     """The value of each leaf. In a lane."""
     if resolved.unsplit and isinstance(request.mesh, Mesh) and call.index == 0:
         n_bytes = sum(source.manifest.leaf_bytes(source.manifest.leaves[number]) for number in resolved.unsplit)
-        warn_replicated(source.url, len(resolved.unsplit), n_bytes, request.mesh.size)
+        _log.warning(
+            "%s: neither specs= nor the checkpoint says how to split %s, %s as stored: each of the %d devices gets a"
+            " whole copy. Pass specs=, or specs=PartitionSpec() to replicate without this warning",
+            source.url,
+            show_count(len(resolved.unsplit), "array"),
+            show_bytes(n_bytes),
+            request.mesh.size,
+        )
     with (
         call.rendezvous("restoring", after_caller=True) as rendezvous,
         contextlib.ExitStack() as shown,  # until all processes have read
@@ -292,7 +302,7 @@ def _require_lossless(source: Source, resolved: Resolved, options: Options, rend
                 problem = resolved.unproven[number]
                 problems.append(replace(problem, reason=f"{problem.reason} of {lost!r}"))
     if problems:
-        raise lossy_casts_error(problems)
+        raise MismatchError.of(f"casts would change values of {show_count(len(problems), 'leaf')}", problems)
 
 
 def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
@@ -303,17 +313,14 @@ def _global_leaves_digest(resolved: Resolved, rules: Rules | None) -> str:
         numbers.setdefault(id(abstract), (abstract, []))[1].append(number)
     hasher = hashlib.sha256()
     for abstract, leaves in numbers.values():
-        if (
-            isinstance(abstract.sharding, Sharding)
-            and len({device.process_index for device in abstract.sharding.device_set}) > 1
-        ):
+        if isinstance(abstract.sharding, Sharding) and len(processes_of(abstract.sharding)) > 1:
             named = [(number, resolved.paths[number]) for number in leaves]
             form = (abstract.kind, abstract.cast, abstract.weak, abstract.sharding)
             hasher.update(repr((form, named, rules and rules.rules)).encode())
     return hasher.hexdigest()
 
 
-def _require_seen_by_none(checkpoints: Sequence[str], url: str) -> None:
+def _require_seen_by_all_or_none(checkpoints: Sequence[str], url: str) -> None:
     """Raise PathNotSharedError in process 0 if some processes have found a checkpoint and others, whose text is empty,
     have not."""
     missing = [process for process, checkpoint in enumerate(checkpoints) if not checkpoint]

@@ -121,7 +121,7 @@ def _agree_on_programs(
     texts = _gather_alike(rendezvous, digest, json.dumps([offers, is_left]))
     gathered: list[Any] = [json.loads(text) for text in texts]
     merged = [
-        [tuple(map(max, *alike, (0, 0))) for alike in itertools.zip_longest(*of_partition, fillvalue=(0, 0))]
+        [tuple(map(max, *programs, (0, 0))) for programs in itertools.zip_longest(*of_partition, fillvalue=(0, 0))]
         for of_partition in zip(*(offered for offered, _ in gathered), strict=True)
     ]
     agreed = json.loads(rendezvous.broadcast(json.dumps([merged, any(left for _, left in gathered)])))

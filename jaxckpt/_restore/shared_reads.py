@@ -168,8 +168,7 @@ def plan_shared_reads(
     least = ROUND_BYTES + n_processes * ROUND_BYTES_PER_PROCESS
     bytes_by_stack = collections.Counter[int]()
     for want in wants:
-        n_elements = (want.rows[1] - want.rows[0]) * sum(map(volume, want.boxes))
-        bytes_by_stack[want.stack] += n_elements * stacks[want.stack].itemsize
+        bytes_by_stack[want.stack] += want.n_elements * stacks[want.stack].itemsize
     needed_bytes = bytes_by_stack.total()
     # An object that one process reads whole takes one request to an object store, and otherwise one per chunk.
     object_bytes = {number: math.prod(stacks[number].object) * stacks[number].itemsize for number in bytes_by_stack}

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Sharding
 
@@ -29,7 +28,7 @@ from jaxckpt._model.grid import Box, Layout, cell_shape, volume, whole_box
 from jaxckpt._model.records import Manifest
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options
-from jaxckpt._restore.batched_placement import rows_per_block
+from jaxckpt._restore.batched_placement import has_own_memory, rows_per_block
 from jaxckpt._restore.read_plan import ReadCost, ReadStep, WantedRows, max_read_bytes, plan_read, read_cost
 from jaxckpt._restore.resolve import AbstractLeaf
 from jaxckpt._restore.shared_reads import (
@@ -47,7 +46,7 @@ WHOLE_BYTES = 256 << 10
 """Smaller leaves are read whole and cut by JAX. Larger leaves are read piece by piece into buffers that JAX takes over,
 so that nothing is copied; for leaves of 64 KiB this takes more CPU time."""
 
-SHARED_BYTES = 64 << 20
+SHARED_READ_BYTES = 64 << 20
 """With `Options(read="auto")`, processes share their reads from an object store if that saves each of them this many
 bytes on average. For less, meeting and compiling the exchange takes longer than reading."""
 
@@ -129,7 +128,7 @@ def plan_wants(
     ranges: list[WantedRange] = []
     for stack, leaves in by_stack.items():
         for rows, abstract in row_ranges(leaves):
-            key = (stack, abstract.sharding, abstract.on_devices, abstract.cast)
+            key = read_key(abstract, stack)
             if key not in known_boxes:
                 known_boxes[key] = _leaf_boxes(abstract, stacks[stack], len(leaves), options, processes)
             ranges.append(WantedRange(stack, rows, abstract, known_boxes[key]))
@@ -139,7 +138,7 @@ def plan_wants(
         layouts = [
             needed_layout(wanted_range.abstract, stacks[wanted_range.stack].shape, job) for wanted_range in ranges
         ]
-        if options.read == "auto" and _repeated_bytes(stacks, ranges, layouts) < SHARED_BYTES * len(job):
+        if options.read == "auto" and _repeated_bytes(stacks, ranges, layouts) < SHARED_READ_BYTES * len(job):
             layouts = None
     return Wants(stacks, by_stack, ranges, layouts)
 
@@ -193,6 +192,11 @@ def needed_layout(abstract: AbstractLeaf, shape: tuple[int, ...], job: Iterable[
     if isinstance(abstract.sharding, PlannedSharding):
         return abstract.sharding.layout(shape)
     return process_layout(abstract.sharding, shape)
+
+
+def read_key(abstract: AbstractLeaf, stack: int) -> tuple[Any, ...]:
+    """Equal for leaves that are restored alike."""
+    return stack, abstract.sharding, abstract.on_devices, abstract.cast
 
 
 def restored_dtype(stack: Stack, abstract: AbstractLeaf) -> np.dtype[Any]:
@@ -251,9 +255,9 @@ def can_keep_buffers(abstract: AbstractLeaf) -> bool:
         return True
     if isinstance(abstract.sharding, PlannedSharding):
         return False
-    if abstract.sharding is None:
-        return all(device.platform == "cpu" for device in jax.device_put(np.empty(0, np.uint8)).devices())
-    return next(iter(abstract.sharding.device_set)).platform == "cpu" or memory_kind(abstract.sharding) is not None
+    return not has_own_memory(abstract.sharding) or (
+        abstract.sharding is not None and memory_kind(abstract.sharding) is not None
+    )
 
 
 # Reads ----------------------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ def plan_reads(
     known_rounds: dict[tuple[Partition, Community], list[SharedRead]] = {}
     for process in processes:
         needed = [wanted_range.rows_for(process) for wanted_range in wants.ranges]
-        needed_bytes = sum(_n_bytes(stacks[rows.stack], rows) for rows in needed)
+        needed_bytes = sum(rows.n_elements * stacks[rows.stack].itemsize for rows in needed)
         own, shared = needed, dict[Partition, list[WantedRows]]()
         if wants.layouts is not None:
             own, shared = share(stacks, list(zip(needed, wants.layouts, strict=True)), process, job_size)
@@ -312,7 +316,3 @@ def plan_reads(
                 known_rounds[key] = plan_shared_reads(stacks, common, community, host_bytes // len(shared), n_processes)
             rounds[partition] = known_rounds[key] if common else []
         yield ProcessReads(process, needed_bytes, plan_read(stacks, own, host_bytes), rounds)
-
-
-def _n_bytes(stack: Stack, wanted_rows: WantedRows) -> int:
-    return (wanted_rows.rows[1] - wanted_rows.rows[0]) * sum(map(volume, wanted_rows.boxes)) * stack.itemsize

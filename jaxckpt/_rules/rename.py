@@ -19,7 +19,7 @@ from jaxckpt._model.select import (
     new_paths,
     parse_select,
     replaced_leaves,
-    require_distinct,
+    require_distinct_paths,
 )
 from jaxckpt._model.tree import (
     Structure,
@@ -98,7 +98,7 @@ def renamed_tree(
     paths = new_paths(rename, saved)
     replaced = set[int]() if select is None else replaced_leaves(rename, saved, paths)
     remaining = [number for number in range(len(saved)) if number not in replaced]
-    require_distinct(rename, [saved[number] for number in remaining], [paths[number] for number in remaining])
+    require_distinct_paths(rename, [saved[number] for number in remaining], [paths[number] for number in remaining])
     numbers = {paths[number]: number for number in remaining if number < len(manifest.leaves)}
     units = _structures_by_path(manifest, paths, replaced)
     for number, node in enumerate(empty.values(), len(manifest.leaves)):

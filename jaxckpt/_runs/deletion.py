@@ -23,7 +23,6 @@ from jaxckpt._runs.directory import Directory
 from jaxckpt._runs.existing_steps import ExistingSteps
 from jaxckpt._runs.retention import Decision, RetentionPolicy, SavedStep, creation_time
 from jaxckpt._store.load_manifest import load_manifest
-from jaxckpt._store.transaction import republish
 from jaxckpt.errors import CorruptError, InputError, NotACheckpointError, StorageError
 
 _log = logging.getLogger("jaxckpt")
@@ -320,7 +319,7 @@ class Deletion:
             self._directory.remember(SavedStep.of(step.number, manifest, undroppable))
             return
         less = manifests.drop_subtrees(manifest, dropped)
-        republish(child, manifest.data_folder, manifests.encode(less), content, sync=self._sync)
+        child.publish(manifest.data_folder, manifests.encode(less), content, sync=self._sync)
         self._directory.remember(SavedStep.of(step.number, less, undroppable))
         child.trim(less.data_folder, (record.stack() for record in less.stacks))
 

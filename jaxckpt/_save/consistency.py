@@ -7,7 +7,6 @@ call, they show that the processes are at different training steps, whose shards
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import zlib
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt._devices.exchange import transfer_context
-from jaxckpt._devices.shardings import memory_kind, pinned_memory
+from jaxckpt._devices.shardings import memory_kind, pinned_memory, processes_of
 from jaxckpt._job.rendezvous import Rendezvous
 from jaxckpt._job.slow_processes import process_names
 from jaxckpt._model import typed_json
@@ -70,10 +69,6 @@ class ValueGroup:
     """(path, value as text) of each leaf."""
 
 
-Agreement = tuple[Fingerprint, Sequence[ValueGroup]]
-"""The message of a process, and the groups of values in it."""
-
-
 @dataclass(frozen=True, slots=True)
 class OwnFingerprint:
     """What a process computes for its message before the caller may donate or change anything."""
@@ -105,7 +100,7 @@ class OwnFingerprint:
         digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in entries.items()}
         return cls(digests, _compared_values(draft, process), process)
 
-    def complete(self) -> Agreement:
+    def complete(self) -> tuple[Fingerprint, Sequence[ValueGroup]]:
         """The message of this process, and its groups. Waits for values that devices still compute."""
         groups = list(_value_groups(self.values))
         sums = [
@@ -142,11 +137,11 @@ def gather_agreed(
         texts = rendezvous.gather(msgspec.json.encode(_Message(own, [*numbers])).decode())
     messages = [typed_json.decode(text, _Message) for text in texts]
     if len(messages) > 1:
-        require_agreement([message.fingerprint for message in messages], groups)
+        require_equal_fingerprints([message.fingerprint for message in messages], groups)
     return [message.numbers for message in messages]
 
 
-def require_agreement(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
+def require_equal_fingerprints(fingerprints: Sequence[Fingerprint], groups: Sequence[ValueGroup]) -> None:
     """In process 0, raise PeersDisagreeError unless all processes sent the same message."""
     for name, reason in _REASONS.items():
         unequal = [
@@ -216,7 +211,7 @@ def _compared_values(draft: Draft, process: int) -> list[_ComparedValue]:
         if isinstance(value, np.ndarray | jax.Array) and (in_state or draft.records[number].kind in ("str", "bytes")):
             values.append(_ComparedValue(everyone, path, value))
         elif isinstance(value, jax.Array) and _is_replicated_count(value):
-            holders = _processes(value.sharding)
+            holders = processes_of(value.sharding)
             if len(holders) > 1:
                 own = value.addressable_data(0) if process in holders else ""
                 values.append(_ComparedValue(holders, path, own, is_count=True))
@@ -253,17 +248,12 @@ def _value_groups(values: Sequence[_ComparedValue]) -> Iterator[ValueGroup]:
     by_holders: dict[frozenset[int], list[tuple[str, str]]] = {}
     for entry in values:
         by_holders.setdefault(entry.holders, []).append((entry.path, entry.text()))
-    for holders, alike in by_holders.items():
-        size = -(-len(alike) // _MAX_GROUPS)
-        for first in range(0, len(alike), size):
-            yield ValueGroup(holders, alike[first : first + size])
+    for holders, named_values in by_holders.items():
+        size = -(-len(named_values) // _MAX_GROUPS)
+        for first in range(0, len(named_values), size):
+            yield ValueGroup(holders, named_values[first : first + size])
 
 
 def _is_replicated_count(value: jax.Array) -> bool:
     integer = value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer)
     return integer and value.committed and value.is_fully_replicated
-
-
-@functools.lru_cache(maxsize=1024)
-def _processes(sharding: jax.sharding.Sharding) -> frozenset[int]:
-    return frozenset(device.process_index for device in sharding.device_set)

@@ -145,10 +145,10 @@ def _tie(leaves: Sequence[Leaf], draft: Draft) -> None:
     counts = collections.Counter[int]()
     for array in draft.arrays:
         if draft.records[array.number].kind in ("jax", "key", "numpy"):
-            alike = id(leaves[array.number].value), array.dtype, array.layout, array.is_exchanged, array.subtree
-            first_number = first.setdefault(alike, array.number)
+            key = id(leaves[array.number].value), array.dtype, array.layout, array.is_exchanged, array.subtree
+            first_number = first.setdefault(key, array.number)
             if counts[first_number] == MAX_TIED:
-                first_number = first[alike] = array.number
+                first_number = first[key] = array.number
             counts[first_number] += 1
             if first_number != array.number:
                 draft.ties[array.number] = first_number
@@ -319,7 +319,7 @@ def _shardings(
     """The sharding of each group of leaves on the storage mesh, if any, and the problems."""
     if mesh is None:
         return [None] * len(groups), []
-    alike: list[LeafGroup] = []
+    leaf_groups: list[LeafGroup] = []
     for group in groups:
         first, paths = leaves[group[0]], [leaves[number].path for number in group]
         spec = requested_specs.get(first.path)
@@ -327,8 +327,8 @@ def _shardings(
             own = _own_spec(first.value.sharding) if spec is None else ()
         except SpecError as error:
             return [], [_layout_problem(path, error) for path in paths]
-        alike.append(LeafGroup(paths, first.value.shape, own, spec))
-    specs, problems = assign_specs(mesh_axes(mesh), alike, options)
+        leaf_groups.append(LeafGroup(paths, first.value.shape, own, spec))
+    specs, problems = assign_specs(mesh_axes(mesh), leaf_groups, options)
     shardings: list[NamedSharding | None] = []
     for group, spec in zip(groups, specs, strict=True):
         try:

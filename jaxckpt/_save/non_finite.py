@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Generator
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,39 +23,23 @@ _BLOCK = 1 << 20
 
 def checked(save: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
     """The objects, each of which is checked when its data is in host memory, as `Options.non_finite` says."""
-    return staged if save.options.non_finite == "ignore" else _checked(save, staged)
+    if save.options.non_finite == "ignore":
+        return staged
+    warned = set[int]()  # the leaves that were named before
+    return (replace(one, check=functools.partial(_check, save, one.obj.stack, warned)) for one in staged)
 
 
-def _checked(save: PreparedSave, staged: Generator[StagedObject]) -> Generator[StagedObject]:
-    warned = set[int]()
-    for staged_object in staged:
-        own = {field.name: getattr(staged_object, field.name) for field in fields(StagedObject)}
-        yield _CheckedObject(**own, save=save, warned=warned)
-
-
-@dataclass(slots=True)
-class _CheckedObject(StagedObject):
-    save: PreparedSave | None = None
-    warned: set[int] | None = None
-    """The leaves that were named before."""
-
-    def data(self) -> Pieces:
-        pieces = StagedObject.data(self)
-        assert self.save is not None
-        assert self.warned is not None
-        for row, count in _counts(pieces).items():
-            self._report(self.save, self.save.plan.leaves[self.obj.stack][row], count, self.warned)
-        return pieces
-
-    def _report(self, save: PreparedSave, leaf: int, count: int, warned: set[int]) -> None:
+def _check(save: PreparedSave, stack: int, warned: set[int], pieces: Pieces) -> None:
+    for row, count in _counts(pieces).items():
+        leaf = save.plan.leaves[stack][row]
         path = save.draft.records[leaf].path
-        found = f"has {show_count(count, 'value')} that {'is' if count == 1 else 'are'} NaN or infinite in one object"
+        reason = f"has {show_count(count, 'value')} that {'is' if count == 1 else 'are'} NaN or infinite in one object"
         if save.options.non_finite == "error":
             remedy = 'Options(non_finite="warn") saves it nevertheless'
-            raise TreeError.of(f"{save.store.url} was not saved", [Problem(path, found, remedy)])
+            raise TreeError.of(f"{save.store.url} was not saved", [Problem(path, reason, remedy)])
         if leaf not in warned:
             warned.add(leaf)
-            _log.warning("%s: %s %s", save.store.url, show_path(path), found)
+            _log.warning("%s: %s %s", save.store.url, show_path(path), reason)
 
 
 def _counts(pieces: Pieces) -> dict[int, int]:

@@ -86,6 +86,13 @@ class SaveInfo:
 # Running saves --------------------------------------------------------------------------------------------
 
 
+_saves: list[RunningSave] = []
+"""In order: saves that have not ended, and background saves whose end has not been reported yet."""
+
+_abandoned: list[RunningSave] = []
+"""Saves that nothing waits for, not even the end of the program."""
+
+
 class RunningSave:
     """A save that a lane runs."""
 
@@ -97,47 +104,19 @@ class RunningSave:
         watchdog: Watchdog,
         step: int | None = None,
         *,
+        bytes_per_second: float | None = None,
         awaited: bool = False,
         detached: bool = False,
     ) -> None:
+        """`bytes_per_second` is the largest rate at which it writes; None: no limit."""
         self.path = store.url
         """The path or URL of the checkpoint."""
 
         self.owner = owner_of(store, step)
         """What the error of the save belongs to."""
 
-        self.is_raised = False
-        """Whether a later save has raised its error, or a Checkpointer has dealt with it."""
-
-        self.is_reported = False
-        """Whether its end has been reported, or needs no report."""
-
         self.step = step
         """The step, if a Checkpointer saves it."""
-
-        self.skipped = False
-        """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
-
-        self.rate_limiter = RateLimiter(None)
-        """The rate at which it writes."""
-
-        self.is_published = False
-        """Whether the checkpoint is published. Its `on_done` may not have ended yet."""
-
-        self._start_time = start_time
-        self._watchdog = watchdog
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._hurries = False
-        self._seconds: float | None = None
-        self._ended = Latch()
-        self._settled = Latch()  # set when the checkpoint is published or the save has failed
-        self._info: SaveInfo | None = None
-        self._error: BaseException | None = None
-        self._blocked_seconds = 0.0
-        self._caller = threading.get_ident()
-        self._has_returned = False
-        self._has_waiter = False
 
         self.awaited = awaited
         """Whether its caller waits for it and receives its error."""
@@ -145,9 +124,38 @@ class RunningSave:
         self.detached = detached
         """Whether later saves do not wait for it."""
 
+        self.watchdog = watchdog
+        self.rate_limiter = RateLimiter(bytes_per_second)
+        self.skipped = False
+        """Whether nothing is saved, because another save was in progress and `Options.when_busy` is "skip"."""
+
         self.is_staged = False
         """Whether its data no longer depends on the caller's arrays."""
 
+        self.is_published = False
+        """Whether the checkpoint is published. Its `on_done` may not have ended yet."""
+
+        self.error: BaseException | None = None
+        """The error of the save, after it has ended."""
+
+        self.is_raised = False
+        """Whether a later save has raised its error, or a Checkpointer has dealt with it."""
+
+        self.is_reported = False
+        """Whether its end has been reported, or needs no report."""
+
+        self._start_time = start_time
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._hurries = False
+        self._seconds: float | None = None
+        self._ended = Latch()
+        self._settled = Latch()  # set when the checkpoint is published or the save has failed
+        self._info: SaveInfo | None = None
+        self._blocked_seconds = 0.0
+        self._caller = threading.get_ident()
+        self._has_returned = False
+        self._has_waiter = False
         self._thread: int | None = None  # the lane that runs it
 
     def begin(self, call: Call, work: Callable[[RunningSave], SaveInfo], *, until: float | None = None) -> None:
@@ -219,8 +227,8 @@ class RunningSave:
         if not has_ended:
             raise TimeoutError(f"the save to {self.path} is not done after {timeout_seconds:g} s: {self.progress}")
         _mark_reported(self)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         assert self._info is not None
         return self.with_times(self._info)
 
@@ -260,10 +268,6 @@ class RunningSave:
         _keep_abandoned([self])
         _mark_reported(self)
 
-    def give_up(self) -> None:
-        """Let its lane end by itself, or hang."""
-        self._watchdog.abandon()
-
     def lift_limits(self) -> None:
         """From now on, use all threads, and write at any rate."""
         self._use_all_threads()
@@ -271,7 +275,7 @@ class RunningSave:
 
     def _use_all_threads(self) -> None:
         self._hurries = True
-        self._watchdog.in_background = False
+        self.watchdog.in_background = False
 
     def hurry(self, timeout_seconds: float) -> None:
         """End the limit of its rate, and wait for at most `timeout_seconds` until the checkpoint is published or the
@@ -292,7 +296,7 @@ class RunningSave:
             left = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - time.monotonic())
             if latch.wait(left):
                 return True
-            if error := self._watchdog.stall_error():
+            if error := self.watchdog.stall_error():
                 replace_workers()
                 self.end(error)
                 return True
@@ -318,7 +322,7 @@ class RunningSave:
         nothing waits for the save from now on, unless it hurries already."""
         self._blocked_seconds = time.perf_counter() - self._start_time
         self._has_returned = True
-        self._watchdog.in_background = in_background and not self._hurries
+        self.watchdog.in_background = in_background and not self._hurries
 
     def mark_published(self) -> None:
         """Note that the checkpoint is published."""
@@ -332,17 +336,12 @@ class RunningSave:
         if isinstance(outcome, SaveInfo):
             self._info, self.is_published = outcome, True
         else:
-            self._error = outcome
+            self.error = outcome
             if not (self.awaited or self._has_waiter or self.is_raised):
                 _log.error("%s failed: %s", self.name, outcome)
         self._seconds = self._seconds_so_far
         self._ended.set()
         self._settled.set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the save, after it has ended."""
-        return self._error
 
 
 def owner_of(store: Store, step: int | None) -> str:
@@ -357,13 +356,6 @@ def _settleable() -> list[RunningSave]:
 
 
 report_writes(_settleable)
-
-
-_saves: list[RunningSave] = []
-"""In order: saves that have not ended, and background saves whose end has not been reported yet."""
-
-_abandoned: list[RunningSave] = []
-"""Saves that nothing waits for, not even the end of the program."""
 
 
 def _keep_abandoned(saves: list[RunningSave]) -> None:
@@ -455,7 +447,7 @@ def _wait_at_exit() -> None:
     if any(not save.done or save.error is not None for save in _abandoned):  # its thread may hang
         set_exit_status(128 + signal.SIGTERM)
     for save in _abandoned:
-        save.give_up()
+        save.watchdog.abandon()  # its lane may end by itself, or hang
 
 
 def _reset_after_fork() -> None:

@@ -24,7 +24,6 @@ from jaxckpt._job.call import Call, run_outside
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.tree import Tree
 from jaxckpt._options import Options
-from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import finish_first
 from jaxckpt._pipeline.progress import display_progress, record_event
 from jaxckpt._pipeline.threads import is_shutting_down
@@ -202,12 +201,17 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
     save = prepare(request, call)
     background = background and not is_shutting_down()  # during its shutdown, Python does not wait for other threads
     n_bytes = save.plan.written_bytes(call.index)
-    running = RunningSave(save.store, n_bytes, start_time, call.watchdog, request.step_number, awaited=not background)
     beside_training = background and not request.is_last_step
-    running.rate_limiter = RateLimiter(options.max_bytes_per_second if beside_training else None)
-    if (
-        background and not running_saves.unreported_saves()
-    ):  # the first that the end of the program may have to wait for
+    running = RunningSave(
+        save.store,
+        n_bytes,
+        start_time,
+        call.watchdog,
+        request.step_number,
+        bytes_per_second=options.max_bytes_per_second if beside_training else None,
+        awaited=not background,
+    )
+    if background and not running_saves.unreported_saves():  # the first that the program's end may await
         finish_first()
     work = functools.partial(_save_in_lane, save, background)
     if request.attempts is not None:
@@ -231,7 +235,7 @@ def start(request: SaveRequest, call: Call, *, background: bool) -> RunningSave:
 def _is_busy(call: Call) -> bool:
     """Whether process 0 is still writing an earlier save. It decides for all, because they may end at different
     times."""
-    busy = any(not pending.done for pending in running_saves.unreported_saves())
+    busy = any(not running.done for running in running_saves.unreported_saves())
     return call.decide("deciding whether to save", busy)
 
 
@@ -239,15 +243,15 @@ def _is_busy(call: Call) -> bool:
 
 
 def run_and_notify(
-    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], pending: RunningSave
+    work: Callable[[RunningSave], SaveInfo], on_done: Callable[[SaveInfo], object], running: RunningSave
 ) -> SaveInfo:
     """Save, then call `on_done` outside of the collective call, so that it may call jaxckpt."""
-    info = work(pending)
-    pending.mark_published()
+    info = work(running)
+    running.mark_published()
     try:
-        run_outside(functools.partial(on_done, pending.with_times(info)))
+        run_outside(functools.partial(on_done, running.with_times(info)))
     except BaseException as error:
-        error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {pending.path} was published")
+        error.add_note(f"jaxckpt: on_done raised this after the checkpoint at {running.path} was published")
         raise
     return info
 

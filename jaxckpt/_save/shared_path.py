@@ -18,7 +18,8 @@ from jaxckpt._model.manifest import encode
 from jaxckpt._model.records import StepRecord
 from jaxckpt._model.stacks import Stack
 from jaxckpt._options import Options, require_bool
-from jaxckpt._pipeline.progress import log_unlinked
+from jaxckpt._pipeline.lane_log import log as _log
+from jaxckpt._pipeline.units import show_bytes
 from jaxckpt._run_folder.run_paths import resolve_step
 from jaxckpt._run_folder.steps import is_link, is_step
 from jaxckpt._save.compose_manifest import (
@@ -89,8 +90,7 @@ class SharedPath:
         try:
             with call.rendezvous("preparing to save") as rendezvous:
                 if ahead is not None:
-                    with phases.timed("device_to_host"):
-                        ahead.fill()
+                    ahead.fill()
                 save_id = uuid.uuid4().hex
                 gather_agreed(rendezvous, save.fingerprint)
                 if call.index == 0:
@@ -133,7 +133,7 @@ class SharedPath:
         phases, request = save.call.phases, save.request
         with phases.timed("barrier"):
             shares = gather_shares(rendezvous, share)
-        result = PublishResult(save_id, 0, 0, "", "")  # replaced by the result of process 0
+        text = ""
         if transaction is None:
             save.call.cancellation.end()  # process 0 may publish from now on
         else:
@@ -144,11 +144,17 @@ class SharedPath:
             linked_bytes = sum(share.linked_bytes for share in shares)
             digest = hashlib.sha256(content).hexdigest()
             result = PublishResult(save_id, stored_bytes(manifest), linked_bytes, digest, manifest.created)
+            text = msgspec.json.encode(result).decode()
             unlinked = sum((Counter(share.unlinked) for share in shares), Counter[str]())
             for reason, n_bytes in unlinked.items():
-                log_unlinked(self.store.url, n_bytes, reason)
+                _log.info(
+                    "%s: wrote %s again that seem unchanged since the last save: %s",
+                    self.store.url,
+                    show_bytes(n_bytes),
+                    reason,
+                )
         with phases.timed("barrier"):
-            return typed_json.decode(rendezvous.broadcast(msgspec.json.encode(result).decode()), PublishResult)
+            return typed_json.decode(rendezvous.broadcast(text), PublishResult)
 
     def commit(
         self, call: Call, transaction: Transaction, stacks: Iterable[Stack], manifest: bytes, *, sync: bool

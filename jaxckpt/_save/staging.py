@@ -29,13 +29,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt._devices.device_to_host import HostCopies, HostShard, Index, Replicas, ShardKey, cut_piece
+from jaxckpt._devices.device_to_host import HostCopies, HostShard, Index, ShardKey, ShardNumbers, cut_piece
 from jaxckpt._devices.exchange import replicate_box, transfer_context, transfer_dtype
 from jaxckpt._devices.shardings import addressable_boxes, memory_kind
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._model.dtypes import DTYPES, is_lossless
 from jaxckpt._model.grid import Box, contains, extent, intersection, slices_within, volume, whole_box
 from jaxckpt._model.pieces import Array, Pieces, assign
+from jaxckpt._pipeline.control import Phases
 from jaxckpt._pipeline.workers import run_shared
 from jaxckpt._save.describe import Draft, Value
 from jaxckpt._save.write_plan import Object, SavePlan
@@ -103,10 +104,17 @@ class StagedObject:
     stage_late: Callable[[], StagedObject] | None = None
     """Stages the data later, if the object cannot be linked to its original and must be written."""
 
+    check: Callable[[Pieces], object] | None = None
+    """Raises if the data must not be saved."""
+
     def data(self) -> Pieces:
         """The pieces in host memory. Releases them here."""
-        if self.stage_late is not None:
-            return self.stage_late().data()
+        pieces = self._own_pieces() if self.stage_late is None else self.stage_late().data()
+        if self.check is not None:
+            self.check(pieces)
+        return pieces
+
+    def _own_pieces(self) -> Pieces:
         groups, self.groups = self.groups, []
         with jax.transfer_guard("allow"):
             pieces = [[(box, self._host(*piece).reshape(extent(box))) for box, *piece in group] for group in groups]
@@ -167,7 +175,7 @@ def stage(
             else:
                 sources = _by_row(obj, values)
                 yield _stage_pieces(obj, obj.box[1:], sources, 1, dtype, "views" if hold else None, copies, cast)
-    if calls is None or not any(plan.exchanged):
+    if calls is None:
         return
     for number, index, _ in calls:
         rows = calls.run_next()
@@ -206,14 +214,14 @@ def _shards_in_objects(plan: SavePlan, draft: Draft, originals: Container[Object
     return {key: n_elements for key, n_elements in counts.items() if n_elements == sizes[key]}
 
 
-LocalBoxes = tuple[tuple[Box, Replicas], ...]
+LocalBoxes = tuple[tuple[Box, ShardNumbers], ...]
 """Each distinct box of an array in this process, with the shards that hold it."""
 
-Source = tuple[Value, LocalBoxes, Box]
+PlacedValue = tuple[Value, LocalBoxes, Box]
 """An array, its boxes in this process, and its region of the stack with rows first."""
 
 
-def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
+def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[PlacedValue]:
     """One array per row of an object."""
     return (
         (value, _boxes_of(value), ((row, row + 1), *obj.box[1:])) for row, value in enumerate(values, obj.box[0][0])
@@ -224,7 +232,7 @@ def _by_row(obj: Object, values: Iterable[Value]) -> Iterator[Source]:
 def _stage_pieces(
     obj: Object,
     region: Box,
-    sources: Iterable[Source],
+    sources: Iterable[PlacedValue],
     group_rows: int,
     dtype: np.dtype[Any],
     hold: Protection,
@@ -234,7 +242,7 @@ def _stage_pieces(
     """An object from one region of each source, which provides `group_rows` rows. With `cast`, sources may have other
     dtypes than the object."""
 
-    def alike(source: Source) -> tuple[PieceMode, LocalBoxes, Box]:
+    def handling(source: PlacedValue) -> tuple[PieceMode, LocalBoxes, Box]:
         value, local_boxes, source_box = source
         return (
             _piece_mode(value, hold, dtype if cast else value.dtype),
@@ -245,7 +253,7 @@ def _stage_pieces(
     groups: list[PieceGroup] = []
     sent: list[PieceGroup] = []
     copied = 0
-    for (mode, local_boxes, rest), run in itertools.groupby(sources, alike):
+    for (mode, local_boxes, rest), run in itertools.groupby(sources, handling):
         cuts = [
             (_translate_box(common, region, rest), index, replicas)
             for common, index, replicas in _cuts(local_boxes, region)
@@ -355,12 +363,7 @@ def is_in_host_memory(value: jax.Array) -> bool:
 def may_be_shared(value: jax.Array) -> bool:
     """Whether another library may change the memory of an array. In host memory, an array may be a NumPy array or a
     torch tensor (`device_put`, `from_dlpack`), or be exported to one; JAX does not know which ones are."""
-    return is_in_host_memory(value) or not _in_default_memory(value.sharding)
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_default_memory(sharding: Sharding) -> bool:
-    return memory_kind(sharding) is None
+    return is_in_host_memory(value) or memory_kind(value.sharding) is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -385,7 +388,7 @@ def _local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> LocalBoxes:
     return tuple((box, tuple(replicas)) for box, replicas in numbers.items())
 
 
-def _cuts(local_boxes: LocalBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], Replicas]]:
+def _cuts(local_boxes: LocalBoxes, region: Box) -> list[tuple[Box, tuple[slice, ...], ShardNumbers]]:
     """(part of the region, its position in the shards, these shards) of each local box that overlaps a region."""
     for box, replicas in local_boxes:
         if contains(box, region):
@@ -453,7 +456,7 @@ def _stage_stacked(
         (((0, rows), *box), (position,) if own else replicas) for position, (box, replicas) in enumerate(local_boxes)
     )
     begun, stack_leaves = obj.box[0][0], _stack(along, dtype)
-    sources: list[Source] = []
+    sources: list[PlacedValue] = []
     if own:
         values = [_local_array(value, local_boxes, own) for value in values]
     with transfer_context(sharding.mesh):
@@ -542,6 +545,7 @@ class StagedAhead:
     def __init__(
         self,
         staged: Iterator[StagedObject],
+        phases: Phases,
         *,
         max_objects: int | None,
         max_bytes: int | None,
@@ -550,6 +554,7 @@ class StagedAhead:
     ) -> None:
         """`when_staged` is called once all are staged; `check` before each, and raises to stop. None: no limit."""
         self._staged: Iterator[StagedObject] | None = staged
+        self._phases = phases
         self._max_objects = max_objects
         self._max_bytes = max_bytes
         self._when_staged = when_staged
@@ -564,20 +569,21 @@ class StagedAhead:
 
     def fill(self) -> None:
         """Stage objects ahead."""
-        while self._staged is not None and len(self._ready) != self._max_objects:
-            self._check()
-            if self._next is None:
-                self._next = next(self._staged, None)
-            if self._next is None:
-                self._staged = None
-                self._when_staged()
-            elif self._fits(self._next):
-                self._held_bytes += self._next.copied_bytes
-                self.copied_bytes += self._next.copied_bytes
-                self._ready.append(self._next)
-                self._next = None
-            else:
-                return
+        with self._phases.timed("device_to_host"):
+            while self._staged is not None and len(self._ready) != self._max_objects:
+                self._check()
+                if self._next is None:
+                    self._next = next(self._staged, None)
+                if self._next is None:
+                    self._staged = None
+                    self._when_staged()
+                elif self._fits(self._next):
+                    self._held_bytes += self._next.copied_bytes
+                    self.copied_bytes += self._next.copied_bytes
+                    self._ready.append(self._next)
+                    self._next = None
+                else:
+                    return
 
     def _fits(self, staged: StagedObject) -> bool:
         """Whether an object fits, or must wait until others are written."""

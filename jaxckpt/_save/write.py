@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxckpt._host import return_free_memory
 from jaxckpt._job.collectives import CollectiveCalls
 from jaxckpt._model import manifest as manifests
 from jaxckpt._model.pieces import Pieces
-from jaxckpt._pipeline.control import Phases, RateLimiter
+from jaxckpt._pipeline.control import RateLimiter
 from jaxckpt._pipeline.lanes import release_caller
 from jaxckpt._pipeline.pipeline import Budget, Pending, pipeline
 from jaxckpt._pipeline.progress import Report
@@ -83,6 +83,7 @@ class OwnShare:
 
         return StagedAhead(
             own if with_others is None else with_others(own),
+            save.call.phases,
             max_objects=None if in_background else _OBJECTS_AHEAD,
             max_bytes=options.staging_bytes if in_background else options.host_bytes // 2,
             when_staged=release,
@@ -106,7 +107,7 @@ class OwnShare:
             if record.unlinked:
                 unlinked[record.unlinked] += record.length
         return WrittenShare(
-            [(obj.stack, obj.index_key, found.length, found.digest, found.content) for obj, found in self._written],
+            [(obj.stack, obj.index_key, record.length, record.digest, record.content) for obj, record in self._written],
             sum(record.length for _, record in self._written if record.linked),
             state,
             save.call.phases.manifest_seconds(),
@@ -122,7 +123,7 @@ class OwnShare:
             reuse = save.reuse.with_stored_base()
         writer = _Writer(save, reuse, data, self.running.rate_limiter)
         budget = Budget(save.options.host_bytes)
-        moved = pipeline(_timed(ahead, phases), writer.n_bytes, writer.begin, budget, join=True)
+        moved = pipeline(ahead, writer.n_bytes, writer.begin, budget, join=True)
         with contextlib.closing(moved):  # a late write would recreate its file in a folder that is being deleted
             for staged, record in moved:
                 save.call.cancellation.check()
@@ -147,17 +148,6 @@ class OwnShare:
     def keep(self, data: str) -> None:
         """After the publication, keep the records of the objects for the next save."""
         self.save.reuse.keep(data, self.save.plan.stacks, self._written)
-
-
-def _timed(staged: Iterable[StagedObject | None], phases: Phases) -> Iterator[StagedObject | None]:
-    waiting = iter(staged)
-    while True:
-        with phases.timed("device_to_host"):
-            try:
-                staged_object = next(waiting)
-            except StopIteration:
-                return
-        yield staged_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,9 +124,13 @@ class SavePlan:
         return self.process_bytes[process]
 
 
+_Form = tuple[str, tuple[int, ...], Layout, bool, int]
+"""What the leaves of a stack have in common: dtype, shape, layout, whether they are exchanged, and subtrees."""
+
+
 def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, processes: int) -> SavePlan:
     """Put equal leaves into the rows of a stack, cut stacks into objects, and deal the objects to the processes."""
-    groups: dict[tuple[str, tuple[int, ...], Layout, bool, int], list[int]] = {}
+    groups: dict[_Form, list[int]] = {}
     for leaf in leaves:
         groups.setdefault((leaf.dtype, leaf.shape, leaf.layout, leaf.is_exchanged, leaf.subtree), []).append(
             leaf.number
@@ -148,12 +152,13 @@ def plan_save(leaves: Iterable[ArrayLeaf], options: Options, process: int, proce
     return chosen
 
 
-_Groups = Mapping[tuple[str, tuple[int, ...], Layout, bool, int], Sequence[int]]
-"""Numbers of the leaves that become one stack: by dtype, shape, layout, whether they are exchanged, and subtrees."""
-
-
 def _plan_for_sizes(
-    groups: _Groups, max_object_bytes: int, max_shared_bytes: int, options: Options, process: int, processes: int
+    groups: Mapping[_Form, Sequence[int]],
+    max_object_bytes: int,
+    max_shared_bytes: int,
+    options: Options,
+    process: int,
+    processes: int,
 ) -> SavePlan:
     """The plan for these largest sizes of objects with one possible writer, and with several."""
     stacks: list[Stack] = []
@@ -297,36 +302,36 @@ def _assign_objects(
             places = _positions(np.arange(math.prod(cut.counts)), tuple((0, count) for count in cut.counts))
             keep(cut, np.repeat(cells, len(places)), np.tile(places, (len(cells), 1)))
     batches = [
-        _Batch(cut, size, places, sharers)
+        _Batch(cut, size, places, holder_sets)
         for cut in cuts
-        if (holder_sets := _holder_sets(cut.layout))
+        if (all_sets := _holder_sets(cut.layout))
         for size, places in cut.batches()
-        for sharers in holder_sets
+        for holder_sets in all_sets
     ]
-    batches.sort(key=lambda deal: -deal.size)
+    batches.sort(key=lambda batch: -batch.size)
     for _ in range(MAX_BALANCE_ROUNDS):
-        for deal in batches:
-            deal.rebalance(loads)
+        for batch in batches:
+            batch.rebalance(loads)
         if loads.max() * processes <= MAX_IMBALANCE * loads.sum():
             break
-    for deal in batches:
-        for row, column in np.argwhere(deal.holder_sets.processes == process):
-            first = deal.shares[row, :column].sum()
-            cell, number = np.divmod(np.arange(first, first + deal.shares[row, column]), deal.n_per_cell)
-            keep(deal.cut, deal.holder_sets.cells[row, cell], _positions(number, deal.places))
+    for batch in batches:
+        for row, column in np.argwhere(batch.holder_sets.processes == process):
+            first = batch.shares[row, :column].sum()
+            cell, number = np.divmod(np.arange(first, first + batch.shares[row, column]), batch.n_per_cell)
+            keep(batch.cut, batch.holder_sets.cells[row, cell], _positions(number, batch.places))
     return loads, own
 
 
 class _Batch:
     """Equal objects of a stack, and how many of them each of their holders writes."""
 
-    def __init__(self, cut: _Cut, size: int, places: Box, sharers: _HolderSets) -> None:
+    def __init__(self, cut: _Cut, size: int, places: Box, holder_sets: _HolderSets) -> None:
         self.cut = cut
         self.size = size
         self.places = places
-        self.holder_sets = sharers
+        self.holder_sets = holder_sets
         self.n_per_cell = math.prod(stop - start for start, stop in places)
-        self.shares = np.zeros(sharers.processes.shape, np.int32)  # there may be tens of thousands of deals
+        self.shares = np.zeros(holder_sets.processes.shape, np.int32)  # there may be tens of thousands of batches
 
     def rebalance(self, loads: IntArray) -> None:
         """Assign these objects again, given the loads from all other objects."""

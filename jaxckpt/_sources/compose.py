@@ -51,12 +51,14 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
     problems: list[Problem] = []
     reasons: list[str] = []
     for leaf in leaves:
-        array, inline = _described(leaf.value)
-        if inline is not None:
-            records.append(LeafRecord(leaf.path, inline[0], value=inline[1]))
+        try:
+            array = _described(leaf.value)
+        except TreeError as error:
+            problems.append(Problem(leaf.path, str(error)))
             continue
-        if isinstance(array, str):
-            problems.append(Problem(leaf.path, array))
+        if isinstance(array, tuple):
+            kind, text = array
+            records.append(LeafRecord(leaf.path, kind, value=text))
             continue
         key = (array.dtype, array.shape, array.chunk)
         rows = stacks.setdefault(key, [])
@@ -89,7 +91,8 @@ def compose(url: str, tree: Tree, format: str, *, metadata: Any = None, files: I
         stacks=[_stack(number, key, len(rows)) for number, (key, rows) in enumerate(stacks.items())],
         step=step_record(metadata),
     )
-    row_data = [[_with_reasons(data, show_lines(reasons)) for data in rows] for rows in stacks.values()]
+    all_reasons = show_lines(reasons)
+    row_data = [[_with_reasons(data, all_reasons) for data in rows] for rows in stacks.values()]
     return ForeignCheckpoint(url, manifest, row_data, tuple(files))
 
 
@@ -130,8 +133,9 @@ def _metric(value: Any) -> float | None:
         return None
 
 
-def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
-    """(a leaf as an array, or the reason why it cannot be one; the kind and text of a small Python value, or None)."""
+def _described(value: Any) -> ForeignArray | tuple[str, str]:
+    """A leaf as an array, or the kind and text of a small Python value. Raises TreeError (a reason, without the
+    path)."""
     if isinstance(value, np.ndarray):
         value = ForeignArray(dtype_name(value.dtype), value.shape, InMemoryData(value), "numpy")
     elif isinstance(value, np.generic):
@@ -140,18 +144,18 @@ def _described(value: Any) -> tuple[ForeignArray | str, tuple[str, str] | None]:
     elif type(value) in PYTHON_KINDS:
         inline = encode_value(value)
         if inline is not None:
-            return "", inline
+            return inline
         raw = array_of(value)
-        return ForeignArray("uint8", raw.shape, InMemoryData(raw), type(value).__name__), None  # pyright: ignore[reportArgumentType]
+        return ForeignArray("uint8", raw.shape, InMemoryData(raw), type(value).__name__)  # pyright: ignore[reportArgumentType]
     if not isinstance(value, ForeignArray):
-        return f"is of type {type(value).__module__}.{type(value).__qualname__}", None
+        raise TreeError(f"is of type {type(value).__module__}.{type(value).__qualname__}")
     if value.dtype not in DTYPES:
-        return f"has dtype {value.dtype}, which NumPy and JAX do not support", None
+        raise TreeError(f"has dtype {value.dtype}, which NumPy and JAX do not support")
     if len(value.shape) > MAX_RANK:
-        return f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read", None
+        raise TreeError(f"has {len(value.shape)} dimensions; at most {MAX_RANK} can be read")
     if math.prod(side or 1 for side in value.shape) * DTYPES[value.dtype].itemsize >= 1 << 63:
-        return f"has shape {list(value.shape)}, which is too large to address", None
-    return value, None
+        raise TreeError(f"has shape {list(value.shape)}, which is too large to address")
+    return value
 
 
 def _stack(number: int, key: tuple[str, tuple[int, ...], tuple[int, ...] | None], rows: int) -> StackRecord:

@@ -10,7 +10,6 @@ pyproject.toml or in that of another package:
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -19,12 +18,11 @@ from typing import Any
 
 from jaxckpt._keywords import explain_names
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.progress import Report
 from jaxckpt._sources.foreign import ForeignCheckpoint
 from jaxckpt._sources.source import NativeCheckpoint, Source
 from jaxckpt.errors import InputError
-
-_log = logging.getLogger("jaxckpt")
 
 GROUP = "jaxckpt.formats"
 """The group of entry points that name formats."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +15,7 @@ import msgspec
 
 from jaxckpt._model.file_names import MANIFEST, is_data_folder
 from jaxckpt._options import Options
+from jaxckpt._pipeline.lane_log import log as _log
 from jaxckpt._pipeline.lanes import run_watched
 from jaxckpt._run_folder.run_paths import (
     missing_step_error,
@@ -49,11 +49,20 @@ from jaxckpt.errors import DataError, InputError, ManifestError, NotACheckpointE
 if TYPE_CHECKING:
     from jaxckpt._store.bucket import Bucket
 
-_log = logging.getLogger("jaxckpt")
-
 Location = str | os.PathLike[str] | ForeignCheckpoint
 """The location of a checkpoint: a path or URL, also of a run's directory, or the result of a function such as
 `jaxckpt.formats.rank_files`."""
+
+_TRIES = 5
+"""The most attempts to find the newest step of a run, if the step is deleted before its manifest is read."""
+
+_MAX_FOLDERS = 100
+"""The most folders whose content is searched for checkpoints, for an error."""
+
+_UNLISTED = (
+    "nothing is at this URL, or it is a folder, which HTTP does not list: give the URL of one of its files, or copy the"
+    " folder; a public bucket can be listed under its gs:// or s3:// URL"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +159,17 @@ def _open_named_step(
         except NotACheckpointError:  # the name was given to a newer step, and this one was deleted
             if attempt == _TRIES:
                 raise
-    paths = {} if manifest_sha256 else {step.number: step.path for step in foreign_steps_of(run.url, options)}
-    if not paths:
+    foreign = None if manifest_sha256 else _open_foreign_step(run, name, options)
+    if foreign is None:
         raise no_steps_error(run, missing_formats_hint())
+    return foreign
+
+
+def _open_foreign_step(run: Store, name: str, options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
+    """The step of another library's run with a number or a name; None if the run has no steps."""
+    paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
+    if not paths:
+        return None
     number = resolve_name(run, name, sorted(paths))
     checkpoint = _open_at(paths[number], options)
     if checkpoint is None:  # the step was deleted in the meantime
@@ -165,10 +182,6 @@ def _as_step(checkpoint: NativeCheckpoint | ForeignCheckpoint, number: int) -> N
     metadata = checkpoint.manifest.metadata
     record = step_record({**(metadata if isinstance(metadata, dict) else {}), "step": number})
     return replace(checkpoint, manifest=msgspec.structs.replace(checkpoint.manifest, step=record))
-
-
-_TRIES = 5
-"""The most attempts to find the newest step of a run, if the step is deleted before its manifest is read."""
 
 
 def step_of(source: Source, hint: str) -> tuple[NativeCheckpoint, Store, int]:
@@ -186,20 +199,12 @@ def _open_foreign(
     checkpoint = _open_at(location, options)
     if checkpoint is not None or (named := run_and_name(store)) is None or _exists_at(location, options):
         return checkpoint
-    run, name = named
-    paths = {step.number: step.path for step in foreign_steps_of(run.url, options)}
-    if not paths:
-        return None
-    number = resolve_name(run, name, sorted(paths))
-    checkpoint = _open_at(paths[number], options)
-    return None if checkpoint is None else _as_step(checkpoint, number)
+    return _open_foreign_step(*named, options)
 
 
 def _open_at(location: str | os.PathLike[str], options: Options) -> NativeCheckpoint | ForeignCheckpoint | None:
     """A checkpoint of another library at exactly this path or URL; None if there is none in a known format."""
-    path, files = located(location, options)
-    with using_files(files):
-        names = names_at(path)
+    with _files_at(location, options) as (path, names, files):
         form = _recognized_format(path, names)
         if form is None or form.open is None:
             return None
@@ -215,6 +220,16 @@ def located(location: str | os.PathLike[str], options: Options) -> tuple[str, Op
     store = store_at(location, options)
     files, path = BucketFiles.at(cast("Bucket", store), index_names())
     return path, files
+
+
+@contextlib.contextmanager
+def _files_at(
+    location: str | os.PathLike[str], options: Options
+) -> Generator[tuple[str, list[str] | None, OpenedFiles]]:
+    """A block with a path of `foreign_files`, the names in its folder, and the files."""
+    path, files = located(location, options)
+    with using_files(files):
+        yield path, names_at(path), files
 
 
 def _open_as(
@@ -236,9 +251,7 @@ def _open_as(
 
 def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str | None:
     """The reason why a file or folder of another program is not a checkpoint, if known, and the way out."""
-    path, files = located(location, options)
-    with using_files(files):
-        names = names_at(path)
+    with _files_at(location, options) as (path, names, _):
         if names is None:
             return _UNLISTED if path.startswith("http") else None
         if what := describe(path, names):
@@ -251,12 +264,6 @@ def _foreign_reason(location: str | os.PathLike[str], options: Options) -> str |
     if not inside:
         return f"it {describe_content(names)}"
     return f"it is a folder of checkpoints; open one of them: {', '.join(inside[-5:])}"
-
-
-_UNLISTED = (
-    "nothing is at this URL, or it is a folder, which HTTP does not list: give the URL of one of its files, or copy the"
-    " folder; a public bucket can be listed under its gs:// or s3:// URL"
-)
 
 
 def _checkpoints_inside(path: str) -> list[str]:
@@ -284,10 +291,6 @@ def _checkpoints_inside(path: str) -> list[str]:
     return inside or files
 
 
-_MAX_FOLDERS = 100
-"""The most folders whose content is searched for checkpoints, for an error."""
-
-
 def _exists(location: str | os.PathLike[str], options: Options, store: Store) -> bool:
     """Whether another library could have written a path, or the run that "run@40" names."""
     named = run_and_name(store)
@@ -295,9 +298,8 @@ def _exists(location: str | os.PathLike[str], options: Options, store: Store) ->
 
 
 def _exists_at(location: str | os.PathLike[str], options: Options) -> bool:
-    path, files = located(location, options)
-    with using_files(files):
-        return names_at(path) is not None
+    with _files_at(location, options) as (_, names, _):
+        return names is not None
 
 
 def foreign_steps_of(
@@ -309,14 +311,12 @@ def foreign_steps_of(
     """
 
     def find() -> Sequence[ForeignStep]:
-        path, files = located(location, options)
-        with using_files(files):
-            names = names_at(path)
+        with _files_at(location, options) as (path, names, _):
             if names is None or MANIFEST in names:
                 return ()
-            names = {*names} - {*ignored}
-            form = _recognized_format(path, names)
-            steps = form.steps_in(path, names) if form is not None else ()
+            counted = {*names} - {*ignored}
+            form = _recognized_format(path, counted)
+            steps = form.steps_in(path, counted) if form is not None else ()
         return [replace(step, path=url_of(step.path)) for step in steps]
 
     return run_watched(f"listing {os.fspath(location)}", options.timeout_seconds, find)
@@ -329,9 +329,8 @@ def foreign_run_metadata(location: str | os.PathLike[str], options: Options) -> 
     """
 
     def read() -> dict[str, Any]:
-        path, files = located(location, options)
-        with using_files(files):
-            form = _recognized_format(path, names_at(path))
+        with _files_at(location, options) as (path, names, _):
+            form = _recognized_format(path, names)
             return {} if form is None else form.run_metadata(path)
 
     return run_watched(f"reading {os.fspath(location)}", options.timeout_seconds, read)

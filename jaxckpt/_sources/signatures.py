@@ -141,8 +141,8 @@ def describe_content(names: Collection[str]) -> str:
 
 
 def _by_name(names: Collection[str], table: Mapping[str, str]) -> str | None:
-    found = (meaning for pattern, meaning in table.items() if fnmatch.filter(names, pattern))
-    meaning = next(found, None)
+    meanings = (meaning for pattern, meaning in table.items() if fnmatch.filter(names, pattern))
+    meaning = next(meanings, None)
     return meaning and meaning.format_map(_ADVICE)
 
 

@@ -74,6 +74,7 @@ cost one request per thousand objects. A mark is written before its checkpoint i
 
 SCHEMES = ("s3", "gs", "memory", "http", "https")
 
+_BUCKET = "{bucket}"
 _PROBE = "probe"
 _RACERS = 4
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
@@ -104,6 +105,14 @@ _REFUSED = re.compile(r"HTTP (code )?40[13]\b")
 
 _MOST_REQUESTS, _SPARE_REQUESTS = 32, 8
 """How many requests tensorstore has running at a time, and how many reads that were sent again may run."""
+
+_verified_stores: set[str] = set()
+"""The specs of stores that are known to honor conditions, and to list what was written."""
+
+# By spec and `retry_seconds`; times of the monotonic clock.
+_last_answers: dict[tuple[str, float], float] = {}
+_silent_until: dict[tuple[str, float], float] = {}
+"""Until when a store that has been silent for the full time counts as silent."""
 
 _warned: set[tuple[str, float]] = set()
 """The servers of which a warning was logged, as in `_last_answers`."""
@@ -302,10 +311,6 @@ class Bucket:
 
     # Files of other libraries -----------------------------------------------------------------------------
 
-    def keys_below(self) -> list[str]:
-        """All keys below. Costs one request per thousand keys."""
-        return self._list("")
-
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys that exist. Requests all concurrently."""
         return [key for key, generation in self.generations(keys).items() if generation is not None]
@@ -332,7 +337,10 @@ class Bucket:
         return result.value if result.state == "value" else None, result.stamp.generation
 
     def _read_range(self, key: str, start: int, stop: int) -> ts.KvStore.ReadResult | _Beyond:
-        pending = self._begin_read(key, slice(start, stop))
+        return self._await_range(key, self._begin_read(key, slice(start, stop)), start)
+
+    def _await_range(self, key: str, pending: HedgedRead, start: int) -> ts.KvStore.ReadResult | _Beyond:
+        """The result of a read from `start`."""
         with self._translate_errors("read", key):
             try:
                 return self._answer(pending, self._answer_seconds)
@@ -371,17 +379,9 @@ class Bucket:
 
     def _have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Whether a key has a byte at each offset."""
-        pending = [self._begin_read(key, slice(offset, offset + 1)) for offset in offsets]
-        found: list[bool] = []
-        for read in pending:
-            with self._translate_errors("read", key):
-                try:
-                    found.append(self._answer(read, self._answer_seconds).state == "value")
-                except ValueError as error:
-                    if not str(error).startswith("OUT_OF_RANGE"):
-                        raise
-                    found.append(False)
-        return found
+        reads = [self._begin_read(key, slice(offset, offset + 1)) for offset in offsets]
+        results = [self._await_range(key, read, offset) for offset, read in zip(offsets, reads, strict=True)]
+        return [not isinstance(result, _Beyond) and result.state == "value" for result in results]
 
     def tensorstore(self) -> tuple[dict[str, Any], ts.Context]:
         """tensorstore's spec of this folder, and the context of its requests."""
@@ -529,7 +529,7 @@ class Bucket:
     def _sweep(self, current: str | None, *, all_writers: bool) -> bool:
         """Delete data folders other than `current`, except of saves that may still publish. Returns if any is left."""
         left = False
-        for name in self._data_folders():
+        for name in sorted({name for name, _ in self._data_keys()}):
             if name == current:
                 continue
             content = self.read(f"{name}/{WRITER}")
@@ -555,18 +555,15 @@ class Bucket:
                 left = True
         return left
 
-    def _data_folders(self) -> list[str]:
-        return sorted({name for name, _ in self._data_keys()})
-
     def _data_keys(self) -> list[tuple[str, str]]:
         """The data folder and the rest of each key that a save has written, in the order of a listing."""
-        keys = (f"data-{key}".partition("/") for key in self._list("data-"))
+        keys = (f"data-{key}".partition("/") for key in self.keys_below("data-"))
         return [(name, rest) for name, _, rest in keys if is_data_folder(name)]
 
     def trim(self, data: str, stacks: Iterable[Stack]) -> None:
         """Also corrects the note of a writer that was killed right after it published."""
         named = {stack.name for stack in stacks}
-        folder, keys = self.child(data), self._list(f"{data}/")
+        folder, keys = self.child(data), self.keys_below(f"{data}/")
         if WRITER in keys:
             with contextlib.suppress(StorageError):  # no permission
                 self._transition(data, ["publishing"], "published")
@@ -592,7 +589,7 @@ class Bucket:
         if self.spec in _verified_stores:
             return
         key, folder = f"{data}/{_PROBE}", f"{data}/"
-        self._list(folder)
+        self.keys_below(folder)
         google, other = ("ifGenerationMatch=0", "ifGenerationMatch"), ("If-None-Match", "If-Match")
         for condition in google if self._is_google else other:
             if self._race(key) > 1:
@@ -601,7 +598,7 @@ class Bucket:
                     f"the server ignores the write condition {condition}. Without it, two saves could publish at once"
                     " and mix. Use a server that honors it",
                 )
-        if _PROBE not in self._list(folder):
+        if _PROBE not in self.keys_below(folder):
             raise self._unfit_server_error(
                 data,
                 "the server wrote a key, but a listing right after that does not show it. With such a server, a job"
@@ -646,14 +643,14 @@ class Bucket:
     def names(self) -> list[str]:
         """Costs one request per thousand keys below."""
         # "" is the key of the folder itself, which S3's console creates.
-        return sorted({key.partition("/")[0] for key in self._list("")} - {""})
+        return sorted({key.partition("/")[0] for key in self.keys_below()} - {""})
 
     def is_empty_folder(self, name: str) -> bool:
-        below = [key for key in self._list(name) if not key or key.startswith("/")]
+        below = [key for key in self.keys_below(name) if not key or key.startswith("/")]
         return all(key.endswith("/") for key in below)  # the keys of folders themselves
 
-    def _list(self, prefix: str) -> list[str]:
-        """The keys that begin with a prefix, without the prefix."""
+    def keys_below(self, prefix: str = "") -> list[str]:
+        """The keys that begin with a prefix, without the prefix. Costs one request per thousand keys."""
         until = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         listing = self._keys.list(ts.KvStore.KeyRange(prefix, until), strip_prefix_length=len(prefix))
         with self._translate_errors("list", prefix):
@@ -668,7 +665,7 @@ class Bucket:
     ) -> dict[str, bool]:
         """One request, one more for each requested mark that is not known, and a listing for each of these that has no
         manifest."""
-        names = sorted(filter(predicate, self._list(MARKS)))
+        names = sorted(filter(predicate, self.keys_below(MARKS)))
         heads = {name: self._begin_read(f"{name}/{MANIFEST}", slice(0, 0)) for name in names if name not in known}
         return {
             name: name not in heads
@@ -680,7 +677,7 @@ class Bucket:
     def names_below(self, predicate: Callable[[str], bool]) -> dict[str, list[str]]:
         """Costs one request per thousand keys below."""
         names: dict[str, set[str]] = {}
-        for key in self._list(""):
+        for key in self.keys_below():
             name, _, below = key.partition("/")
             if predicate(name):
                 names.setdefault(name, set()).add(below.partition("/")[0])
@@ -707,7 +704,7 @@ class Bucket:
         self.remove(f"{MARKS}{name}")
 
     def delete(self, name: str) -> None:
-        keys = self._list(f"{name}/")
+        keys = self.keys_below(f"{name}/")
         if COPY in keys:  # the first step of every deletion
             self.remove(f"{name}/{COPY}")
         for pending in [self._keys.write(f"{name}/{key}", None) for key in keys]:
@@ -861,15 +858,6 @@ class Bucket:
             raise StorageError(error.errno, f"{text}{self._settings_hint()}") from None
 
 
-_verified_stores: set[str] = set()
-"""The specs of stores that are known to honor conditions, and to list what was written."""
-
-# By spec and `retry_seconds`; times of the monotonic clock.
-_last_answers: dict[tuple[str, float], float] = {}
-_silent_until: dict[tuple[str, float], float] = {}
-"""Until when a store that has been silent for the full time counts as silent."""
-
-
 def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
     """tensorstore's spec of a URL, with the endpoint and region from the environment, which tensorstore does not read,
     and the members of `Options.storage`. Raises InputError.
@@ -952,9 +940,6 @@ def _with_hosted_bucket(spec: dict[str, Any]) -> dict[str, Any]:
     if _BUCKET not in host.partition("/")[0]:
         raise InputError(f"the endpoint {endpoint} must have {_BUCKET} in its host, as in {scheme}://{_BUCKET}.{host}")
     return {**spec, "endpoint": endpoint.replace(_BUCKET, spec["bucket"]), "bucket": ""}
-
-
-_BUCKET = "{bucket}"
 
 
 def _without_user(url: str) -> str:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _HEAD_BYTES = 1 << 16
 """The first read of a file in a bucket fetches this much, which often is all that its format reads of it at first."""
 
+_SAFE = "/!$&'()*+,;=:@-._~[]"
+
 
 class OpenFile(abc.ABC):
     """A file to read."""
@@ -269,8 +271,8 @@ def unless_replaced(marks: Iterable[Mark]) -> Generator[None]:
 
 def _generations(files: BucketFiles | None, paths: Sequence[str]) -> list[object]:
     if files is not None:
-        found = files.root.generations(map(files.key, paths))
-        return [found[files.key(path)] for path in paths]
+        generations = files.root.generations(map(files.key, paths))
+        return [generations[files.key(path)] for path in paths]
     with translate_os_errors("cannot look at the files of a checkpoint"):
         return [_identity_at(path) for path in paths]
 
@@ -521,6 +523,3 @@ def url_of(path: str) -> str:
     scheme, separator, rest = path.partition("://")
     host, slash, key = rest.partition("/")
     return f"{scheme}://{host}{slash}{urllib.parse.quote(key, safe=_SAFE)}" if separator else path
-
-
-_SAFE = "/!$&'()*+,;=:@-._~[]"

@@ -21,6 +21,15 @@ UNLISTABLE = (errno.ENOTSUP, errno.EACCES)
 _STALE_SECONDS = 2.0
 """How long a path may lead to a file that another host has deleted or replaced. GlusterFS and FUSE cache for 1 s."""
 
+_VERIFY_HINT = "run jaxckpt.verify for a list of all damage"
+
+_DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_CODES = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "PERMISSION_DENIED": errno.EACCES,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+}
+
 
 def retry_stale(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Return what `work` returns for these arguments. If it fails with ESTALE, try again for 2 s.
@@ -79,9 +88,6 @@ def translate_leaf_errors(what: str, paths: Sequence[str]) -> Generator[None]:
         raise
 
 
-_VERIFY_HINT = "run jaxckpt.verify for a list of all damage"
-
-
 def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | DataError:
     """A tensorstore error as a jaxckpt error, by the system's error code if present, otherwise by its message."""
     if isinstance(error, DataError):
@@ -103,14 +109,6 @@ def _translate(error: Exception, what: str, *, reading: bool) -> StorageError | 
     missing = code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE)
     damaged = missing if system else decoding or status in _DAMAGED
     return DataError(f"{what}: {text}") if reading and damaged else StorageError(code, f"{what}: {text}")
-
-
-_DAMAGED = ("DATA_LOSS", "NOT_FOUND", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
-_CODES = {
-    "RESOURCE_EXHAUSTED": errno.ENOSPC,
-    "PERMISSION_DENIED": errno.EACCES,
-    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
-}
 
 
 def clean_error_text(text: str) -> str:

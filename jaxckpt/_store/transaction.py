@@ -136,8 +136,3 @@ def _create_arrays(transaction: Transaction, stacks: Iterable[Stack]) -> Transac
         transaction.close()
         raise
     return transaction
-
-
-def republish(store: Store, data: str, manifest: bytes, previous: bytes, *, sync: bool) -> None:
-    """Replace the manifest of a published checkpoint by one that describes less of the same data."""
-    store.publish(data, manifest, previous, sync=sync)

@@ -36,7 +36,6 @@ from jaxckpt._store.folder import Folder
 from jaxckpt._store.load_manifest import find_lost, load_manifest, read_copy
 from jaxckpt._store.store import Store
 from jaxckpt._store.store_path import store_at
-from jaxckpt._store.transaction import republish
 from jaxckpt.errors import CorruptError, JaxckptError, ManifestError, NotACheckpointError
 
 CALLS = ("open", "mkdir", "link", "rename", "unlink", "rmdir", "listdir", "lstat", "stat")
@@ -331,7 +330,7 @@ class TwoHosts(RuleBasedStateMachine):
             content = self.store.read(MANIFEST)
             if content and id_in(content) not in self.crashed_saves:
                 with contextlib.suppress(JaxckptError):
-                    republish(self.store, f"data-{id_in(content)}", content, content, sync=False)
+                    self.store.publish(f"data-{id_in(content)}", content, content, sync=False)
 
     def _repair(self) -> None:
         try:

@@ -158,7 +158,7 @@ def test_ctrl_c_ends_a_long_wait_for_process_0(run_python: RunPython, tmp_path: 
                 rendezvous.gather("")
                 rendezvous.broadcast("")
 
-        call = Call("save", "run", 0, 1, 480, client, "jaxckpt/0", 300.0, Watchdog(300.0), None)
+        call = Call("save", "run", Watchdog(300.0), None, 0, 1, 480, client, "jaxckpt/0")
         try:
             with call:
                 call.run(meet)

@@ -17,7 +17,7 @@ from joined import args
 import jaxckpt
 from jaxckpt._restore import wants
 
-wants.SHARED_BYTES = 1
+wants.SHARED_READ_BYTES = 1
 mesh = Mesh(np.array(jax.devices()), ("data",))
 options = jaxckpt.Options(read="auto", timeout_seconds=60)
 value = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)  # what the test has saved

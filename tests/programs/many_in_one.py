@@ -23,7 +23,7 @@ def run_rendezvous(name: str, act: Callable[[Rendezvous, int], object], timeout_
     def run(index: int) -> None:
         client, watchdog = distributed.global_state.client, Watchdog(timeout_seconds)
         prefix = f"jaxckpt/{name}"
-        call = Call("save", "/ckpt", 0, index, COUNT, client, prefix, timeout_seconds, watchdog, None)
+        call = Call("save", "/ckpt", watchdog, None, 0, index, COUNT, client, prefix)
         try:
             with under(watchdog), call.rendezvous("testing") as rendezvous:
                 outcomes[index] = act(rendezvous, index)

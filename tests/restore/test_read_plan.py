@@ -22,7 +22,7 @@ from jaxckpt._model import stacks as _stacks
 from jaxckpt._model.grid import Box
 from jaxckpt._model.stacks import Stack
 from jaxckpt._restore import read_plan as _plan
-from jaxckpt._restore.read_plan import ReadStep, WantedRows
+from jaxckpt._restore.read_plan import ReadStep, Region, WantedRows
 from jaxckpt._save.write_plan import ArrayLeaf, plan_save
 
 HOST_BYTES = Options().host_bytes
@@ -58,6 +58,10 @@ def wanted_boxes(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[Box, ...]]:
     return st.lists(strategies.boxes(shape), min_size=1, max_size=3, unique=True).map(tuple)
 
 
+def regions_of(step: ReadStep) -> list[Region]:
+    return [region for read in step.reads for region in read.regions]
+
+
 def executed(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[int, int, Box], Any]:
     """The content of each wanted box after the steps; each stored element's value is its index."""
     filled: dict[tuple[int, int, Box], Any] = {}
@@ -68,7 +72,7 @@ def executed(stacks: Sequence[Stack], steps: Sequence[ReadStep]) -> dict[tuple[i
             for place, box in enumerate(run.boxes):
                 held = (run.rows, *box)
                 buffer = np.full(_grid.extent(held), -1)
-                for region in step.regions:
+                for region in regions_of(step):
                     common = _grid.intersection(region.box, held)
                     if (number, place) in region.serves and common is not None:
                         buffer[_grid.slices_within(common, held)] = stored[tuple(slice(*side) for side in common)]
@@ -101,7 +105,7 @@ def test_each_needed_chunk_is_read_once_and_no_other(
     read = collections.Counter(
         (step.stack, index)
         for step in _plan.plan_read(stacks, wants, host_bytes)
-        for region in step.regions
+        for region in regions_of(step)
         for index in chunks_of(stacks[step.stack], region.box)
     )
     wanted = {
@@ -154,7 +158,7 @@ def test_divided_steps_are_read_object_by_object(case: tuple[list[Stack], list[W
             continue
         objects = [
             [index for index, _, _ in _stacks.indexed_objects_of(stacks[step.stack], region.box)]
-            for region in step.regions
+            for region in regions_of(step)
         ]
         assert all(len(found) == 1 for found in objects)
         assert objects == sorted(objects)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxckpt._model.short_names import display_width, shorten_end, shorten_names
+from jaxckpt._inspect.short_names import display_width, shorten_end, shorten_names
 
 KEYS = st.sampled_from(
     ["params", "decoder", "layers", "0", "1", "10", "11", "attention_block", "mlp", "scale", "日本語", "é"]
