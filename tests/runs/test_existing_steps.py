@@ -45,7 +45,6 @@ def test_a_damaged_record_of_the_rules_counts_as_none(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1, 2)
-    save(tmp_path, keep_last=1)
     (tmp_path / "_run" / "rules.json").write_bytes(content)
     assert save(tmp_path, 3, keep_last=1).steps() == [3]
     assert "2 steps that existed before: 1, 2." in notices(caplog)[-1]
