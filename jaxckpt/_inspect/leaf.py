@@ -91,9 +91,6 @@ class LazyLeaf:
     def value(self) -> Array:
         """The whole leaf, without devices: a NumPy array. For some kinds a NumPy scalar or a Python value, which type
         checkers take for an array too."""
-        return self._python_value()
-
-    def _python_value(self) -> Any:
         if not self._leaf.is_array:
             return self._leaf.value
         return host_value(self[...], self.kind, self.path)
