@@ -151,7 +151,7 @@ def mindspore_ranks(
 _Dims = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 
 
-class Layout(msgspec.Struct, frozen=True):
+class ArrayLayout(msgspec.Struct, frozen=True):
     """The layout of an array on the devices of a pipeline stage."""
 
     dev_matrix: _Dims
@@ -181,7 +181,7 @@ class Layout(msgspec.Struct, frozen=True):
     """The global shape; only in JSON files."""
 
 
-Strategy = dict[int, dict[str, Layout]]
+Strategy = dict[int, dict[str, ArrayLayout]]
 """The layouts of each pipeline stage, by name."""
 
 
@@ -192,7 +192,7 @@ class _Operator(msgspec.Struct, frozen=True):
 class _StrategyFile(msgspec.Struct, frozen=True):
     """The parts of a strategy file, protobuf or JSON, that are read."""
 
-    parallel_layout_item: dict[str, Layout]
+    parallel_layout_item: dict[str, ArrayLayout]
     parallel_strategy_item: dict[str, _Operator] = {}
 
 
@@ -271,7 +271,7 @@ def _devices_per_stage(strategy: Strategy) -> int:
     return count
 
 
-def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: Layout, n_stages: int) -> ForeignArray:
+def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: ArrayLayout, n_stages: int) -> ForeignArray:
     """The global array from the shards of a stage's ranks."""
     rank = len(next(iter(shards.values())).shape)
     if max(layout.tensor_map, default=-1) < 0 and not layout.opt_weight_shard_step:
@@ -300,7 +300,7 @@ def _assemble_array(name: str, shards: Mapping[int, ForeignArray], layout: Layou
     return array
 
 
-def _optimizer_shards(name: str, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _optimizer_shards(name: str, layout: ArrayLayout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The sides of the device grid, extended by the optimizer's own split of rows; and for each dimension of the array,
     the dimensions of that grid that split it, counted from the right.
 

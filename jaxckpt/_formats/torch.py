@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from jaxckpt._formats.index_files import require_length
-from jaxckpt._formats.model_folder import STEMS, complete_series, merged, preferred
+from jaxckpt._formats.index_files import STEMS, complete_series, merged, preferred, require_length
 from jaxckpt._formats.pickle_machine import Global, OpaqueObject
 from jaxckpt._formats.pickles import as_tree, require_sizes, unpickle, unpickle_at, unreadable
 from jaxckpt._formats.shards import FileData

@@ -10,14 +10,14 @@ import msgspec
 
 from jaxckpt._formats.index_files import read_json
 from jaxckpt._formats.orbax.orbax_leaves import values_of
-from jaxckpt._formats.orbax.orbax_records import MAX_INDEX_BYTES, TREE_FILE, Keys, TreeRecord, path_of
+from jaxckpt._formats.orbax.orbax_records import MAX_TREE_BYTES, TREE_FILE, Keys, TreeRecord, path_of
 from jaxckpt._model.tree import MAX_DEPTH, Container, Tree, keys_of, unflatten
 from jaxckpt.errors import DataError, show_path
 
 
 def read_tree(path: str) -> tuple[Tree, dict[str, Any]]:
     """The tree of an item, and its metadata."""
-    record = read_json(f"{path}/{TREE_FILE}", TreeRecord, MAX_INDEX_BYTES)
+    record = read_json(f"{path}/{TREE_FILE}", TreeRecord, MAX_TREE_BYTES)
     entries = {tuple(key.key for key in entry.key_metadata): entry for entry in record.tree_metadata.values()}
     if len(entries) < len(record.tree_metadata):
         raise DataError(f"{path}/{TREE_FILE} is damaged: two of its leaves have the same keys")
