@@ -38,10 +38,10 @@ from jaxckpt._formats.rank_files import (
     paths_of,
 )
 from jaxckpt._formats.safetensors import read_header
-from jaxckpt._formats.shards import FileData, from_boxes, from_ranks, replicated, tiled
+from jaxckpt._formats.shards import FileData, from_boxes, from_ranks, replicated, tiled_flat
 from jaxckpt._keywords import explain_keywords
 from jaxckpt._model.dtypes import DTYPES, MAX_RANK
-from jaxckpt._model.grid import Box, Spec, extent, flat_boxes, pieces_along, volume
+from jaxckpt._model.grid import Box, Spec, pieces_along
 from jaxckpt._model.paths import escape_key
 from jaxckpt._sources.compose import compose
 from jaxckpt._sources.foreign import ForeignArray, ForeignCheckpoint, with_files
@@ -426,18 +426,13 @@ def _read_tensor(path: str, tag: str, runs: Sequence[_Tensor], handle: OpenFile)
         raise DataError(f"{where} has {n_bytes} bytes, expected {expected} of {first.type}{list(shape)}")
     if len(runs) == 1:
         return ForeignArray(dtype, shape, FileData(path, offset, dtype, shape))
-    pieces: list[tuple[Box, FileData]] = []
-    element = 0
+    chunks: list[ForeignArray] = []
     for run in runs:
         count, rest = divmod(run.n_bytes, size)
         if rest:
             raise DataError(f"{where} is split over several values, one of which ends in the middle of an element")
-        offset = run.content[0]
-        for box in flat_boxes(shape, element, element + count):
-            pieces.append((box, FileData(path, offset, dtype, extent(box))))
-            offset += size * volume(box)
-        element += count
-    return ForeignArray(dtype, shape, tiled(escape_key(tag), shape, pieces))
+        chunks.append(ForeignArray(dtype, (count,), FileData(path, run.content[0], dtype, (count,))))
+    return ForeignArray(dtype, shape, tiled_flat(escape_key(tag), shape, chunks))
 
 
 # Strategies as messages -----------------------------------------------------------------------------------
