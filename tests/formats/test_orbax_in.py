@@ -289,6 +289,23 @@ def test_an_infinite_metric_of_orbax_is_compared(manager: Path, text: str) -> No
     assert (run.best_step("loss", "min"), run.best_step("loss", "max")) == (4, 6)
 
 
+def test_the_text_infinity_is_no_number(tmp_path: Path) -> None:
+    texts = {"text": "Infinity", "number": float("inf")}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(
+            1, args=ocp.args.StandardSave({"w": np.ones(3)}), metrics=texts, custom_metadata={"text": "Infinity"}
+        )
+    numbers = {"number": np.inf}
+    for path in (f"{tmp_path}/run", f"{tmp_path}/run@1", f"{tmp_path}/run/1"):
+        metadata = jaxckpt.open(path).metadata
+        assert metadata["metrics"] == {"text": "Infinity", "number": "Infinity"}
+        assert metadata["custom_metadata"] == {"text": "Infinity"}
+    assert jaxckpt.open(f"{tmp_path}/run@1").metrics == numbers
+    assert jaxckpt.Run(tmp_path / "run").metrics(1) == numbers
+    jaxckpt.convert(tmp_path / "run", tmp_path / "run of ours")
+    assert jaxckpt.Run(tmp_path / "run of ours").metrics(1) == numbers
+
+
 def test_metrics_of_orbax_that_are_not_a_mapping_do_not_count(manager: Path) -> None:
     (file,) = (manager / "ckpt_000006").rglob("metrics/metrics")
     file.write_text("[1]")
