@@ -127,7 +127,7 @@ def read_metadata(
     require_inside(folder, leaves)
     file, _ = _PARSERS[driver]
     arrays: dict[str, ForeignArray] = {}
-    texts = folder.read_all([f"{name}/{file}" if name else file for name in leaves])
+    texts = folder.read_all([_key(name, file) for name in leaves])
     for (name, leaf), text in zip(leaves.items(), texts, strict=True):
         if text is not None:
             what = f"{folder.path}: the Zarr metadata of {leaf}"
@@ -151,8 +151,12 @@ def _array(
 ) -> ForeignArray:
     file, parse = _PARSERS[driver]
     dtype, shape, chunk = parse(what, metadata, clip=clip)
-    mark = folder.mark_of(f"{name}/{file}")
+    mark = folder.mark_of(_key(name, file))
     return ForeignArray(dtype, shape, ZarrArray(folder, name, driver, metadata, strict, mark), chunk=chunk)
+
+
+def _key(name: str, file: str) -> str:
+    return f"{name}/{file}" if name else file
 
 
 def require_inside(folder: ArrayFolder, names: Iterable[str]) -> None:

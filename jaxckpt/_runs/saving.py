@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -387,7 +388,14 @@ class Saver:
             run = functools.partial(attempts.run, call)
             request = replace(request, attempts=run, held=attempts.held if attempts.must_hold else None)
         try:
-            pending, flush = self._start(metrics, request, call, flush, step, awaited=awaited)
+            with call:
+                planned = self._plan(metrics, request, call, flush, step, awaited=awaited)
+                pending = None
+                if planned is not None:
+                    request, flush, wait = planned
+                    pending = start(request, call, background=not awaited)
+                    if call.index == 0 and not (is_last_step or pending.skipped):
+                        self._warn_of_wait(step, wait)
         except Exception as error:
             if call.repeats_earlier:
                 self.schedule.repeat(step)
@@ -395,10 +403,10 @@ class Saver:
                 raise
             if attempts is None or not (attempts.is_handled or attempts.handle_unprepared(call, error)):
                 raise
-            if to_storage and not awaited:
-                self.schedule.record_save()
-            return not awaited  # as in the processes that have begun to save it
-        if pending is None:
+            if awaited:
+                return False
+            pending = _failed_save(destination, call, step, error)  # as in the processes that have begun to save it
+        if pending is None or pending.skipped:
             if call.index == 0:
                 _log.info("step %d is skipped, because an earlier step is still being saved", step)
             return False
@@ -413,7 +421,7 @@ class Saver:
             self.last_flush.set_pending(flush.begin(pending), step, pending)
         return True
 
-    def _start(
+    def _plan(
         self,
         metrics: Mapping[str, Any] | None,
         request: SaveRequest,
@@ -422,41 +430,36 @@ class Saver:
         step: int,
         *,
         awaited: bool,
-    ) -> tuple[RunningSave | None, Flush | None]:
-        """Start to save a step. Returns its save and what will flush it; no save if it is skipped, and no flush if it
-        is saved only in the local folders."""
-        with call:
-            require_on_done(request.on_done)
-            request = replace(
-                request,
-                step=StepRecord(step, _recorded_metrics(metrics, request.is_last_step)),
-                subtrees=self._fitting_subtrees(request, request.is_last_step),
-                plan_cache=self.plan_cache,
-                reuse_cache=self.reuse_cache if self.local is None else None,
-            )
-            wait = _Wait(self.last_save.pending)
-            if self.local is not None:
-                may_skip = self.options.when_busy == "skip" and not (awaited or request.is_last_step)
-                if flush is not None and may_skip and self.local.is_flushing(call):
-                    if not self.local.is_due(step):
-                        return None, None
-                    if call.index == 0:
-                        _log.info("step %d is saved only locally, because an earlier step is still being flushed", step)
-                    flush, self.unflushed_step = None, step
-                if flush is None and self.local.is_blocked_by_flush(step, call):
-                    return None, None
-                if flush is not None:
-                    self.unflushed_step = None
-                    wait = _Wait(self.last_flush.pending)
-                    request = replace(request, on_done=None)  # the flush calls it
-                if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
-                    self.last_flush.wait()
-                options = replace(self.options, max_bytes_per_second=None)
-                request = replace(request, destination=ProcessFolders(self.local, step, flush), options=options)
-            pending = start(request, call, background=not awaited)
-            if call.index == 0 and not (request.is_last_step or pending.skipped):
-                self._warn_of_wait(step, wait)
-        return (None, None) if pending.skipped else (pending, flush)
+    ) -> tuple[SaveRequest, Flush | None, _Wait] | None:
+        """What is saved; what will flush it, if it is not saved only in the local folders; and the earlier save that it
+        waits for. None if it is skipped."""
+        require_on_done(request.on_done)
+        request = replace(
+            request,
+            step=StepRecord(step, _recorded_metrics(metrics, request.is_last_step)),
+            subtrees=self._fitting_subtrees(request, request.is_last_step),
+            plan_cache=self.plan_cache,
+            reuse_cache=self.reuse_cache if self.local is None else None,
+        )
+        if self.local is None:
+            return request, None, _Wait(self.last_save.pending)
+        may_skip = self.options.when_busy == "skip" and not (awaited or request.is_last_step)
+        if flush is not None and may_skip and self.local.is_flushing(call):
+            if not self.local.is_due(step):
+                return None
+            if call.index == 0:
+                _log.info("step %d is saved only locally, because an earlier step is still being flushed", step)
+            flush, self.unflushed_step = None, step
+        if flush is None and self.local.is_blocked_by_flush(step, call):
+            return None
+        wait = _Wait((self.last_save if flush is None else self.last_flush).pending)
+        if flush is not None:
+            self.unflushed_step = None
+            request = replace(request, on_done=None)  # the flush calls it
+        if flush is not None or (self.last_flush.pending is not None and self.last_flush.pending.done):
+            self.last_flush.wait()
+        options = replace(self.options, max_bytes_per_second=None)
+        return replace(request, destination=ProcessFolders(self.local, step, flush), options=options), flush, wait
 
     def warn_of_unflushed_step(self) -> None:
         """At the end, log that the last step that was due is lost with the hosts."""
@@ -530,6 +533,14 @@ class Saver:
         """Raise the error of the last step, once, if it was not saved and training has continued."""
         self.local_failures.raise_unsaved()
         self.failures.raise_unsaved()
+
+
+def _failed_save(destination: RunStep, call: Call, step: int, error: Exception) -> RunningSave:
+    """A save that has failed in this process before it began, and whose error has been dealt with."""
+    failed = RunningSave(destination.store, 0, time.perf_counter(), call.watchdog, step)
+    failed.is_raised = True
+    failed.end(error.with_traceback(None))  # its frames would hold arrays
+    return failed
 
 
 def _recorded_metrics(metrics: Mapping[str, Any] | None, is_last_step: bool) -> dict[str, float | None]:
