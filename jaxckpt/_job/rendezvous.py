@@ -309,7 +309,8 @@ class Rendezvous:
     def _run_poster(self) -> None:
         """Post the texts, and heartbeats in between."""
         call, beats, silence = self.call, 0, None
-        interval = min(max(5.0, call.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, call.timeout_seconds / 4)
+        # In an exchange, each heartbeat comes with another request.
+        interval = min(max(5.0, 2 * call.count / _REQUESTS_PER_SECOND), _STOPPED_SECONDS / 4, call.timeout_seconds / 4)
         try:
             while True:
                 try:

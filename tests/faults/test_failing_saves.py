@@ -134,3 +134,20 @@ def test_training_goes_on_in_all_processes(
         assert n_incidents > len(rounds), "the bursts were too short to meet a save"
         for outcome in outcomes:
             fault.saw(outcome) if outcome == "all accounted for" else fault.silent(outcome)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize("local", [False, True], ids=["stored", "local"])
+def test_process_0_alone_cannot_look_into_the_run(
+    tmp_path: Path, run_processes: RunProcesses, local: bool, when_busy: str, policy: str
+) -> None:
+    args = {"folder": str(tmp_path / "run"), "local": local, "when_busy": when_busy, "policy": policy}
+    program = PROGRAMS / "unlisted_run.py"
+    outcomes = [
+        json.loads(done.stdout) for done in run_processes(program, processes=2, devices_per_process=1, args=args)
+    ]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == [1, 3, 4] if when_busy == "wait" else 2 not in outcomes[0]
+    (incident,) = jaxckpt.Run(tmp_path / "run").incidents()
+    assert incident.step == 2
