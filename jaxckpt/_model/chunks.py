@@ -23,14 +23,30 @@ SAMPLE_EVERY_BYTES = 4 << 20
 
 
 def chunks_of(
-    stack: Stack, index: tuple[int, ...], pieces: Pieces, flush: Callable[[], object]
+    stack: Stack,
+    index: tuple[int, ...],
+    pieces: Pieces,
+    flush: Callable[[], object],
+    batch_bytes: int = zarr.CHUNK_BATCH_BYTES,
 ) -> Iterator[tuple[Sequence[int], Bytes]]:
     """All chunks of an object, in groups: (chunk numbers, their data in that order).
 
-    Calls `flush` before it overwrites data that it has yielded. `flush` must finish using that data.
+    Gathers about `batch_bytes` of chunks. Then calls `flush`, which must finish using what was yielded before, because
+    the memory is used again.
     """
     size = stack.chunk_stored_bytes - 4
     scratch, used = np.empty(0, np.uint8), 0
+
+    def room_for(n_bytes: int) -> Bytes:
+        nonlocal scratch, used
+        if used + n_bytes > len(scratch):
+            flush()
+            used = 0
+            if n_bytes > len(scratch):
+                scratch = np.empty(max(n_bytes, batch_bytes), np.uint8)
+        used += n_bytes
+        return scratch[used - n_bytes : used]
+
     separate = pieces.separate_arrays(stack.chunk)
     for box, array in [(pieces.box, pieces.single_array)] if separate is None else separate:
         in_order = array is not None and array.flags.c_contiguous
@@ -39,18 +55,29 @@ def chunks_of(
             yield run, array.reshape(-1).view(np.uint8)
             continue
         source = pieces if array is None else Pieces(box, pieces.dtype, box[0][1] - box[0][0], [[(box, array)]])
+        tiles = None if array is None or batch_bytes < 2 * size else _tiles(stack.chunk, box, array)
+        if tiles is not None:
+            for numbers, group in zarr.in_groups(stack, index, box, tiles, batch_bytes // size):
+                data = room_for(len(numbers) * size)
+                np.copyto(as_bits(data.view(pieces.dtype)).reshape(group.shape), as_bits(group))
+                yield numbers, data
+            continue
         for block in zarr.chunk_runs(stack, index, box):
             data = None if array is None else contiguous_bytes(block.box, box, array)
             if data is None:
-                needed = len(block.numbers) * size
-                if used + needed > len(scratch):
-                    flush()
-                    used = 0
-                    if needed > len(scratch):
-                        scratch = np.empty(max(needed, zarr.CHUNK_BATCH_BYTES), np.uint8)
-                data = source.gather(block.box, scratch[used:])
-                used += needed
+                data = source.gather(block.box, room_for(len(block.numbers) * size))
             yield block.numbers, data
+
+
+def _tiles(chunk: Sequence[int], box: Box, array: Array) -> Array | None:
+    """A view [*grid of chunks, *sides of a chunk] of an array that holds a box; None if its chunks are not whole, or
+    contiguous in memory, so that they need not be gathered."""
+    if any(start % side or stop % side for (start, stop), side in zip(box, chunk, strict=True)):
+        return None
+    sides = [part for length, side in zip(array.shape, chunk, strict=True) for part in (length // side, side)]
+    rank = array.ndim
+    tiles = array.reshape(sides).transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
+    return None if tiles[(0,) * rank].flags.c_contiguous else tiles
 
 
 def contiguous_bytes(block: Box, box: Box, target: Array) -> Bytes | None:

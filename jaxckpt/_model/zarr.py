@@ -115,6 +115,22 @@ def chunk_runs(stack: Stack, index: tuple[int, ...], region: Box) -> Iterator[Ch
             yield Chunks(range(first, first + len(run) * stride, stride), box, slowest)
 
 
+def in_groups(
+    stack: Stack, index: tuple[int, ...], region: Box, tiles: np.ndarray[Any, Any], most: int
+) -> Iterator[tuple[list[int], np.ndarray[Any, Any]]]:
+    """The chunks of an object that `region` touches, in C order, in groups of at most `most` that form a box: (their
+    numbers, their part of `tiles`, which is [*grid of these chunks, …])."""
+    counts, _, ranges = _chunks(stack, index, region)
+    numbers = np.arange(math.prod(counts)).reshape(counts)[tuple(slice(*bounds) for bounds in ranges)]
+    spans = list[range]()
+    for length in reversed(numbers.shape):
+        spans.insert(0, range(0, length, max(1, min(most, length))))
+        most //= length
+    for starts in itertools.product(*spans):
+        group = tuple(slice(start, start + span.step) for start, span in zip(starts, spans, strict=True))
+        yield numbers[group].ravel().tolist(), tiles[group]
+
+
 def chunk_blocks(
     stack: Stack, index: tuple[int, ...], region: Box, starts: IntArray, max_bytes: int
 ) -> Iterator[Chunks]:

@@ -37,6 +37,7 @@ from jaxckpt._model.grid import Box, extent, intersection, whole_box
 from jaxckpt._model.pieces import Array, Pieces
 from jaxckpt._model.stacks import Stack
 from jaxckpt._restore.read_loop import StepBuffers
+from jaxckpt._store import codec as _codec
 from jaxckpt._store.files import FileReader, FileWriter
 from jaxckpt._store.tensors import ROOT_CONTEXT
 
@@ -169,6 +170,39 @@ def test_blocks_are_the_chunks_that_a_box_touches(stack: Stack, data: st.DataObj
             assert intersection(chunk, whole_box(stack.array_shape)) == _zarr.chunk_box(stack, index, number)
         touched += block.numbers
     assert sorted(touched) == expected
+
+
+@given(stacks(), st.data())
+def test_a_background_save_writes_the_same_chunks(stack: Stack, data: st.DataObject) -> None:
+    """It gathers several at a time."""
+    index, box = data.draw(st.sampled_from(list(stack.objects())))
+    box = intersection(box, whole_box(stack.array_shape)) or box
+    sides, dtype = extent(box), DTYPES[stack.dtype]
+    content = np.arange(math.prod(sides) * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(sides)
+    order, split = data.draw(st.sampled_from("CF")), data.draw(st.integers(0, sides[-1]))
+    content = np.asarray(content, order=order)
+    cuts = [(start, stop) for start, stop in ((0, split), (split, sides[-1])) if start < stop]
+    first = box[-1][0]
+    arrays = [((*box[:-1], (first + start, first + stop)), content[..., start:stop]) for start, stop in cuts]
+    pieces = Pieces(box, dtype, box[0][1] - box[0][0], [arrays])
+
+    def written(*, in_background: bool) -> tuple[Any, list[bytes]]:
+        out = bytearray()
+        record = _codec.encode(
+            stack,
+            index,
+            pieces,
+            lambda buffers: out.extend(b"".join(map(bytes, buffers))),
+            content=True,
+            in_background=in_background,
+        )
+        ends = range(0, len(out) - stack.index_bytes + 1, stack.chunk_stored_bytes)
+        return record, sorted(bytes(out[start:stop]) for start, stop in itertools.pairwise(ends))
+
+    with pytest.MonkeyPatch.context() as patch:
+        batch = data.draw(st.sampled_from([2, 3, 1000])) * stack.chunk_stored_bytes
+        patch.setattr(_codec, "BACKGROUND_BATCH_BYTES", batch)
+        assert written(in_background=True) == written(in_background=False)
 
 
 def intersects(chunk: Box | None, part: Box) -> bool:
