@@ -1,4 +1,4 @@
-"""`convert`, `average`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork` and `rm`: they write or delete."""
+"""Commands that write or delete: `convert`, `average`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork`, `rm`."""
 
 from __future__ import annotations
 
