@@ -1,4 +1,4 @@
-"""Commands that write or delete: `convert`, `average`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork`, `rm`."""
+"""Commands that write files: `convert`, `average`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork` and `rm`."""
 
 from __future__ import annotations
 
