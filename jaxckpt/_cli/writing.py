@@ -1,4 +1,4 @@
-"""Commands that write files: `convert`, `average`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork` and `rm`."""
+"""The commands that write or delete, from `convert` to `rm`."""
 
 from __future__ import annotations
 
