@@ -138,7 +138,7 @@ class LazyLeaf:
             raise TypeError(
                 f"{conversion}() needs a leaf that is one number, but {show_path(self.path)} is {self._contents}"
             )
-        return self._python_value()
+        return self.value
 
     @property
     def _contents(self) -> str:
