@@ -1,4 +1,4 @@
-"""`convert`, `average`, `report`, `integrate`, `repair`, `pin`, `unpin`, `fork` and `rm`: they write or delete."""
+"""The commands that write or delete, from `convert` to `rm`."""
 
 from __future__ import annotations
 

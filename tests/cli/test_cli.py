@@ -201,7 +201,7 @@ def test_rm_deletes_the_metrics_that_were_added_to_a_step(tmp_path: Path) -> Non
         for step in (1, 2):
             steps.save(step, {"w": np.full(3, step)})
             steps.add_metrics(step, {"accuracy": 0.5, "loss": 1})
-    run("rm", str(tmp_path / "run"), "--yes")
+    run("rm", str(tmp_path / "run@1"), "--yes")
     assert {path.name[:15] for path in (tmp_path / "run" / "_run").glob("metric-*")} == {"metric-00000002"}
     assert jaxckpt.Run(tmp_path / "run").metrics(2) == {"accuracy": 0.5, "loss": 1}
 
