@@ -887,7 +887,7 @@ def _spec_of(url: str, storage: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not rest:
         raise InputError(f"path {url!r} names no bucket or folder: give a URL such as {scheme}://bucket/run")
-    if "@" in rest.partition("/")[0]:
+    if scheme != "memory" and "@" in rest.partition("/")[0]:  # "memory://run@20" is a step of a run
         raise InputError(
             f"path {scheme}://…@{rest.rpartition('@')[2]} has a user name or password: put credentials into the"
             " environment or into Options.storage"

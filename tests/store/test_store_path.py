@@ -47,6 +47,19 @@ def test_a_file_url_means_the_same_everywhere_and_in_tensorstore(
         jaxckpt.convert(folder / "ckpt", "file://tmp/x.npz")
 
 
+def test_a_step_of_a_run_at_the_top_of_memory() -> None:
+    with jaxckpt.Checkpointer("memory://top") as run:
+        for step in (10, 20):
+            run.save(step, {"w": step})
+    jaxckpt.Run("memory://top").pin(10, "paper")
+    for name, step in (("10", 10), ("paper", 10), ("latest", 20)):
+        assert jaxckpt.load_numpy(f"memory://top@{name}") == {"w": step}
+    with pytest.raises(jaxckpt.errors.NotACheckpointError, match="memory://top has no step 30"):
+        jaxckpt.open("memory://top@30")
+    jaxckpt.save("memory://other@20", {"w": 1})
+    assert jaxckpt.load_numpy("memory://other@20") == {"w": 1}
+
+
 @pytest.mark.parametrize(
     "url", ["memory://above/run/3", "memory://above//3", "memory://above///3", "file:///tmp/above/run/3", "above/run/3"]
 )
