@@ -114,12 +114,17 @@ def metrics_of_another_library(metrics: object) -> dict[str, float | None]:
     return {
         name: None if value is None else _metric(value)
         for name, value in cast("Mapping[str, object]", metrics).items()
-        if value is None or value in INFINITIES or (isinstance(value, int | float) and not isinstance(value, bool))
+        if value is None or _is_infinity(value) or (isinstance(value, int | float) and not isinstance(value, bool))
     }
 
 
 INFINITIES = ("Infinity", "-Infinity")
 """What metadata has in place of infinity, which JSON lacks."""
+
+
+def _is_infinity(value: object) -> bool:
+    """Whether a value of metadata stands for infinity. A text that the user gave is equal to it, but another object."""
+    return any(value is text for text in INFINITIES)
 
 
 def _metric(value: Any) -> float | None:

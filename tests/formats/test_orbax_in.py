@@ -289,6 +289,22 @@ def test_an_infinite_metric_of_orbax_is_compared(manager: Path, text: str) -> No
     assert (run.best_step("loss", "min"), run.best_step("loss", "max")) == (4, 6)
 
 
+def test_the_text_infinity_is_no_number(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["number"])
+    texts, state = {"text": "Infinity"}, ocp.args.StandardSave({"w": np.ones(3)})
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        manager.save(1, args=state, metrics={**texts, "number": float("inf")}, custom_metadata=texts)
+    numbers = {"number": np.inf}
+    for path in (f"{tmp_path}/run", f"{tmp_path}/run@1", f"{tmp_path}/run/1"):
+        metadata = jaxckpt.open(path).metadata
+        assert metadata["metrics"] == {**texts, "number": "Infinity"}
+        assert metadata["custom_metadata"] == texts
+    assert jaxckpt.open(f"{tmp_path}/run@1").metrics == numbers
+    assert jaxckpt.Run(tmp_path / "run").metrics(1) == numbers
+    jaxckpt.convert(tmp_path / "run", tmp_path / "run of ours")
+    assert jaxckpt.Run(tmp_path / "run of ours").metrics(1) == numbers
+
+
 def test_metrics_of_orbax_that_are_not_a_mapping_do_not_count(manager: Path) -> None:
     (file,) = (manager / "ckpt_000006").rglob("metrics/metrics")
     file.write_text("[1]")
